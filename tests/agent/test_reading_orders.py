@@ -32,6 +32,7 @@ from typing import Any, cast
 import pytest
 
 from actorrpc import _time, futures
+from actorrpc.actors.host import carriers
 from actorrpc.actors.host import threads as threads_module
 from actorrpc.agent import agent as agents_room
 from actorrpc.agent import calls, executor, inbound, peers, scheduler, threads, timers
@@ -51,7 +52,7 @@ from tests.layers import rest_is_slow
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _FAR = 0.09  # seconds; a wait that long is a slice of one that has no end, or has a deadline
 _ROOMS: Any = (agents_room, reader, calls, writer, timers, connection, threads_module, executor, futures)
-_ROOMS += (inbound, peers, threads, scheduler)
+_ROOMS += (inbound, peers, threads, scheduler, carriers)
 _FILES = frozenset(room.__file__ for room in _ROOMS)
 # How a call may end without an answer; the last one at the end only.
 _ENDED = (BackpressureError, CancelledError, RpcTimeoutError, PeerDiedError)
@@ -179,7 +180,7 @@ class _Guest(threads_module.ActorThread):
 
     def __init__(self, world: _World) -> None:
         super().__init__(
-            cast(Any, SimpleNamespace(agent=world.agent)),
+            cast(Any, SimpleNamespace(agent=world.agent, runners=carriers.ActorThreads(world.agent))),
             cast(Any, SimpleNamespace(waiting=False, yielding=False)),
         )
         self._world = world
@@ -298,7 +299,7 @@ class _World:
             (reader, "Spin", functools.partial(_Spin, dice)),
             (calls, "time", sleeps),
             (writer, "time", sleeps),
-            (threads_module, "time", sleeps),
+            (carriers, "time", sleeps),
             (threads, "follow_torch", lambda: None),
             (threads, "Daemon", functools.partial(_Thread, steps)),
         ):

@@ -15,12 +15,13 @@ from actorrpc import _time
 from actorrpc._exception_text import add_note, line_of, report
 from actorrpc._limits import NO_THREAD, explain_threads
 from actorrpc.actors.context import current
+from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.event_loop import EventLoop
 from actorrpc.actors.host.executor import ActorExecutor, died
 from actorrpc.actors.host.loop_thread import LoopThread
-from actorrpc.actors.host.mailbox import TAKEN, Entry, GroupQueue, Mailbox, Wakeups
-from actorrpc.actors.host.threads import BYSTANDERS, ActorThread, ActorThreads, wake_all
+from actorrpc.actors.host.mailbox import NOTHING, TAKEN, Entry, GroupQueue, Mailbox, Wakeups
+from actorrpc.actors.host.threads import BYSTANDERS, ActorThread
 from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorSpec, HostedActorGoneError, exit_text
@@ -122,7 +123,8 @@ class HostedActor:
         # Says what callers get for what a method raised, where something here knows better (collectives do).
         self.on_error: Callable[[BaseException], BaseException] | None = None
         self._plans: dict[str, GroupQueue] = {}
-        self._ending: Callable[[], None] | None = None
+        #: is called after each call that is over, where the actor is to end
+        self.ending: Callable[[], None] | None = None
         self._wound_up = False
 
     # -- messages -----------------------------------------------------------------------------------
@@ -136,6 +138,24 @@ class HostedActor:
                 if self._intake is not None:
                     self._intake.append(entry)
                     return
+        queue = self._plans.get(entry.header.get("method", ""))
+        if (
+            queue is not None
+            and queue.idle
+            and not entry.path
+            and entry.ready
+            and "group" not in entry.header
+        ):
+            # What _put does, where a runner waits for the call: there is nothing else to be seen to.
+            todo = self.mailbox.put(entry, queue)
+            if todo is not None:
+                for runner in todo.wake:
+                    runner.wake()
+                if todo.start:
+                    self.carry_out(todo)
+                return
+            self._refuse_gone(entry)
+            return
         self._put(entry)
 
     def construct(self, entry: Envelope) -> None:
@@ -156,7 +176,7 @@ class HostedActor:
         if todo is None:
             self._refuse_gone(entry)
             return
-        if todo.wake or todo.start:
+        if todo is not NOTHING:
             self.carry_out(todo)
         if (
             queue.running
@@ -242,8 +262,8 @@ class HostedActor:
 
     def carry_out(self, todo: Wakeups) -> None:
         """Wake and start what a step of the mailbox has named. Starts nothing on this thread."""
-        if todo.wake:
-            wake_all(todo)
+        for runner in todo.wake:
+            runner.wake()
         for queue in todo.start:
             if queue.is_async:
                 loop = self.loops.get(queue.name)
@@ -252,7 +272,7 @@ class HostedActor:
                 else:
                     self._have_pumped(loop, queue)
             else:
-                self.agent.submit(ActorThread(self, queue).start)
+                self.runners.start(ActorThread(self, queue))
 
     def _have_pumped(self, loop: EventLoop, queue: GroupQueue) -> None:
         """Have a loop start what its queue has."""
@@ -291,9 +311,9 @@ class HostedActor:
 
     def finished(self, queue: GroupQueue, todo: Wakeups) -> None:
         """Go on after an entry of a queue is over."""
-        if todo.wake or todo.start:
+        if todo is not NOTHING:
             self.carry_out(todo)
-        ending = self._ending
+        ending = self.ending
         if ending is not None:
             ending()
 
@@ -437,7 +457,7 @@ class HostedActor:
         # What came with the order to make it is not kept alive by having been an argument.
         self.spec = spec = replace(spec, cls=None, arguments=None, state=None)
         self._open_mailbox(spec)
-        return {"pid": os.getpid()}
+        return os.getpid()
 
     def _open_mailbox(self, spec: ActorSpec) -> None:
         options, info = spec.options, spec.info
@@ -454,6 +474,7 @@ class HostedActor:
         if async_limits and most is None:
             # Nobody counts on the default limit: streams that pause leave their places to others.
             self.mailbox.async_lanes[""].yielding = True
+        self.executor.keeps_state = info.has_checkpoint
         if options.yielding:
             self.caller = None
             BYSTANDERS.make_room_in(self)
@@ -514,7 +535,7 @@ class HostedActor:
             self.why = self.why or why
             if how == "drain" and self.state in ("alive", "constructing"):
                 self.state = "ending"
-                self._ending = self._end_if_idle
+                self.ending = self._end_if_idle
         if how == "drain":
             self._end_if_idle()
         else:
@@ -522,7 +543,7 @@ class HostedActor:
         return self.over
 
     def _end_if_idle(self) -> None:
-        if self._intake is None and self.mailbox.close_if_idle():
+        if self._intake is None and not self.executor.checkpoints.holds and self.mailbox.close_if_idle():
             self._end_now()
 
     def _end_now(self) -> None:
@@ -530,7 +551,7 @@ class HostedActor:
             if self.state in ("over", "closing"):
                 return
             self.state = "closing"
-            self._ending = None
+            self.ending = None
         running = self._close("closing")
         self.runtime.streams.abort(self, died(self, self.why))
         for entry in running:
@@ -565,7 +586,6 @@ class HostedActor:
             runner.end()
         running = []
         for runner in list(self.threads):
-            runner.end()
             if isinstance(runner.running, Envelope):
                 running.append(runner.running)
         for loop in loops:

@@ -2,10 +2,13 @@
 
 An answer leaves when the supervisor has the state behind it: what a caller has been told survives the death of the actor,
 by any caller. That costs the call a round trip to the supervisor's worker; where that is the actor's own, nothing
-is sent. The actor's thread waits for that, or on its event loop the coroutine alone.
+is sent. The actor's thread waits for that, or on its event loop the coroutine alone; where other calls wait for the thread,
+it goes on with those, and the answer is held until then (:meth:`Checkpoints.hold`).
 
 Checkpoints are numbered when they are begun, before the actor is asked: threads and coroutines of one actor ask for
-theirs at the same time, and the supervisor may take them up in any order.
+theirs at the same time, and the supervisor may take them up in any order. One that has come answers for all with lower numbers:
+what they have is in it. So few are on their way at a time, and of those that are made meanwhile only the last is sent: when one
+has come, when ``_GATHERED`` answers wait for it, or after a millisecond.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 from collections.abc import AsyncGenerator, Generator, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exception_text import report
@@ -22,16 +27,21 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.agent import hooks
 from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.timers import Tick
 from actorrpc.errors import ShutdownError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
+    from actorrpc.actors.host.envelope import Envelope
     from actorrpc.actors.spec.actor_spec import ActorSpec
 
 __all__ = ["LAST", "Checkpoints"]
 
 _log = logging.getLogger("actorrpc.actors")
+_GATHERED: Final = 32
+_GATHER_S: Final = 1e-3
+_FLYING: Final = 2  # checkpoints of one actor that are on their way at a time
 LAST: Final = 1 << 62  # the number of a state behind which there is none: the actor has ended
 
 
@@ -48,6 +58,13 @@ class Checkpoints:
     def __init__(self, hosted: HostedActor) -> None:
         self._hosted = hosted
         self._numbers = itertools.count(1)  # of calls that have not raised
+        # Guards what follows; a leaf, and re-entrant, as the collector may run there.
+        self._lock = threading.RLock()
+        self._flying = 0  # on their way
+        self._next: tuple[int, Snapshot] | None = None  # to be sent when one of those has come
+        # Who waits until the state is kept, or it is known why it is not, by number: a future, or a call and its answer.
+        self._waiting: dict[int, Future[bool] | tuple[Envelope, Any]] = {}
+        self._tick = Tick(hosted.agent.clock, _GATHER_S, self._gathered)
 
     @property
     def _spec(self) -> ActorSpec | None:
@@ -64,6 +81,11 @@ class Checkpoints:
         """Whether the actor's state is kept."""
         return self._spec is not None
 
+    @property
+    def holds(self) -> bool:
+        """Whether there are answers that wait for a checkpoint."""
+        return bool(self._waiting)
+
     def save(self) -> None:
         """Save the state after a call that has not raised, on the thread that has run it."""
         kept = self._begin()
@@ -77,6 +99,42 @@ class Checkpoints:
         if kept is not None:
             with self._keeping():
                 self._confirm(await kept)
+
+    def hold(self, entry: Envelope, value: Any) -> bool:
+        """Save the state, and have a call answered when it is kept; False where none is due: it is answered at once.
+
+        Does not wait. The call is answered, or refused, on whichever thread hears of it.
+        """
+        made = self._make()
+        if made is None:
+            return False
+        number = made[0]
+        with self._lock:
+            self._waiting[number] = entry, value
+            last = made if self._next is None or self._next[0] < number else self._next
+            sends = len(self._waiting) >= _GATHERED and self._flying < _FLYING
+            self._next = None if sends else last
+            self._flying += sends
+        if sends:
+            _ = self._send(*last)
+        elif not self._tick.active:
+            self._tick.poke()
+        return True
+
+    def _gathered(self) -> bool:
+        """Have the last checkpoint sent that was not. Runs on the clock's thread."""
+        if self._next is not None:
+            self._hosted.agent.submit(self._send_next)
+        return False
+
+    def _send_next(self) -> None:
+        with self._lock:
+            made = self._next
+            if made is None or self._flying >= _FLYING:
+                return  # when one of those has come
+            self._next = None
+            self._flying += 1
+        _ = self._send(*made)
 
     def behind(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """Return a generator that saves the state when this one is over, before anybody is told that it is."""
@@ -112,36 +170,94 @@ class Checkpoints:
 
     def _begin(self) -> Future[bool] | None:
         """Make a checkpoint, if one is due, and send it; return a future that says whether the supervisor keeps it."""
+        made = self._make()
+        if made is None:
+            return None
+        kept: Future[bool] = Future()
+        kept.cover()  # who waits may do so for the call that brings it
+        return self._put(*made, kept) or kept
+
+    def _make(self) -> tuple[int, Snapshot] | None:
         spec = self._spec
-        every = spec.options.checkpoint_every if spec is not None else 0
-        if spec is None or not every:
+        if spec is None:
             return None
         number = next(self._numbers)
-        if number % every:
+        if number % spec.options.checkpoint_every:
             return None
         try:
             hooks.reach("actor.checkpointing")
-            state = Snapshot.of(self._hosted.instance.checkpoint())
-            return self._send(spec, number, state)
+            return number, Snapshot.of(self._hosted.instance.checkpoint())
         except Exception as error:
             self._lost(error)
             return None
 
-    def _send(self, spec: ActorSpec, number: int, state: Snapshot) -> Future[bool]:
-        here = self._hosted.runtime
+    def _put(self, number: int, state: Snapshot, kept: Future[bool]) -> Future[bool] | None:
+        """Have a checkpoint sent; return the call that sends it, where one does now."""
+        with self._lock:
+            self._waiting[number] = kept
+            if self._next is None or self._next[0] < number:
+                self._next = None
+            if self._flying >= _FLYING:
+                self._next = self._next or (number, state)
+                return None
+            self._flying += 1
+        return self._send(number, state)
+
+    def _send(self, number: int, state: Snapshot) -> Future[bool]:
+        here, spec = self._hosted.runtime, self._hosted.spec
+        assert spec is not None
         key, args = spec.card.supervisor, (spec.actor_id, spec.epoch, number, state)
         kept: Future[bool] = Future()
-        if key == here.references.me:
-            kept.set_result(here.supervisor.note_checkpoint(*args))
-            return kept
+        kept.add_done_callback(partial(self._arrived, number))
         # Of the actor, not of the call: it is not given up with that, and what it says is kept all the same.
         token = CURRENT.set(None)
         try:
-            here.agent.call(here.references.peer_of(key), _keep, args, {}, 0, future=kept)
-            here.agent.flush()
+            if key == here.references.me:
+                kept.set_result(here.supervisor.note_checkpoint(*args))
+            else:
+                here.agent.call(here.references.peer_of(key), _keep, args, {}, 0, future=kept)
+                here.agent.flush()
+        except Exception as error:
+            if kept._claim():
+                kept._finish(None, error)
         finally:
             CURRENT.reset(token)
         return kept
+
+    def _arrived(self, number: int, done: Future[bool]) -> None:
+        """Go on with all that have waited for a checkpoint, or an earlier one: it is there, or lost."""
+        done.acknowledge()
+        with self._lock:
+            later, self._next = self._next, None
+            if later is None:
+                self._flying -= 1
+            over = [self._waiting.pop(each) for each in sorted(self._waiting) if each <= number]
+        if later is not None:
+            _ = self._send(*later)
+        error: BaseException | None = None
+        try:
+            with self._keeping():
+                self._confirm(done.value())
+        except BaseException as caught:
+            error = caught
+        executor, conns = self._hosted.executor, set()
+        for each in over:
+            if isinstance(each, Future):
+                if each._claim():
+                    each._finish(done._value, done._error)
+            else:
+                entry, value = each
+                conns.add(entry.conn)
+                if error is None:
+                    executor.answer(entry, value)
+                else:
+                    executor.fail(entry, error)
+        for conn in conns:
+            if conn is not None:
+                conn.flush()
+        ending = self._hosted.ending
+        if ending is not None:
+            ending()
 
     @contextlib.contextmanager
     def _keeping(self) -> Iterator[None]:

@@ -20,14 +20,14 @@ from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, let_frames_go
 from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.envelope import GRACE_S, Envelope
-from actorrpc.actors.host.mailbox import Entry, GroupQueue
-from actorrpc.actors.host.threads import ActorThread, Interrupted
+from actorrpc.actors.host.mailbox import GroupQueue
+from actorrpc.actors.host.threads import RUNS, ActorThread, Interrupted
 from actorrpc.actors.refs.object_ref import SMALL, StoredResult, keep_large
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
-from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.agent.calls import CALLER_BIT, CURRENT, FRAME_BIT, Execution
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
 from actorrpc.agent.hooks import intercepted
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
@@ -46,6 +46,12 @@ INFINITE: Final = float("inf")
 _AT_ONCE: Final = 64  # calls are started in one callback of the event loop
 _MAX_DEPTH: Final = 60  # calls nested on one thread
 _NOTHING: Final = object()
+_UNUSUAL: Final = frozenset(
+    {"references", "tag", "window"}
+)  # fields of headers whose calls take more than the body
+_FIXED: Final = frozenset({int, float, bool, str, bytes, type(None)})
+_OF_ACTOR: Final = 1 << FRAME_BIT
+_NUMBER: Final = (1 << CALLER_BIT) - 1  # of an execution
 _use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -72,17 +78,85 @@ class ActorExecutor:
         self.runtime = hosted.runtime
         self.agent = hosted.agent
         self.mailbox = hosted.mailbox
-        self._checkpoints = Checkpoints(hosted)
+        self.checkpoints = Checkpoints(hosted)
         self._instance_rref: Any = None
+        self._numbers = hosted.runtime.registry.executions
+        self._plain: set[str] = set()  # methods that have been called, and are neither async nor generators
+        self.keeps_state = False  # the actor has checkpoints
 
-    def run(self, entry: Entry, runner: ActorThread) -> None:
-        """Run one call on a runner, answer it, and see what came meanwhile. Never raises."""
-        assert isinstance(entry, Envelope)
+    def run(self, entry: Any, runner: ActorThread) -> None:
+        """Run one call on a runner, answer it, and see what came meanwhile. Never raises.
+
+        Most calls are of a plain method whose arguments are in the message: what :meth:`open`, :meth:`_call`, :meth:`_returned`
+        and :meth:`answer` do for those is done here, once it has been found that a call is one of them.
+        """
+        agent, hosted, running = self.agent, self.hosted, self.mailbox.running
+        if not agent.pool.idle:
+            agent.pool.ensure_reader()
+        peer, frame, header = entry.peer, entry.frame, entry.header
         runner.depth += 1
-        if not self.agent.pool.idle:
-            self.agent.pool.ensure_reader()
         try:
-            self._run(entry, runner)
+            if entry.deadline != INFINITE and _time.now() > entry.deadline:
+                self._refuse_late(entry)
+            elif runner.depth > _MAX_DEPTH:
+                self.fail(entry, self._too_deep())
+            else:
+                execution = self._begin(entry, runner)
+                token = CURRENT.set(execution)
+                try:
+                    try:
+                        runner.under_way[entry] = RUNS
+                        runner.running = entry
+                        if entry.given_up:
+                            raise Interrupted
+                        name = header.get("method")
+                        if (
+                            name in self._plain
+                            and frame.flags == MAIL
+                            and entry.opened is None
+                            and not agent.interceptors
+                            and _UNUSUAL.isdisjoint(header)
+                        ):
+                            try:
+                                del entry.sealed  # see Envelope.unseal
+                            except AttributeError:
+                                raise self._given_up(entry) from None
+                            args, kwargs = outbound.open_plain(frame.body, peer)
+                            hosted.calls += 1
+                            method = getattr(hosted.instance, name)
+                            if not callable(method):
+                                method = _method_of(hosted.instance, name)
+                            value = method(*args, **kwargs)
+                            args = kwargs = None
+                            if type(value) is Later or getattr(method, ASYNC_MARK, None) is not None:
+                                value = self._returned(entry, method, value)
+                            elif self.keeps_state:
+                                value = self._kept(entry, runner, value)
+                        else:
+                            value = self._call(entry, execution)
+                    finally:
+                        if agent.abandoned:  # before a lock that another thread held as this one forked
+                            agent.end_fork(self.label(entry), sys.exc_info()[1])
+                        runner.leave()
+                        running.pop(execution.chain, None)
+                    if value is not _NOTHING:
+                        if (
+                            type(value) is torch.Tensor
+                            and sys.getrefcount(value) == 2
+                            and _has_own_memory(value)
+                        ):
+                            entry.sole = True
+                        if "num_returns" in header:
+                            self.answer(entry, value)
+                        elif peer.running.pop(frame.id, None) is entry:
+                            kept = (_keep_itself if entry.sole else keep_large) if "keep" in header else None
+                            agent.executor.answer(entry.conn, frame.id, value, execution, kept)
+                        value = None
+                except BaseException as error:
+                    self._raised(entry, error)
+                finally:
+                    CURRENT.reset(token)
+                    entry.opened = None
         except BaseException as error:
             self.fail(entry, error)
         finally:
@@ -90,44 +164,17 @@ class ActorExecutor:
         conn = entry.conn
         if conn is None:
             return
-        agent = self.agent
-        if runner.queue.waiting and len(conn.outbox) < agent.settings.cork_frames:
-            agent.cork(conn)  # answers of a batch leave together
-        elif runner.depth or runner.queue.waiting:
+        carrier, waiting = runner.carrier, runner.queue.waiting
+        if (waiting or hosted.runners.ready) and len(conn.outbox) < agent.settings.cork_frames:
+            if conn not in agent.scheduler.corked:
+                agent.cork(conn)  # answers of a batch leave together
+        elif runner.depth or waiting:
             conn.flush(True)
         else:
             # Sent by the runner, when it sees that there is nothing else to do.
-            if runner.caller is not None and runner.caller is not conn and runner.caller.outbox:
-                runner.caller.flush()
-            runner.caller = conn
-
-    def _run(self, entry: Envelope, runner: ActorThread) -> None:
-        if not self._may_start(entry):
-            return
-        if runner.depth > _MAX_DEPTH:
-            raise self._too_deep()
-        execution = self._begin(entry, runner)
-        token = CURRENT.set(execution)
-        try:
-            try:
-                runner.enter(entry)
-                if entry.given_up:
-                    raise Interrupted
-                value = self._call(entry, execution)
-            finally:
-                if self.agent.abandoned:  # before a lock that another thread held as this one forked
-                    self.agent.end_fork(self.label(entry), sys.exc_info()[1])
-                runner.leave()
-                self.mailbox.end(execution.chain)
-            if value is not _NOTHING:
-                if type(value) is torch.Tensor and sys.getrefcount(value) == 2 and _has_own_memory(value):
-                    entry.sole = True
-                self.answer(entry, value)
-        except BaseException as error:
-            self._raised(entry, error)
-        finally:
-            CURRENT.reset(token)
-            entry.opened = None
+            if carrier.caller is not None and carrier.caller is not conn and carrier.caller.outbox:
+                carrier.caller.flush()
+            carrier.caller = conn
 
     def _raised(self, entry: Envelope, error: BaseException) -> None:
         """Answer a call whose method has raised, and see to the actor's end where that is what it means."""
@@ -149,27 +196,30 @@ class ActorExecutor:
 
     def _begin(self, entry: Envelope, runner: ActorThread | None) -> Execution:
         """Begin the execution of a call: what descends from it may run within it from now on."""
-        id = self.runtime.registry.new_execution(self.hosted.caller)
+        caller = self.hosted.caller
+        if caller is None:
+            id = self.runtime.registry.new_execution(None)
+        else:
+            id = _OF_ACTOR | caller << CALLER_BIT | next(self._numbers) & _NUMBER
         execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
-        execution.path = (*entry.path, id)
+        if entry.path:
+            execution.path = (*entry.path, id)
         execution.actor = self.hosted
         execution.header = entry.header
         execution.what = entry.header.get("method")
-        self.mailbox.begin(id, runner)
+        self.mailbox.running[id] = runner
         return execution
 
     def _may_start(self, entry: Envelope) -> bool:
         if entry.deadline != INFINITE and _time.now() > entry.deadline:
-            self.refuse(
-                entry,
-                RpcTimeoutError(
-                    f"{self.label(entry)} reached its turn too late to be started",
-                    maybe_executed=False,
-                    worker=self.agent.name,
-                ),
-            )
+            self._refuse_late(entry)
             return False
         return True
+
+    def _refuse_late(self, entry: Envelope) -> None:
+        name = self.agent.name
+        text = f"{self.label(entry)} reached its turn too late to be started"
+        self.refuse(entry, RpcTimeoutError(text, maybe_executed=False, worker=name))
 
     def label(self, entry: Envelope) -> str:
         return f"the call of {self.hosted.title}.{entry.header.get('method', '__init__')}()"
@@ -178,7 +228,7 @@ class ActorExecutor:
         """Return ``(args, kwargs)`` of a message."""
         frame, conn, agent = entry.frame, entry.conn, self.agent
         if not entry.unseal():
-            raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
+            raise self._given_up(entry)
         if frame.flags == MAIL and "references" not in entry.header and "tag" not in entry.header:
             return outbound.open_plain(frame.body, entry.peer)
         message = outbound.MessageContext(entry.peer)
@@ -187,6 +237,9 @@ class ActorExecutor:
             return agent.executor.open(conn, frame, entry.header, message, execution)
         except LimitError as error:
             raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
+
+    def _given_up(self, entry: Envelope) -> CancelledError:
+        return CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
 
     def arguments(self, entry: Envelope) -> tuple[tuple[Any, ...], dict[str, Any]]:
         opened, entry.opened = entry.opened, None
@@ -206,6 +259,8 @@ class ActorExecutor:
         args, kwargs = self.arguments(entry)
         self.hosted.calls += 1
         method, kind = self._method(name)
+        if kind == "sync" and name in self.hosted.spec.info.methods:  # type: ignore[union-attr]
+            self._plain.add(name)
         if kind == "sync" and "window" not in header and not self.agent.interceptors:
             return self._returned(entry, method, method(*args, **kwargs))
         call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
@@ -226,12 +281,23 @@ class ActorExecutor:
         if getattr(method, ASYNC_MARK, None) is not None:
             later = future_of(value, method)
             if keeps:
-                self._checkpoints.save()  # as it is now: the future may complete on any thread, beside the next call
+                self.checkpoints.save()  # as it is now: the future may complete on any thread, beside the next call
             self._answer_later(entry, later)
             return _NOTHING
         if keeps and self.hosted.spec is not None and self.hosted.spec.info.has_checkpoint:
-            self._checkpoints.save()
+            self.checkpoints.save()
         return value
+
+    def _kept(self, entry: Envelope, runner: ActorThread, value: Any) -> Any:
+        """Return what a method has returned, when the state is kept; ``_NOTHING``: it is answered then, and others go on.
+
+        An object that can change is not held: those that go on might change it.
+        """
+        if not runner.queue.waiting or runner.depth > 1 or type(value) not in _FIXED:
+            self.checkpoints.save()
+            return value
+
+        return _NOTHING if self.checkpoints.hold(entry, value) else value
 
     def _method(self, name: str) -> tuple[Any, str]:
         assert self.hosted.spec is not None
@@ -270,7 +336,7 @@ class ActorExecutor:
             producer.close()
         if entry.conn is not None:
             entry.conn.flush(True)
-        produce(self._checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
+        produce(self.checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
 
     def _end_of_stream(self, entry: Envelope, error: BaseException) -> BaseException:
         """Say what the consumer of a stream gets for what the generator has raised."""
@@ -412,7 +478,7 @@ class ActorExecutor:
         if runner.depth > _MAX_DEPTH:
             raise self._too_deep()
         CURRENT.set(execution)
-        if within or not self._checkpoints.wanted:
+        if within or not self.checkpoints.wanted:
             value = self._call(entry, execution)
             if self.agent.abandoned:
                 self.agent.end_fork(self.label(entry), None)
@@ -427,7 +493,7 @@ class ActorExecutor:
     async def _answer_when_kept(self, entry: Envelope, found: tuple[Any, Any], execution: Execution) -> None:
         method, value = found
         try:
-            await self._checkpoints.save_from_loop()
+            await self.checkpoints.save_from_loop()
             value = self._returned(entry, method, value, keeps=False)
             if value is not _NOTHING:
                 self.answer(entry, value)
@@ -451,7 +517,7 @@ class ActorExecutor:
                     producer.serves(entry.frame.id)
                     if entry.conn is not None:
                         entry.conn.flush()
-                    items = self._checkpoints.behind_async(generator)
+                    items = self.checkpoints.behind_async(generator)
                     await aproduce(items, producer, partial(self._end_of_stream, entry))
                 else:
                     producer.close()
@@ -460,7 +526,7 @@ class ActorExecutor:
             value = await call()
             if self.agent.abandoned:  # before its state is kept, which is the parent's
                 self.agent.end_fork(self.label(entry), None)
-            await self._checkpoints.save_from_loop()
+            await self.checkpoints.save_from_loop()
             if entry.stopped:  # it has caught the cancellation: its caller has done without the result
                 raise CancelledError(f"{self.label(entry)} was cancelled")
             self.answer(entry, value)

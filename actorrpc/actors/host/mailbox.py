@@ -25,10 +25,10 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-__all__ = ["TAKEN", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
+__all__ = ["NEW", "NOTHING", "TAKEN", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
 
 NEW: Final = "new"  # in a queue
 TAKEN: Final = "taken"  # handed out
@@ -112,11 +112,9 @@ class Entry:
 class Wakeups:
     """What a step leaves to be done, without the lock: runners to wake, and queues that want one more."""
 
-    __slots__ = ("start", "wake")
-
-    def __init__(self) -> None:
-        self.wake: list[Any] = []
-        self.start: list[GroupQueue] = []
+    # Of the class, as most steps leave nothing: an object of its own costs no call.
+    wake: Sequence[Any] = ()
+    start: Sequence[GroupQueue] = ()
 
 
 NOTHING: Final = Wakeups()  # most steps leave nothing to be done; never changed
@@ -240,7 +238,10 @@ class GroupQueue:
                     continue
             if entry.ready:
                 entry.state = TAKEN
-                self.left(entry)
+                if entry.path:
+                    self.left(entry)
+                else:
+                    self.waiting -= 1
                 return entry
             if entry.loose:
                 entry.parked = True  # comes back when it is ready
@@ -330,7 +331,8 @@ class Mailbox:
         self.closed = False
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        self._running: dict[int, ThreadSlot | None] = {}  # execution -> where; None: on an event loop
+        #: execution -> where; None: on an event loop. Its single steps are atomic: they need no lock.
+        self.running: dict[int, ThreadSlot | None] = {}
 
     def configure(
         self,
@@ -370,11 +372,21 @@ class Mailbox:
                     entry.slot = slot
                     slot.work.append(entry)
                     todo = Wakeups()
-                    todo.wake.append(slot)
+                    todo.wake = (slot,)
                     return todo
-            queue.put(entry)
-            if queue.full and not queue.is_async:
-                return NOTHING
+            if entry.again or entry.priority or entry.path or queue.loose:
+                queue.put(entry)
+            else:  # what GroupQueue.put does for most entries
+                entry.queue = queue
+                queue.waiting += 1
+                queue._fresh.append(entry)
+            if not queue.is_async:
+                if queue.running >= queue.limit and (not queue.yielding or queue.full):
+                    return NOTHING
+                if queue.idle:
+                    todo = Wakeups()
+                    todo.wake = (queue.idle.pop(),)
+                    return todo
             todo = Wakeups()
             self._look(queue, todo)
             return todo
@@ -384,7 +396,7 @@ class Mailbox:
         if queue.is_async or (queue.running + queue.waiting < queue.limit):
             return None  # another thread of the actor is free for it
         for execution in reversed(entry.path):
-            slot = self._running.get(execution)
+            slot = self.running.get(execution)
             if slot is not None:
                 return slot
         return None
@@ -404,7 +416,7 @@ class Mailbox:
                 entry.slot = slot
                 queue.left(entry)
                 slot.work.append(entry)
-                todo.wake.append(slot)
+                todo.wake = (slot,)
             queue.release(entry)
             self._look(queue, todo)
         return todo
@@ -428,16 +440,16 @@ class Mailbox:
 
     def _look(self, queue: GroupQueue, todo: Wakeups) -> None:
         """See whether the queue could run more than it does, and whom that needs."""
-        if queue.full and not (queue.is_async and self.reentrant and self._running):
+        if queue.full and not (queue.is_async and self.reentrant and self.running):
             return
         if queue.is_async:
-            todo.start.append(queue)
+            todo.start = (*todo.start, queue)
         elif queue.idle:
-            todo.wake.append(queue.idle.pop())
+            todo.wake = (*todo.wake, queue.idle.pop())
         elif queue.yielding or (queue.slots < queue.limit and queue.slots <= queue.running):
             # Otherwise a runner that is neither idle nor running is about to look for itself.
             queue.slots += 1
-            todo.start.append(queue)
+            todo.start = (*todo.start, queue)
 
     def take(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
         """Hand out the queue's next entry to a runner (or to the event loop); None: there is nothing to do now.
@@ -445,7 +457,7 @@ class Mailbox:
         A runner that gets nothing is idle from then on and is named in a later ``Wakeups.wake``.
         """
         with self._lock:
-            if not queue.full:
+            if queue.waiting and (queue.running < queue.limit or (queue.yielding and not queue.full)):
                 entry = queue.next()
                 if entry is not None:
                     queue.running += 1
@@ -454,7 +466,7 @@ class Mailbox:
                         # must not be left to it, as it has something to do.
                         queue.idle.remove(slot)
                     todo = None
-                    if slot is not None and queue.waiting and not queue.full:
+                    if slot is not None and queue.waiting and (queue.running < queue.limit or queue.yielding):
                         todo = Wakeups()
                         self._look(queue, todo)
                     return entry, todo
@@ -462,12 +474,31 @@ class Mailbox:
                 queue.idle.append(slot)
             return None, None
 
+    def turn(self, queue: GroupQueue, slot: ThreadSlot) -> tuple[Entry | None, Wakeups | None]:
+        """Do what :meth:`done` does and then :meth:`take`, in one step: for a runner that goes on."""
+        with self._lock:
+            left: Wakeups | None = None
+            if slot.work:
+                left = self.done(queue, slot)
+            else:
+                queue.running -= 1
+            if queue.waiting:
+                entry, todo = self.take(queue, slot)
+                if left is None or not (left.wake or left.start):
+                    return entry, todo
+                if todo is not None:
+                    left.wake, left.start = (*left.wake, *todo.wake), (*left.start, *todo.start)
+                return entry, left
+            if not self.closed:
+                queue.idle.append(slot)
+            return None, left
+
     def take_descendant(self, queue: GroupQueue) -> Entry | None:
         """Hand out an entry of an async queue that descends from a running execution, over the limit."""
         with self._lock:
-            if not self.reentrant or not self._running:
+            if not self.reentrant or not self.running:
                 return None
-            entry = queue.descendant(self._running)
+            entry = queue.descendant(self.running)
             if entry is not None:
                 entry.state = TAKEN
                 queue.left(entry)
@@ -500,15 +531,15 @@ class Mailbox:
 
     def slot_of(self, execution: int) -> ThreadSlot | None:
         """Return the runner that runs an execution, or runs something else within it; None where none does."""
-        return self._running.get(execution)
+        return self.running.get(execution)
 
     def begin(self, execution: int, slot: ThreadSlot | None) -> None:
         """Note that an execution has begun; what descends from it may run within it."""
-        self._running[execution] = slot
+        self.running[execution] = slot
 
     def end(self, execution: int) -> None:
         """Note that an execution is over."""
-        self._running.pop(execution, None)
+        self.running.pop(execution, None)
 
     def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
         """Note that an entry which :meth:`take` gave is over: others may run. What was left for it goes back."""
@@ -578,7 +609,7 @@ class Mailbox:
         """Return how many entries wait and how many run."""
         with self._lock:
             queues = [*self.queues.values(), *self.async_lanes.values()]
-            nested = sum(len(slot.work) for slot in set(self._running.values()) if slot is not None)
+            nested = sum(len(slot.work) for slot in set(self.running.values()) if slot is not None)
             return sum(queue.waiting for queue in queues) + nested, sum(queue.running for queue in queues)
 
     def glance(self) -> list[tuple[GroupQueue, int, int, Entry | None]]:
@@ -604,7 +635,7 @@ class Mailbox:
                 entries.extend(queue.drain())
                 slots.extend(queue.idle)
                 queue.idle.clear()
-            for slot in set(self._running.values()):
+            for slot in set(self.running.values()):
                 if slot is not None:
                     entries.extend(entry for entry in slot.work if entry.state is NEW)
                     slot.work.clear()

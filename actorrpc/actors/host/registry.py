@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import _time
 from actorrpc.actors.context import current, runtime
 from actorrpc.actors.host.actor import HostedActor
+from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.deadlock_detector import DeadlockDetector
 from actorrpc.actors.host.envelope import Envelope
-from actorrpc.actors.host.threads import ActorThreads
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
 from actorrpc.agent.executor import Later
@@ -39,7 +39,7 @@ _END_S: Final = 5.0
 _AT_LEAST_S: Final = 0.25
 
 _CALLERS: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
-_HEADERS = 1024
+_HEADERS = 16384
 _SHORT = 128  # bytes; longer headers have something of their own
 _REMEMBERED = 1000  # actors that have ended, with the reason
 
@@ -66,12 +66,12 @@ class ActorRegistry:
         self._lock = threading.RLock()
         self._table: dict[int, HostedActor] = {}
         self._ended: dict[int, str] = {}
-        self._runners = ActorThreads()
+        self._runners = ActorThreads(runtime.agent)
         self.deadlocks = DeadlockDetector(runtime)
         self._closed = False
         self._headers: dict[bytes, Header] = {}
         # Not at import: processes that were forked from one another would all begin with the same number.
-        self._executions = itertools.count(int.from_bytes(os.urandom(5), "little"))
+        self.executions = itertools.count(int.from_bytes(os.urandom(5), "little"))
         self._callers = itertools.count()
         self._agent.post = self
         self._agent.on_peer_end.append(self._peer_ended)
@@ -80,6 +80,12 @@ class ActorRegistry:
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """See agent.mail.MailRouter."""
+        header = self._headers.get(frame.extra)
+        if header is not None and frame.id not in peer.running:
+            hosted = self._table.get(header["mailbox"])
+            if hosted is not None:  # the path of most calls
+                hosted.post(Envelope(conn, peer, frame, header, True))
+                return
         announced = peer.running.get(frame.id)
         if type(announced) is Envelope and not announced.whole:
             announced.whole = True
@@ -140,7 +146,7 @@ class ActorRegistry:
         """Return a number for an execution that no other worker has; ``caller``: see :meth:`new_caller`."""
         if caller is None:
             caller = self.new_caller()
-        return 1 << FRAME_BIT | caller << CALLER_BIT | next(self._executions) & ((1 << CALLER_BIT) - 1)
+        return 1 << FRAME_BIT | caller << CALLER_BIT | next(self.executions) & ((1 << CALLER_BIT) - 1)
 
     def new_caller(self) -> int:
         """Return a number for one of those here who make calls, which are kept in order for each: an actor, or a task.
@@ -231,6 +237,7 @@ class ActorRegistry:
                 collect_all(over).wait(max(_AT_LEAST_S, min(_END_S, patience)) if graceful else _AT_LEAST_S)
             except TimeoutError:
                 pass
+        self._runners.close()
 
 
 # -- called by supervisors, on the worker where the actor lives -----------------------------------------

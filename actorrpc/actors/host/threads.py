@@ -5,9 +5,9 @@ connections and event loops are used from the thread that made them. Such a runn
 the calls that descend from its own meanwhile, nested on the same thread. So does one whose method runs an event loop of its
 own (``asyncio.run()``): the loop runs them between the steps of its coroutines, whatever those await.
 
-An idle runner waits on the connection of its last caller (see ``transport/reader.py``), and so reads the next call itself;
-where somebody else reads that, it parks on a lock of its own. A worker keeps at most ``MAX_RUNNERS``; beyond that,
-the runner that has been idle longest ends, and its actor gets a new one with its next call.
+Whose thread a runner uses, where it sleeps, and when it is woken, is in ``carriers.py``: the first ``MAX_RUNNERS`` of a worker
+have one each. Those beyond are lent one for as long as they have something to do. Between two calls such a runner keeps what a
+thread would: its context variables and the mode of autograd; other things of threads it finds as another actor has left them.
 """
 
 from __future__ import annotations
@@ -30,33 +30,29 @@ import torch
 
 from actorrpc import _time
 from actorrpc._limits import NO_THREAD
-from actorrpc.actors.host.mailbox import Entry, GroupQueue, Wakeups
+from actorrpc.actors.host.carriers import Carrier
+from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by
 from actorrpc.agent.calls import Call
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.agent.threads import follow_torch
 from actorrpc.futures import INTERRUPTED, WAITING, stand_by
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import is_protected
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
-    from actorrpc.transport.connection import Connection
 
 __all__ = [
     "BYSTANDERS",
-    "MAX_RUNNERS",
+    "RUNS",
     "ActorThread",
-    "ActorThreads",
     "Bystanders",
     "Interrupted",
-    "wake_all",
 ]
 
-MAX_RUNNERS: Final = 1024
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
 # What a call that runs on a thread is, as far as interruptions go.
-_RUNS: Final = "runs"
+RUNS: Final = "runs"
 _WANTED: Final = "is to be interrupted"
 _RAISED: Final = "was interrupted where it called us"
 _STRUCK: Final = "was interrupted wherever it was"
@@ -112,7 +108,7 @@ def _may_raise(frame: FrameType) -> bool:
     """Tell whether an interruption may be raised where this code of ours runs, which a method has called."""
     found: FrameType | None = frame
     while found is not None and _module(found).startswith(_PACKAGE):
-        if found.f_code in (ActorThread._run.__code__, ActorThread.serve.__code__) or is_protected(found):
+        if found.f_code in (ActorThread._turn.__code__, ActorThread.serve.__code__) or is_protected(found):
             return False  # it does its own work, before a method or behind it; or it must not be cut in two
         found = found.f_back
     return _bears_interruption(found)
@@ -142,65 +138,49 @@ def _note_unraisable(previous: Callable[[Any], Any], unraisable: Any, /) -> Any:
     return previous(unraisable)
 
 
-class ActorThreads:
-    """All runners of this process. ``_lock`` guards the table and is a leaf."""
+class ActorThread(Carrier):
+    """A runner of an actor, for one queue, and its thread where it has one of its own. Ends when it is told to.
 
-    def __init__(self, most: int = MAX_RUNNERS) -> None:
-        self._lock = threading.RLock()
-        self._all: dict[ActorThread, None] = {}
-        self._most = most
-
-    def add(self, runner: ActorThread) -> None:
-        """Record a new runner; if there are too many, let the one that has been idle longest end."""
-        with self._lock:
-            self._all[runner] = None
-            crowded = len(self._all) > self._most
-            others = sorted(self._all, key=lambda each: each.idle_since or float("inf")) if crowded else []
-        for each in others:
-            if each is not runner and each.idle_since and each.retire():
-                return
-
-    def remove(self, runner: ActorThread) -> None:
-        """Record that a runner has ended."""
-        with self._lock:
-            self._all.pop(runner, None)
-
-
-class ActorThread:
-    """A thread of an actor, for one queue. Made by its actor; ends when it is told to."""
+    Attributes:
+        carrier: the thread that it uses, or has used last.
+        shared: that one is lent.
+        under_way: what runs here, the innermost last, and whether it is to be interrupted. Guarded by ``_interrupts``, as the
+            delivery of an interruption is against the end of what it is for; that is a leaf, and re-entrant, as the collector
+            may run there, and finalisers call us. What begins to run is put in without it: one step.
+    """
 
     def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
+        super().__init__(hosted.runners)
         self.work: deque[Entry] = deque()
-        self.idle_since = 0.0
         self.depth = 0
-        self.ident = 0
-        self.caller: Connection | None = None
-        self.attends: Connection | None = None
         self.running: Entry | None = None
+        self.carrier: Carrier = self
+        self.shared = False
+        self.under_way: dict[Entry, str] = {}
         self._grad = True  # the mode of autograd that the actor has between its calls
         self._hosted = hosted
         self.queue = queue
-        self._ending = False
         self._stirs: list[tuple[Callable[[], None], object]] = []
         # The event loops on which coroutines of its methods await something of ours, one for each of those.
         self._awaits: list[asyncio.AbstractEventLoop] = []
         self._context = Context()
-        self._parked = threading.Lock()
-        self._parked.acquire()
-        # What runs here, the innermost last. Guarded by the lock, as the delivery of an interruption is against the end of
-        # what it is for; it is a leaf, and re-entrant, as the collector may run there, and finalisers call us.
-        self._entered: dict[Entry, str] = {}
         self._interrupts = threading.RLock()
 
     def start(self) -> None:
-        """Start the thread. Where the system has none, the calls hear of it that wait for one."""
-        hosted = self._hosted
-        hosted.threads.append(self)
-        hosted.runners.add(self)
+        """Start it. Where the system has no thread, the calls hear of it that wait for one."""
+        self._hosted.threads.append(self)
+        if self.shared:
+            self._threads.call(self)
+            return
         try:
-            Daemon(self._run, f"actorrpc-actor-{hosted.title}").start()
+            Daemon(self._run, f"actorrpc-actor-{self._hosted.title}").start()
         except NO_THREAD:
-            hosted.runners.remove(self)
+            self.understaffed()
+
+    def understaffed(self) -> None:
+        """End before it has begun, as the system has no thread for it."""
+        hosted = self._hosted
+        if self._threads.remove(self):
             hosted.understaffed(self.queue)
             hosted.left(self)
 
@@ -242,107 +222,124 @@ class ActorThread:
     @property
     def entered(self) -> list[Entry]:
         """The calls that run here, the innermost last. Any thread may look."""
-        return list(self._entered)
+        return list(self.under_way)
 
     def runs(self, execution: int) -> bool:
         """Whether an execution is under way here."""
         return self._hosted.mailbox.slot_of(execution) is self
 
     def wake(self) -> None:
-        """Have the thread look for work, whether it is parked or waits for something."""
+        """Have the runner look for work: one that is idle, or, with ``work`` to do, one that waits for something."""
+        if not self.work:
+            if self.shared or threading.get_ident() != self.ident:
+                self._threads.call(self)
+            return  # the thread has read its own message, and is about to look
         if threading.get_ident() == self.ident:
-            if self.work and not self._stirs:
+            if not self._stirs:
                 self._serve_on(asyncio._get_running_loop())
-            return  # it has read its own message, and is about to look
-        stirs = self._stirs
-        if stirs:
-            try:
-                stirs[-1][0]()
-                return
-            except IndexError:
-                pass
+            return
         try:
-            self._parked.release()
-        except RuntimeError:
+            self._stirs[-1][0]()
+            return
+        except IndexError:
             pass
-        conn = self.attends
-        if conn is not None:
-            conn.wake()
-        if self.work:
-            # It runs a method. One that is about to run a loop sees the work when it first awaits something of ours.
-            loop, _ = self._own_loop()
-            awaits = self._awaits[-1:]
-            self._serve_on(awaits[0] if loop is None and awaits else loop)
-
-    def retire(self) -> bool:
-        """End the thread if it is idle."""
-        if not self._hosted.mailbox.leave(self.queue, self):
-            return False
-        self.end()
-        return True
+        self.carrier.rouse()
+        # It runs a method. One that is about to run a loop sees the work when it first awaits something of ours.
+        loop, _ = self._own_loop()
+        awaits = self._awaits[-1:]
+        self._serve_on(awaits[0] if loop is None and awaits else loop)
 
     def end(self) -> None:
-        """End the thread when it has nothing to do."""
-        self._ending = True
-        self.wake()
+        """End the runner, which is idle, as its mailbox is closed. One that is not finds that out by itself."""
+        self._threads.call(self)
 
     def _run(self) -> None:
+        """Run as long as its actor lives, on a thread of its own."""
         self.ident = threading.get_ident()
         WAITING.runner = self
         follow_torch()
         self._context = copy_context()
-        hosted, queue, mailbox = self._hosted, self.queue, self._hosted.mailbox
-        entry: Entry | None = None
+        threads = self._threads
         try:
             while True:
-                entry, todo = mailbox.take(queue, self)
+                threads.on[self] = _time.now()
+                goes_on = self._turn()
+                threads.on.pop(self, None)
+                if not goes_on:
+                    return
+                if threads.ready:
+                    self._hand_over()
+                else:
+                    self._sleep()
+        finally:
+            self._leave()
+            WAITING.runner = None
+
+    def _hand_over(self) -> None:
+        """Sleep while others have something to do: what is sent leaves with theirs, and they read what comes."""
+        conn = self.caller
+        if conn is not None and conn.outbox:
+            agent = self._hosted.agent
+            if conn not in agent.scheduler.corked:
+                agent.cork(conn)
+        self._threads.pass_on()
+        self._parked.acquire()
+
+    def run_on(self, carrier: Carrier) -> None:
+        """Run what there is to do, on a thread that is lent."""
+        WAITING.runner = self
+        if not self._turn(carrier):
+            self._leave()
+
+    def _turn(self, lent: Carrier | None = None) -> bool:
+        """Run what the queue has; False where the runner is at its end.
+
+        Where the thread is lent, another one may have the runner as soon as the mailbox has said that there is nothing to do:
+        from then on nothing of the runner is changed here.
+        """
+        hosted, queue, threads = self._hosted, self.queue, self._threads
+        mailbox, run = hosted.mailbox, hosted.executor.run
+        entry: Entry | None = None
+        try:
+            entry, todo = mailbox.take(queue, self)
+            if lent is not None and entry is not None:
+                self.carrier, self.ident = lent, lent.ident
+            while True:
                 if todo is not None:
                     hosted.carry_out(todo)
                 if entry is None:
-                    if self._ending or mailbox.closed:  # one that starts late was not told
-                        return
-                    self.idle_since = _time.now()
-                    self._sleep()
-                    self.idle_since = 0.0
-                    continue
-                self._grad = torch.is_grad_enabled()
-                if self.caller is not None and self.caller.outbox:
-                    self.caller.flush(True)  # its last answer was left to be sent with the wait for more
-                hosted.executor.run(entry, self)
+                    return not mailbox.closed
+                begun = _time.now() if threads.ready or len(threads.on) > 1 else 0.0
+                if lent is None:
+                    self._grad = torch.is_grad_enabled()
+                    run(entry, self)
+                else:
+                    if torch.is_grad_enabled() is not self._grad:
+                        torch._C._set_grad_enabled(self._grad)
+                    self._context.run(run, entry, self)
+                    self._grad = torch.is_grad_enabled()
                 entry = None
-                hosted.finished(queue, mailbox.done(queue, self))
+                if begun:
+                    threads.took(_time.now() - begun)
+                entry, todo = mailbox.turn(queue, self)
+                if hosted.ending is not None:
+                    hosted.ending()
         except BaseException as error:
             hosted.broken(error, entry)
-        finally:
-            if self.caller is not None and self.caller.outbox:
-                self.caller.flush()  # nobody waits for more here
-            mailbox.leave(queue, self)
-            hosted.runners.remove(self)
-            hosted.left(self)
-            WAITING.runner = None
+            return False
 
-    def _sleep(self) -> None:
-        """Wait for work, where it is most likely to come from: the connection of the last caller."""
-        conn = self.caller
-        if conn is not None:
-            frames = conn.answering.attend(self)
-            if frames is not None:
-                if frames:
-                    self._hosted.agent.deliver(conn, frames, True)
-                return
-            if conn.outbox:
-                conn.flush(True)
-            if conn.state is CLOSED:
-                self.caller = None
-            # Somebody else is reading it: what that thread brings in is worth one turn of the interpreter.
-            time.sleep(0)
-            if self.queue.waiting:
-                return
-        self._parked.acquire()
+    def _leave(self) -> None:
+        """End. Where two threads come to that, the first does it."""
+        if not self.shared and self.caller is not None and self.caller.outbox:
+            self.caller.flush()  # nobody waits for more here
+        self._hosted.mailbox.leave(self.queue, self)
+        if self._threads.remove(self):
+            self._hosted.left(self)
+        if self._threads.ready:
+            self._threads.pass_on()
 
-    def called(self) -> bool:
-        """See reader.ServingThread."""
-        return self._parked.acquire(False)
+    def _has_come(self) -> bool:
+        return bool(self.queue.waiting)
 
     # -- while it waits ----------------------------------------------------------------------------
 
@@ -353,12 +350,16 @@ class ActorThread:
             self._hosted.runtime.registry.deadlocks.poke()
         if len(self._stirs) == 1:
             self._rest()
+        if self._threads.on.pop(self, None) is not None and self._threads.ready:
+            self._threads.pass_on()
 
     def end_wait(self) -> None:
         """See futures.NestedRunner."""
         self._stirs.pop()
         if not self._stirs:
             self._resume()
+            if self.depth:  # and not in the actor's last hooks
+                self._threads.on[self] = _time.now()
 
     def begin_await(self) -> None:
         """See futures.NestedRunner."""
@@ -433,14 +434,14 @@ class ActorThread:
         """
         time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
         with self._interrupts:
-            if self._entered.get(entry) not in (_RUNS, _WANTED):
+            if self.under_way.get(entry) not in (RUNS, _WANTED):
                 return
             if self.running is entry and _bears_interruption(sys._current_frames().get(self.ident)):
                 self._settle(entry, _STRUCK)
                 _watch_what_is_lost()
                 _set_async_exc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
                 return
-            self._entered[entry] = _WANTED
+            self.under_way[entry] = _WANTED
             INTERRUPTED.add(self)
         try:
             self._stirs[-1][0]()
@@ -453,7 +454,7 @@ class ActorThread:
         """Raise the interruption of what runs here, if there is one. On this thread: see futures.interruption_point."""
         with self._interrupts:
             entry = self.running
-            if entry is None or self._entered.get(entry) != _WANTED or not _may_raise(sys._getframe(2)):
+            if entry is None or self.under_way.get(entry) != _WANTED or not _may_raise(sys._getframe(2)):
                 return
             self._settle(entry, _RAISED)
         raise Interrupted
@@ -462,44 +463,40 @@ class ActorThread:
         """Have the interruption that has just been lost come again. On this thread, at any point of it."""
         agent = self._hosted.agent
         with self._interrupts:
-            for entry, state in self._entered.items():
+            for entry, state in self.under_way.items():
                 if state == _STRUCK:
-                    self._entered[entry] = _RUNS
+                    self.under_way[entry] = RUNS
                     # The collector may run anywhere: no lock is taken.
                     agent.clock.nudge(partial(agent.submit, partial(self.interrupt, entry)))
 
     def _settle(self, entry: Entry, state: str) -> None:
-        self._entered[entry] = state
-        if _WANTED not in self._entered.values():
-            INTERRUPTED.discard(self)
-
-    def enter(self, entry: Entry) -> None:
-        """Note that the thread runs ``entry`` from now on: it may be interrupted."""
-        self._entered[entry] = _RUNS
-        self.running = entry
+        self.under_way[entry] = state
+        self._unwanted()
 
     def leave(self) -> None:
-        """Note that the entry is over. An interruption that was on its way for it arrives here or never."""
-        entry = self.running
+        """Note that what runs is over. An interruption that was on its way for it arrives here or never."""
+        entry: Any = self.running
         try:
             with self._interrupts:
                 self.running = None
-                if self._forget(entry) == _STRUCK:
+                found = self.under_way.pop(entry, None)
+                if found == _STRUCK:
                     # Not delivered yet, or just now. Taken back by being delivered here: where it is replaced by
                     # none, CPython 3.11 checks for one at every step of every thread ever after, and a traced
                     # function (a debugger, coverage) waits for that in its first step for ever.
                     if _set_async_exc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(Interrupted)):
                         while True:
                             time.sleep(0)
+                elif found == _WANTED:
+                    self._unwanted()
         except Interrupted:
             self.running = None
-            self._forget(entry)
+            if self.under_way.pop(entry, None) == _WANTED:
+                self._unwanted()
 
-    def _forget(self, entry: Entry | None) -> str | None:
-        found = None if entry is None else self._entered.pop(entry, None)
-        if found == _WANTED and _WANTED not in self._entered.values():
+    def _unwanted(self) -> None:
+        if _WANTED not in self.under_way.values():
             INTERRUPTED.discard(self)
-        return found
 
     def stack(self) -> str:
         """Return what the thread is doing, as a traceback."""
@@ -562,9 +559,3 @@ class Bystanders:
 
 
 BYSTANDERS: Final = Bystanders()
-
-
-def wake_all(todo: Wakeups) -> None:
-    """Wake the runners that a step has named."""
-    for runner in todo.wake:
-        runner.wake()

@@ -27,6 +27,8 @@ _ATTEMPTS: Final = 4
 
 _find_main: Final = re.compile(b"__(?:mp_)?main__").search
 
+_NOTHING: Final[Mapping[bytes, bytes]] = {}  # the definitions of most; never changed
+
 # Definitions that came with snapshots, so that what is opened again and again is loaded once. They are in the
 # snapshots as well, and put back from there after they were pushed out.
 _definitions: Final = codec.DefinitionStore()
@@ -56,17 +58,17 @@ class Snapshot:
         tag: Any = None,
     ) -> None:
         self._body = body
-        self._buffers: list[memoryview] | None = [memoryview(each).cast("B") for each in buffers]
+        self._buffers: list[memoryview] | None = []
         self._definitions = definitions
         self._held = held
         self._by_name = by_name  # what is in the main module
         self._tag = tag  # the recorder's
         #: its size in bytes
-        self.nbytes: int = (
-            len(body)
-            + sum(each.nbytes for each in self._buffers)
-            + sum(len(each) for each in definitions.values())
-        )
+        self.nbytes: int = len(body)
+        if buffers or definitions:
+            self._buffers = [memoryview(each).cast("B") for each in buffers]
+            self.nbytes += sum(each.nbytes for each in self._buffers)
+            self.nbytes += sum(len(each) for each in definitions.values())
 
     @classmethod
     def of(cls, obj: object, *, remote_main: bool = True, context: int | None = None) -> Snapshot:
@@ -80,7 +82,9 @@ class Snapshot:
             SerializationError: a part cannot be copied; the message says which.
         """
         holder = LocalReferences()
-        encoded = codec.encode(obj, remote_main=remote_main, context=holder)
+        encoded = codec.encode_body(obj, remote_main, (), None, holder)
+        if isinstance(encoded, bytes):
+            return cls(encoded, (), _NOTHING, holder.objects, remote_main)
         copies = [_copy_of(span) for span in encoded.spans]
         runtime = current()
         tag = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,11 @@ class Counter(_Counting):
 
     def ask(self, other: Any) -> int:
         return actorrpc.get(other.add.remote())
+
+    def wait(self, note: Path) -> int:
+        until(note.exists)
+        self.seen += 1
+        return self.seen
 
 
 @actorrpc.remote(max_restarts=-1)
@@ -182,6 +188,45 @@ def test_the_last_checkpoint_counts_in_whatever_order_they_come(cls: Any, gate: 
     assert actorrpc.get(first) == 1
     _die(actor)
     assert _next(actor) == 3
+
+
+def test_few_checkpoints_answer_many_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    noted: list[int] = []
+    note = Supervisor.note_checkpoint
+
+    def noticed(here: Supervisor, actor_id: int, epoch: int, number: int, state: Any) -> bool:
+        noted.append(number)
+        return note(here, actor_id, epoch, number, state)
+
+    monkeypatch.setattr(Supervisor, "note_checkpoint", noticed)
+    actor = Counter.remote()
+    refs = [actor.wait.remote(tmp_path / "note"), *(actor.add.remote() for _ in range(200))]
+    (tmp_path / "note").touch()
+    assert actorrpc.get(refs) == list(range(1, 202))
+    assert len(noted) < 100
+    _die(actor)
+    assert _next(actor) == 202
+
+
+def test_an_answer_does_not_wait_for_the_calls_behind_it(tmp_path: Path) -> None:
+    actor = Counter.remote()
+    first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
+    refs = [actor.wait.remote(note) for note in (first, second, third)]
+    for number, note in enumerate((first, second, third), 1):
+        note.touch()
+        assert actorrpc.get(refs[number - 1], timeout=20) == number
+    _die(actor)
+    assert _next(actor) == 4
+
+
+def test_answers_that_are_held_come_before_the_end_of_the_actor(gate: Gate, tmp_path: Path) -> None:
+    actor = Counter.remote()
+    refs = [actor.wait.remote(tmp_path / "note"), *(actor.add.remote() for _ in range(10))]
+    (tmp_path / "note").touch()
+    assert gate.first.wait(30)
+    del actor
+    gate.open.set()
+    assert actorrpc.get(refs, timeout=20) == list(range(1, 12))
 
 
 def test_every_so_many_calls_that_have_not_raised() -> None:

@@ -136,7 +136,7 @@ class Breaking:
         assert execution is not None
         hosted = execution.actor
         if what == "runner":
-            hosted.finished = None
+            hosted.mailbox.turn = None
         elif what == "error":
             hosted.executor.label = None
             hosted.on_error = lambda error: 1 / 0

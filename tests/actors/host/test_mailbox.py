@@ -340,7 +340,7 @@ def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
     queue = mailbox.queues[""]
     todo = mailbox.put(Entry("a", "outer"), queue)
     assert todo is not None
-    assert todo.start == [queue]
+    assert todo.start == (queue,)
     slot = Seat(World(0, {"": 1}), queue)
     outer, _ = mailbox.take(queue, slot)
     assert outer is not None
@@ -348,7 +348,7 @@ def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
     mailbox.put(Entry("b", "sibling", path=(16,)), queue)
     todo = mailbox.put(Entry("b", "inner", path=(3, 17)), queue)
     assert todo is not None
-    assert todo.wake == [slot]
+    assert todo.wake == (slot,)
     inner = mailbox.take_nested(slot)
     assert inner is not None
     assert inner.payload == "inner"
@@ -390,7 +390,7 @@ def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
     assert first is not None
     assert mailbox.take(queue)[0] is None
     todo = mailbox.rest(queue)
-    assert todo.start == [queue]
+    assert todo.start == (queue,)
     assert mailbox.counts() == (1, 1)  # what waits is not over
     second, _ = mailbox.take(queue)
     assert second is not None
@@ -438,7 +438,7 @@ def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
         assert mailbox.take(queue, runner) == (None, None)
     todo = mailbox.put(Entry("a", "a1"), queue)
     assert todo is not None
-    assert todo.wake == [second]
+    assert todo.wake == (second,)
     entry, _ = mailbox.take(queue, first)
     assert entry is not None
     assert mailbox.take(queue, second) == (None, None)

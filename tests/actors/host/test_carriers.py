@@ -1,0 +1,290 @@
+"""Whose turn it is among the runners of a worker, and those that have no thread of their own."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import CancelledError, cancel, get
+from actorrpc.actors.context import Runtime
+from actorrpc.actors.host import carriers
+from actorrpc.actors.host.carriers import ActorThreads
+from actorrpc.agent.timers import VirtualClock
+from tests.actors.alone import alone
+from tests.actors.e2e.kit import until
+
+# -- turns, without a thread ---------------------------------------------------------------------------------
+
+
+class Runner:
+    """A runner with a thread of its own that is stepped by hand.
+
+    Attributes:
+        work: what it has to do; ``has_it``: it has been woken, and not slept since.
+    """
+
+    shared = False
+
+    def __init__(self, there: World) -> None:
+        self.there = there
+        self.work = 0
+        self.idle = True
+        self.has_it = False
+
+    def rouse(self) -> None:
+        self.has_it = True
+
+    def call(self) -> None:
+        self.work += 1
+        if self.idle:
+            self.idle = False
+            self.there.threads.call(cast(Any, self))
+
+    def run(self) -> None:
+        """Do all that there is, sleep, and pass the turn on."""
+        self.there.done.append(self)
+        self.work, self.idle, self.has_it = 0, True, False
+        self.there.threads.on.pop(cast(Any, self), None)
+        self.there.threads.pass_on()
+
+
+class World:
+    """Runners of one worker; time is moved by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, runners: int) -> None:
+        self.clock = VirtualClock()
+        monkeypatch.setattr(carriers._time, "now", self.clock.now)
+        self.threads = ActorThreads(cast(Any, SimpleNamespace(clock=self.clock, submit=None)))
+        self.runners = [Runner(self) for _ in range(runners)]
+        self.done: deque[Runner] = deque()
+        for each in self.runners:
+            assert self.threads.add(cast(Any, each))
+
+    @property
+    def woken(self) -> list[Runner]:
+        return [each for each in self.runners if each.has_it]
+
+
+def test_of_many_that_are_called_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 5)
+    for each in world.runners:
+        each.call()
+    for each in world.runners:
+        assert world.woken == [each]
+        each.run()
+    assert not world.woken
+
+
+def test_one_that_does_not_come_to_an_end_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 40)
+    for each in world.runners:
+        each.call()
+    rounds = 0
+    while len(world.woken) < 40:
+        rounds += 1
+        world.clock.advance(carriers._STALLED_S)
+    assert rounds < 8  # each of them finds more
+
+
+def test_long_calls_go_on_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 5)
+    for _ in range(20):
+        world.threads.took(0.1)
+    for each in world.runners:
+        each.call()
+    assert world.woken == world.runners
+    for each in world.runners:
+        each.run()
+    for _ in range(20):
+        world.threads.took(0.0)
+    for each in world.runners:
+        each.call()
+    assert world.woken == world.runners[:1]
+
+
+def test_one_that_has_ended_takes_nobodys_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 3)
+    for each in world.runners:
+        each.call()
+    assert world.threads.remove(cast(Any, world.runners[1]))
+    assert not world.threads.remove(cast(Any, world.runners[1]))
+    world.runners[0].run()
+    assert world.woken == [world.runners[2]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_is_forgotten(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw = random.Random(seed)
+    world = World(monkeypatch, draw.choice((2, 10)))
+    for _ in range(300):
+        choice = draw.random()
+        if choice < 0.5:
+            draw.choice(world.runners).call()
+        elif choice < 0.9 and world.woken:
+            draw.choice(world.woken).run()
+        elif choice < 0.95:
+            world.clock.advance(draw.choice((0.001, 0.01)))
+        else:
+            world.threads.took(draw.choice((0.0, 0.1)))
+    while world.woken:
+        world.woken[0].run()
+    assert not any(each.work for each in world.runners)
+    assert not world.threads.ready
+
+
+# -- threads that are shared ---------------------------------------------------------------------------------
+
+_of_the_actor: ContextVar[str] = ContextVar("_of_the_actor", default="nobody's")
+
+
+_begun, _ended = threading.Event(), threading.Event()
+
+
+@actorrpc.remote
+class Plain:
+    """Says where it runs, and counts."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.gate = threading.Event()
+
+    def add(self, number: int) -> list[int]:
+        self.seen.append(number)
+        return self.seen
+
+    def thread(self) -> tuple[str, int]:
+        return threading.current_thread().name, threading.get_ident()
+
+    def sets(self, name: str) -> None:
+        _of_the_actor.set(name)
+        torch.set_grad_enabled(False)
+
+    def has(self) -> tuple[str, bool]:
+        return _of_the_actor.get(), torch.is_grad_enabled()
+
+    def nested(self, me: Any, other: Any) -> tuple[int, int]:
+        return len(get(me.add.remote(1))), len(get(other.add.remote(2)))
+
+    def block(self) -> str:
+        assert self.gate.wait(20)
+        return "opened"
+
+    def endless(self) -> None:
+        _begun.set()
+        try:
+            while True:
+                time.sleep(0.001)
+        finally:
+            _ended.set()
+
+
+@pytest.fixture
+def sharing(tmp_path: Path) -> Iterator[Runtime]:
+    """Join a group of one in which only the first runner has a thread of its own."""
+    _begun.clear()
+    _ended.clear()
+    with alone(tmp_path) as runtime:
+        runtime.registry._runners._most = 1
+        first = Plain.remote()
+        get(first.thread.remote())
+        yield runtime
+        del first
+    until(lambda: not _shared())
+
+
+def _shared() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "actorrpc-actors"]
+
+
+def test_actors_without_threads_of_their_own_keep_order_and_state(sharing: Runtime) -> None:
+    actors = [Plain.remote() for _ in range(30)]
+    refs = [[actor.add.remote(number) for actor in actors] for number in range(10)]
+    assert [get(each) for each in refs][-1] == [list(range(10))] * 30
+    assert {name for name, _ in get([actor.thread.remote() for actor in actors])} == {"actorrpc-actors"}
+    del actors, refs
+
+
+def test_what_belongs_to_an_actor_stays_with_it(sharing: Runtime) -> None:
+    one, two = Plain.remote(), Plain.remote()
+    for _ in range(3):
+        get(one.sets.remote("one's"))
+        assert get(two.has.remote()) == ("nobody's", True)
+        assert get(one.has.remote()) == ("one's", False)
+    del one, two
+
+
+def test_one_that_blocks_a_shared_thread_holds_up_nobody(sharing: Runtime) -> None:
+    blocked = [Plain.remote() for _ in range(12)]
+    refs = [actor.block.remote() for actor in blocked]
+    free = Plain.remote()
+    assert get(free.add.remote(1), timeout=20) == [1]
+    for actor in blocked:
+        hosted = next(each for each in sharing.registry.all() if each.title == _title(actor))
+        hosted.instance.gate.set()
+    assert get(refs) == ["opened"] * 12
+    until(lambda: len(_shared()) <= carriers._KEPT)
+    del blocked, refs, free, hosted
+
+
+def _title(actor: Any) -> str:
+    title: str = actor.__dict__["_actorrpc_card"].title
+    return title
+
+
+def test_calls_that_descend_from_one_on_a_shared_thread(sharing: Runtime) -> None:
+    one, two = Plain.remote(), Plain.remote()
+    assert get(one.nested.remote(one, two), timeout=20) == (1, 1)
+    del one, two
+
+
+def test_an_interruption_on_a_shared_thread(sharing: Runtime) -> None:
+    one, two = Plain.remote(), Plain.remote()
+    ref = one.endless.remote()
+    assert _begun.wait(20)
+    assert get(two.add.remote(1)) == [1]
+    assert cancel(ref)
+    with pytest.raises(CancelledError):
+        get(ref)
+    assert get(one.add.remote(1), timeout=20) == [1]
+    del one, two, ref
+
+
+def test_one_that_is_killed_leaves_the_shared_thread_to_others(sharing: Runtime) -> None:
+    one, two = Plain.remote(), Plain.remote()
+    ref = one.endless.remote()
+    assert _begun.wait(20)
+    actorrpc.kill(one)
+    with pytest.raises(actorrpc.ActorDiedError):
+        get(ref)
+    assert _ended.wait(20)
+    assert get(two.add.remote(1), timeout=20) == [1]
+    del one, two, ref
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+def test_more_actors_than_there_may_be_threads(tmp_path: Path) -> None:
+    with alone(tmp_path) as runtime:
+        count = carriers.MAX_RUNNERS + 76
+        actors = [Plain.remote() for _ in range(count)]
+        for number in range(3):
+            found = get([actor.add.remote(number) for actor in actors])
+        assert found == [[0, 1, 2]] * count
+        threads = get([actor.thread.remote() for actor in actors])
+        own = [ident for name, ident in threads if name != "actorrpc-actors"]
+        assert len(own) == len(set(own)) == carriers.MAX_RUNNERS
+        del actors
+        gc.collect()
+        until(lambda: not runtime.registry._runners._all)  # a group that ends waits for five seconds only
