@@ -30,6 +30,7 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import Worker as WorkerInForce
 from actorrpc.agent.context import set_worker
 from actorrpc.agent.executor import Later
+from actorrpc.agent.hooks import NoRecorder
 from actorrpc.agent.timers import VirtualClock
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
 from actorrpc.futures import Future
@@ -93,6 +94,7 @@ class FakePeer:
         self.name = target.record.name
         self.info = target.record.info
         self.is_self = owner is target
+        self.conn = None
         self.state = "alive"
         self.cause = ""
         self.pending: dict[int, FakeCall] = {}
@@ -154,6 +156,8 @@ class FakeAgent:
         self.buffers = BufferPool(0)
         self.on_peer_end: list[Callable[[Any], None]] = []
         self.closed_down = False
+        self.interceptors: list[Any] = []
+        self.recorder = NoRecorder()
         self.next_chain = itertools.count(1).__next__
         self.peers: dict[int, FakePeer] = {}
 
@@ -388,7 +392,7 @@ class Worker:
             answer(None, failure)
             return
         self.actors_here[spec.instance_id] = Resident(self, spec)
-        answer({"pid": 1000 + self.record.rank}, None)
+        answer(1000 + self.record.rank, None)
 
     def get(self, instance_id: int) -> Any:
         """As Residents.get, for ``registry.end``."""

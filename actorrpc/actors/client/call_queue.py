@@ -488,11 +488,18 @@ class CallQueue:
         answer.label = f"the location of {self.title}"
         with self._lock:
             death, location = self.death, self.location
+            asks = False
             if death is None and location is None:
                 self._waiters.append(answer)
-                self._ask_soon()
-                return answer
-        if death is not None:
+                # A supervisor that is here is asked at once: no thread has to be woken for it.
+                asks = not self._asking and self.supervisor == self.runtime.references.me
+                if asks:
+                    self._asking = True
+                else:
+                    self._ask_soon()
+        if asks:
+            self._ask(False)
+        elif death is not None:
             answer.set_exception(self.died(None, maybe_executed=None))
         elif location is not None:
             answer.set_result(location)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exception_text import say
@@ -81,6 +82,12 @@ class Card:
     location: Location | None = None
     options: ActorOptions | None = None
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        return _card_state(self)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _restore(self, state)
+
     @property
     def title(self) -> str:
         """How messages name the actor."""
@@ -114,3 +121,19 @@ class ActorSpec:
     card: Card
     state: Snapshot | None = None
     alone: bool = False
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return _spec_state(self)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _restore(self, state)
+
+
+def _restore(made: Card | ActorSpec, state: tuple[Any, ...]) -> None:
+    for name, value in zip(made.__slots__, state, strict=True):
+        object.__setattr__(made, name, value)
+
+
+# What dataclasses do themselves takes a look at every field, for every handle and every actor that is made.
+_card_state: Final[Callable[[Card], tuple[Any, ...]]] = attrgetter(*Card.__slots__)
+_spec_state: Final[Callable[[ActorSpec], tuple[Any, ...]]] = attrgetter(*ActorSpec.__slots__)

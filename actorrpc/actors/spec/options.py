@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Final, Literal, Self
 
 from actorrpc.errors import ConfigError, WrongTypeError
@@ -219,6 +219,11 @@ _amount = partial(number, none=True)
 _seconds = partial(number, unit="seconds", none=True)
 
 
+@cache
+def _defaults(cls: Any) -> list[tuple[str, Any]]:
+    return [(each.name, each.default) for each in fields(cls)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Options:
     """What may be said of actors, calls and tasks alike."""
@@ -253,11 +258,11 @@ class _Options:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Options travel with every handle: only what differs from the defaults does.
-        given = {
-            each.name: value
-            for each in fields(self)
-            if (value := getattr(self, each.name)) != each.default or type(value) is not type(each.default)
-        }
+        given = {}
+        for name, default in _defaults(type(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if value is not default and (value != default or type(value) is not type(default)):
+                given[name] = value
         return _rebuild, (type(self), given)
 
 

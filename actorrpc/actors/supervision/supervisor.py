@@ -33,12 +33,14 @@ from actorrpc.actors.supervision import deaths
 from actorrpc.actors.supervision.groups import Deed, perform
 from actorrpc.actors.supervision.placement import Placements
 from actorrpc.actors.supervision.record import ActorRecord, LifetimeToken, RestartVerdict
+from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import exceptions
+from actorrpc.transport.connection_state import OPEN
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.identity import WorkerKey
 
@@ -73,6 +75,8 @@ class Supervisor:
         self._dropped: deque[int] = deque()
         self._places = Placements(runtime)
         self._closed = False
+        #: the last options that an actor was made with, and what has become of them: of many actors they are the same object
+        self._options: tuple[ActorOptions, ActorOptions, ActorOptions] | None = None
         self._agent.on_peer_end.append(self._peer_ended)
 
     # -- making -----------------------------------------------------------------------------------------
@@ -102,13 +106,12 @@ class Supervisor:
         agent = self._agent
         agent.check_process()
         place = self._places.place(options, info.name)
-        if options.namespace is None:
-            options = replace(options, namespace=self._runtime.names.namespace)
+        options, shown = self._prepared(options)
         snapshot = cls if isinstance(cls, Snapshot) else Snapshot.of(cls)
         arguments = Snapshot.of((args, kwargs))
         actor_id = secrets.randbits(63) | 1 << 63
         if options.lifetime != "detached" or agent.record.rank == 0:
-            return self._adopt(actor_id, snapshot, arguments, info, options, place)
+            return self._adopt(actor_id, snapshot, arguments, info, options, shown, place)
         options = self._places.for_others(place, options)
         return ask_for_detached(agent, actor_id, snapshot, arguments, info, options)
 
@@ -116,7 +119,22 @@ class Supervisor:
         self, actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
     ) -> Card:
         """Do as :meth:`create` does, for a detached actor that another process wants."""
-        return self._adopt(actor_id, cls, arguments, info, options, self._places.place(options))
+        options, shown = self._prepared(options)
+        return self._adopt(actor_id, cls, arguments, info, options, shown, self._places.place(options))
+
+    def _prepared(self, options: ActorOptions) -> tuple[ActorOptions, ActorOptions]:
+        """Return the options of an actor with its namespace, and those of them that travel with every handle."""
+        found = self._options
+        if found is None or found[0] is not options:
+            named = options
+            if named.namespace is None:
+                named = replace(named, namespace=self._runtime.names.namespace)
+            # What only the supervisor needs does not travel.
+            found = options, named, replace(named, worker=None, env=None, working_dir=None)
+            # A handle among them would keep its actor alive.
+            if not getattr(type(options.worker), "_is_actor_handle", False):
+                self._options = found
+        return found[1], found[2]
 
     def _adopt(
         self,
@@ -125,6 +143,7 @@ class Supervisor:
         arguments: Snapshot,
         info: ClassInfo,
         options: ActorOptions,
+        shown: ActorOptions,
         place: Any,
     ) -> Card:
         if self._closed:
@@ -132,8 +151,6 @@ class Supervisor:
                 f"worker {self._agent.name!r} is shutting down: no actor {info.name} is made",
                 maybe_executed=False,
             )
-        # What only the supervisor needs does not travel with every handle.
-        shown = replace(options, worker=None, env=None, working_dir=None)
         card = Card(
             actor_id=actor_id,
             info=info,
@@ -158,11 +175,35 @@ class Supervisor:
             self._actors[actor_id] = actor
         if actor.options.lifetime != "detached":
             card = replace(card, anchor=RRef(LifetimeToken(self.drop, actor_id)))
-        self._agent.submit(partial(self.begin, actor))
+        if self._is_near(actor.place):
+            # On this thread: the orders for many actors leave together, and no thread of the pool is woken for each.
+            self.begin(actor, flushes=False)
+        else:
+            self._agent.submit(partial(self.begin, actor))
         return card
 
-    def begin(self, actor: ActorRecord) -> None:
-        """Make the next incarnation, unless that is under way, or is to wait. On a pool thread."""
+    def _is_near(self, place: Any) -> bool:
+        """Say whether the order to make an actor can be sent at once, and as if no call, context or trace were in force."""
+        agent = self._agent
+        if (
+            type(place) is not WorkerKey
+            or CURRENT.get() is not None
+            or agent.interceptors
+            or agent.recorder.live
+        ):
+            return False
+        try:
+            peer = peer_of(agent, place)
+        except RpcError:
+            return False
+        conn = peer.conn
+        return peer.is_self or (conn is not None and conn.state is OPEN and not peer.full)
+
+    def begin(self, actor: ActorRecord, *, flushes: bool = True) -> None:
+        """Make the next incarnation, unless that is under way, or is to wait.
+
+        On a pool thread, or where nothing has to be waited for; without ``flushes`` the order leaves with others, soon.
+        """
         with self.lock:
             if self._closed or not actor.is_due:
                 return
@@ -179,7 +220,7 @@ class Supervisor:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
                 spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, instance_id))
             elif isinstance(place, WorkerKey):
-                self._construct(actor, instance_id, peer_of(self._agent, place), None)
+                self._construct(actor, instance_id, peer_of(self._agent, place), None, flushes=flushes)
             elif place == "turn":
                 self._construct(actor, instance_id, self._places.next_worker(), None)
             else:
@@ -218,7 +259,9 @@ class Supervisor:
 
         self._agent.submit(go)
 
-    def _construct(self, actor: ActorRecord, instance_id: int, peer: Peer, process: str | None) -> bool:
+    def _construct(
+        self, actor: ActorRecord, instance_id: int, peer: Peer, process: str | None, *, flushes: bool = True
+    ) -> bool:
         """Send the order to a worker; False if nobody wants the actor any more, or not there."""
         with self.lock:
             if actor.instance_id != instance_id or actor.phase == "dead" or actor.killed or actor.doomed:
@@ -245,7 +288,8 @@ class Supervisor:
                 label=f"{spec.info.name}()",
                 mail=MailHeader({"mailbox": instance_id, "creates": True}),
             )
-            self._agent.flush()
+            if flushes:
+                self._agent.flush()
         except RpcError as error:
             if future._claim():
                 future._finish(None, error)
@@ -270,7 +314,7 @@ class Supervisor:
             if actor.instance_id != instance_id or actor.phase not in ("starting", "restarting"):
                 return
             assert actor.worker is not None
-            pid = done._value.get("pid", 0) if isinstance(done._value, dict) else 0
+            pid = done._value if isinstance(done._value, int) else 0
             location = Location(actor.worker, actor.worker_name, instance_id, actor.epoch, pid)
             actor.come_to_life(location, self._agent.clock.now())
             if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
