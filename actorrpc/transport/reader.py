@@ -353,6 +353,8 @@ class ServerTurn:
         except BaseException as error:
             conn.failed(error)
         finally:
+            if frames:
+                conn.undelivered.append(None)
             conn.read_lock.release()
         if conn.state is not CLOSED:
             try:
