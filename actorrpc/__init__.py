@@ -91,7 +91,7 @@ if not _is_command():
         )
         from actorrpc.futures import Future, collect_all, wait_all
         from actorrpc.nn import RemoteModule
-        from actorrpc.observe.api import state
+        from actorrpc.observe.api import state, trace
         from actorrpc.optim import DistributedOptimizer
         from actorrpc.rpc import (
             BackendType,
@@ -202,6 +202,7 @@ __all__ = [
     "state",
     "supervise",
     "testing",
+    "trace",
     "wait",
     "wait_all",
     "workers",

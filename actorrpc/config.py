@@ -43,6 +43,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_CONTEXT_TTL": "seconds after which an unused autograd context of another worker is dropped (default 3600)",
     "ACTORRPC_FAULT": "faults, for tests: drop TYPES ...; delay TYPES seconds=...; kill POINT ... (actorrpc.testing)",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
+    "ACTORRPC_RECORDER": "0: no record is kept of the last calls of each worker (default 1: of 32 768)",
     "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default that of SIGRTMIN+7; 0: none)",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: left alone)",
 }
@@ -125,6 +126,7 @@ class Settings:
     cork_us: int = option(200, _count, meaning="microseconds for which frames may be held back")
     switch_interval: float | None = option(None, partial(_time, none=True))
     # -- looking inside --------------------------------------------------------------------
+    recorder: bool = option(True, flag)
     dump_signal: int = option(signal.SIGRTMIN + 7, partial(integer, least=0, most=64))
     # -- threads ---------------------------------------------------------------------------
     max_threads: int = option(512, _several)

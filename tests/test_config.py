@@ -53,6 +53,7 @@ _FIELDS: dict[str, Any] = {
     "cork_bytes": _COUNT,
     "cork_us": _COUNT,
     "switch_interval": ([0.1, 1, None], [0, -1, _NAN, _INF], ["1", True]),
+    "recorder": _FLAG,
     "dump_signal": ([0, 41, 64], [-1, 65], ["41", 41.0, True, None]),
     "max_threads": ([2, 1000], [1, 0, -1], ["8", 8.0, True, None]),
     "starvation_s": _TIME,
@@ -127,7 +128,12 @@ _NO_FIELDS = {"ACTORRPC_KEY", "ACTORRPC_KEY_FILE", "ACTORRPC_FAULT", "ACTORRPC_R
 
 def test_every_other_variable_is_read_into_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
     default = Settings()
-    said = {"ACTORRPC_TRANSPORT": "tcp", "ACTORRPC_TLS_MIN_VERSION": "1.2", "ACTORRPC_LANE": "0"}
+    said = {
+        "ACTORRPC_TRANSPORT": "tcp",
+        "ACTORRPC_TLS_MIN_VERSION": "1.2",
+        "ACTORRPC_LANE": "0",
+        "ACTORRPC_RECORDER": "0",
+    }
     for variable in ENVIRONMENT.keys() - _NO_FIELDS:
         with monkeypatch.context() as set_here:
             set_here.setenv(variable, said.get(variable, "1" if variable not in _AT_LEAST_2 else "2"))

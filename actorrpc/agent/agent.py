@@ -30,6 +30,7 @@ from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.executor import Executor
+from actorrpc.agent.flight_recorder import FlightRecorder
 from actorrpc.agent.hooks import Interceptor, MessageFilter, NoRecorder, Recorder, recorded
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.mail import MailHeader, MailRouter, NullRouter
@@ -120,6 +121,7 @@ class Agent:
         self.buffers = BufferPool(settings.recycle_bytes, excess=self._let_memory_go)
         self.interceptors: list[Interceptor] = []
         self.recorder: Recorder = NoRecorder()
+        self.flights = FlightRecorder() if settings.recorder else None
         self.gate: MessageFilter | None = None
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
         self.on_peer_end: list[Callable[[Peer], None]] = []
@@ -219,7 +221,8 @@ class Agent:
         if self.closed_down:
             raise ShutdownError(f"worker {self.name!r} has shut down", maybe_executed=False)
         current = CURRENT.get()
-        deadline = _time.now() + timeout if timeout else INFINITE
+        made = _time.now()
+        deadline = made + timeout if timeout else INFINITE
         if current is not None:
             deadline = min(deadline, current.deadline)
             chain = current.chain
@@ -264,7 +267,7 @@ class Agent:
             if current is None and (peer.charged or len(peer.pending) >= MAX_PENDING) and peer.full:
                 self.flush()
                 peer.wait_for_room(deadline, f"the call of {label}")
-            call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future)
+            call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future, made)
             call.keep = (keep, message.held) if message.held else keep
             call.mail = mail
             if future is not None:

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from contextvars import ContextVar
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
@@ -56,6 +57,7 @@ class Execution:
         deadline: when it must be over, on this process's monotonic clock; infinite if unbounded.
         chain: the chain of nested calls that it belongs to.
         cancelled: the caller has given it up; its nested calls are cancelled.
+        arrived: when its request was read; ``begun``: when its turn came, and ``thread`` the number of the one that it began on.
         header: what interceptors put along, or ``None``.
         path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
             them where there is one.
@@ -66,6 +68,8 @@ class Execution:
 
     __slots__ = (
         "actor",
+        "arrived",
+        "begun",
         "cancelled",
         "chain",
         "deadline",
@@ -75,10 +79,14 @@ class Execution:
         "nested",
         "path",
         "peer",
+        "thread",
         "what",
     )
 
-    def __init__(self, peer: Peer, id: int, deadline: float, chain: int) -> None:
+    def __init__(self, peer: Peer, id: int, deadline: float, chain: int, arrived: float = 0.0) -> None:
+        self.begun = _time.now()
+        self.arrived = arrived or self.begun
+        self.thread = get_ident()
         self.peer = peer
         self.id = id
         self.deadline = deadline
@@ -116,7 +124,12 @@ CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call
 
 
 class Call:
-    """A call to a peer that has been made and is not over yet. One thread waits for it at most, or a future does."""
+    """A call to a peer that has been made and is not over yet. One thread waits for it at most, or a future does.
+
+    Attributes:
+        made: when it was made, and ``thread`` the number of the thread that has made it.
+        size: bytes of what it carries, where that is more than its frame.
+    """
 
     __slots__ = (
         "agent",
@@ -132,13 +145,16 @@ class Call:
         "keep",
         "label",
         "lock",
+        "made",
         "mail",
         "peer",
         "polling",
         "reply",
         "sent",
+        "size",
         "stirred",
         "stopping",
+        "thread",
         "timeout",
     )
 
@@ -152,7 +168,10 @@ class Call:
         timeout: float,
         chain: int,
         future: Future[Any] | None,
+        made: float = 0.0,
     ) -> None:
+        self.made = made
+        self.thread = get_ident()
         self.agent = agent
         self.peer = peer
         self.id = id
@@ -173,6 +192,7 @@ class Call:
         self.reply: Frame | None = None
         self.error: BaseException | None = None
         self.charge = 0
+        self.size = 0
         self.keep: Any = None
 
     def __str__(self) -> str:
@@ -195,6 +215,9 @@ class Call:
         if future is not None and future._claim():
             future._finish(None, error, submit or callbacks.append)
         self.end(None, error)
+        flights = self.agent.flights
+        if flights is not None:
+            flights.called(self, None)
         self.future = None  # the future names the call: no cycle
         self.keep = None
         for run in callbacks:
@@ -324,6 +347,9 @@ class Call:
                 self.error = None
         assert self.reply is not None
         reply, self.reply = self.reply, None
+        flights = self.agent.flights
+        if flights is not None:
+            flights.called(self, reply)
         if reply[0] == REPLY and not reply[1] and not reply[5] and not self.agent.interceptors:
             self.keep = None
             value = self.agent.inbox.open_plain(reply[6], self.peer)

@@ -126,7 +126,7 @@ class Executor:
         elif deadline != INFINITE and _time.now() > deadline:
             self._refuse_late(conn, frame)
         else:
-            execution = Execution(peer, id, deadline, frame[4])
+            execution = Execution(peer, id, deadline, frame[4], arrived)
             peer.running[id] = execution
             # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
             if peer.cancelled and id in peer.cancelled:
@@ -337,6 +337,8 @@ class Executor:
         ):
             body = _dumps(value, 5)
             conn.outbox.append(_pack(len(body), 0, REPLY, 0, INFINITE, id, 0) + body)
+            if agent.flights is not None:
+                agent.flights.executed(execution, False)
             return
         message = outbound.MessageContext(execution.peer)
         try:
@@ -354,6 +356,8 @@ class Executor:
                 header = agent.announce(message, header)
             if not self._send(conn, REPLY, id, encoded, header, execution, message):
                 agent.roll_back(message)
+            if agent.flights is not None:
+                agent.flights.executed(execution, False)
         except BaseException as error:
             agent.roll_back(message)
             if is_a(error, SerializationError) or not is_a(error, RpcError):
@@ -371,6 +375,8 @@ class Executor:
             data = exceptions.dump(error, worker=name, dumps=dumps, where=where)
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
+            if self._agent.flights is not None:
+                self._agent.flights.executed(execution, True)
         except BaseException as failure:  # memory or descriptors have run out: then little may still be sent
             self._fail_shortly(conn, id, execution.peer.name, failure)
 

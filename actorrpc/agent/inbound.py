@@ -266,6 +266,9 @@ class Inbox:
         if future is None:
             call.end(frame, None)
             return
+        flights = self._agent.flights
+        if flights is not None:
+            flights.called(call, frame)
         value: Any = None
         error: BaseException | None = None
         try:

@@ -161,8 +161,10 @@ def send(
     total = len(body) + sum(sizes)
     _check(len(spans), total, settings)
     header = header.copy() if header else {}
-    if call is not None and total >= CHARGED:
-        conn.peer.charge(call, total)
+    if call is not None:
+        call.size = total
+        if total >= CHARGED:
+            conn.peer.charge(call, total)
     if total < settings.lane_threshold:
         header["sizes"] = sizes
         whole = b"".join([body, *(bytes(span.view()) for span in spans)])

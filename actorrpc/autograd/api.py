@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from actorrpc import _time
+from actorrpc.agent.context import current_worker
 from actorrpc.autograd import recorder
 from actorrpc.autograd.startup import participant
 from actorrpc.rpc import api, rref
@@ -106,16 +108,22 @@ def backward(
         RemoteError: what a node or hook on another worker raised, which is an instance of its own class, too.
     """
     part = participant()
-    part.backward(
-        context_id,
-        roots,
-        retain_graph=retain_graph,
-        gradients=gradient,
-        accumulate=accumulate,
-        mode=mode,
-        timeout=0.0 if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout),
-        create_graph=create_graph,
-    )
+    begun = _time.now()
+    try:
+        part.backward(
+            context_id,
+            roots,
+            retain_graph=retain_graph,
+            gradients=gradient,
+            accumulate=accumulate,
+            mode=mode,
+            timeout=0.0 if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout),
+            create_graph=create_graph,
+        )
+    finally:
+        worker = current_worker()
+        if worker is not None and worker.agent.flights is not None:
+            worker.agent.flights.noted(begun, "backward", f"context {context_id:x}")
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -11,12 +11,25 @@ from actorrpc.cli.text import amount, count, folded, say_call, span, stack_lines
 from actorrpc.observe.findings import findings
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
 from actorrpc.observe.outside import FoundGroup, GroupLook
+from actorrpc.observe.trace import TraceSummary
 
-__all__ = ["Picture", "separated"]
+__all__ = ["Picture", "separated", "trace_lines"]
 
 _STATES: Final = ("PENDING_CREATION", "ALIVE", "RESTARTING", "ENDING", "DEAD", "UNKNOWN")
 _LEAST: Final = 4  # characters of an id that name an actor
 _ROWS: Final = 64  # workers, and classes of actors, that status shows
+
+
+def trace_lines(summary: TraceSummary) -> list[str]:
+    """Return what there is to say of a trace that was written."""
+    what = f"{count(summary.calls, 'call')}, {count(summary.executions, 'execution')}"
+    whose = f"{count(summary.workers, 'worker')}, {span(summary.seconds)} from the first to the last"
+    lines = [f"{summary.path}: {what} of {whose}; https://ui.perfetto.dev and chrome://tracing open it"]
+    if summary.dropped:
+        lines.append(f"{count(summary.dropped, 'record')} before them had been overwritten: see --seconds")
+    if summary.clock_error:
+        lines.append(f"the clocks of the hosts are compared to within {1e6 * summary.clock_error:.0f} us")
+    return lines + [f"{worker} is missing: {why}" for worker, why in summary.missing.items()]
 
 
 def separated(parts: Iterable[Sequence[str]]) -> list[str]:

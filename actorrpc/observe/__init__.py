@@ -20,6 +20,7 @@ from actorrpc.observe.model import (
     StackFrame,
     ThreadStack,
 )
+from actorrpc.observe.trace import TraceSummary
 
 __all__ = [
     "Finding",
@@ -33,4 +34,5 @@ __all__ = [
     "OutgoingCall",
     "StackFrame",
     "ThreadStack",
+    "TraceSummary",
 ]

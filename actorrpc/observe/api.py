@@ -1,8 +1,9 @@
-""":func:`state`: how all workers of this process's group are, and what their actors do; :func:`printed`: their logs."""
+"""Looking at this process's own group: :func:`state`, :func:`trace`, and :func:`printed`, its logs."""
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,17 +21,20 @@ from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.protocol import merge
 from actorrpc.observe.startup import Observer
+from actorrpc.observe.trace import Recording, TraceSummary, write
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.validation import wait_limit
 from actorrpc.wire.identity import WorkerRecord
 
-__all__ = ["printed", "state"]
+__all__ = ["printed", "recordings", "state", "trace"]
 
 _TIMEOUT_S: Final = 1.0
 _SHARE: Final = 0.6  # of the time, for the first answers: what is left is for their further pages
 _SOON_S: Final = 0.2  # then it is looked whether there are processes that cannot answer
 _DUMP_S: Final = 0.25  # of the time is kept for the stacks of processes that do not answer
+_TRACE_S: Final = 10.0
+_CLOCK_TRIES: Final = 7  # the fastest counts
 _AT_ONCE: Final = 16
 _PAGES: Final = 100
 
@@ -154,33 +158,111 @@ def state(timeout: float = _TIMEOUT_S, *, stacks: bool = False) -> GroupState:
     """
     begun = _time.now()
     until = begun + wait_limit(timeout)
-    worker = current_worker()
-    if worker is None or worker.observer is None:
-        raise NotInitializedError(
-            "state() looks at a group, and this process is in none: call actorrpc.init() or init_rpc() first"
-        )
-    worker.agent.check_process()
+    worker = _worker("state() looks at")
     parts = ["process", "actors", "supervised", *(["threads"] if stacks else [])]
-    asked: dict[str, _Inquiry] = {}
-    first = begun + _SHARE * (until - begun)
-    for record in _members(worker, first):
-        asked[record.incarnation] = made = _Inquiry(worker.observer, worker.agent, record, parts)
-        made.begin(until)
-    worker.agent.flush()
-    try:
-        _wait(asked.values(), min(until, begun + _SOON_S))
-        _wait([each for each in asked.values() if not each.is_idle], until - _DUMP_S if stacks else until)
-    finally:
-        for each in asked.values():
-            each.give_up()
-    late = [each for each in asked.values() if not each.pages] if stacks else []
+    asked = _ask_all(worker, parts, begun, until, _DUMP_S if stacks else 0.0)
+    late = [each for each in asked if not each.pages] if stacks else []
     if len(late) > 1:  # stacks may have to be dumped: of all at once
         with ThreadPoolExecutor(min(len(late), _AT_ONCE), "actorrpc-observe") as pool:
             dumped = dict(zip(map(id, late), pool.map(_Inquiry.found, late), strict=True))
     else:
         dumped = {}
-    answers = [(each.record, dumped.get(id(each)) or each.found()) for each in asked.values()]
+    answers = [(each.record, dumped.get(id(each)) or each.found()) for each in asked]
     return assemble(answers, _time.now() - begun)
+
+
+def trace(
+    path: str | os.PathLike[str], seconds: float | None = None, *, timeout: float = _TRACE_S
+) -> TraceSummary:
+    """Write what the flight recorders of all workers have into a file that https://ui.perfetto.dev and chrome://tracing open.
+
+    Each worker keeps its last 32 768 calls, made and executed, with their moments. Calls and executions are slices, with arrows
+    between them; the time in mailboxes is shown apart. The clocks of hosts are compared over the connections.
+
+    Args:
+        path: the file, which is replaced.
+        seconds: wait so long first, and leave out what was over before; by default, all that is there is written.
+        timeout: how long the workers may take to answer, in seconds.
+
+    Raises:
+        NotInitializedError: this process is in no group.
+        ConfigError: ``seconds`` or the timeout is no number of seconds.
+        OSError: the file cannot be written.
+
+    Thread-safe. A worker that does not answer is named in the summary's ``missing``.
+    """
+    return write(os.fspath(path), recordings(seconds, timeout))
+
+
+def recordings(seconds: float | None = None, timeout: float = _TRACE_S) -> list[Recording]:
+    """Return what the flight recorders of all workers have; arguments and errors as of :func:`trace`."""
+    worker = _worker("the calls to be traced are those of")
+    wait = 0.0 if seconds is None else wait_limit(seconds)
+    limit = wait_limit(timeout)
+    begun = _time.now()
+    if wait:
+        _time.sleep(wait)
+    asked_at = _time.now()
+    until = asked_at + limit
+    collected = []
+    for each in _ask_all(worker, ["records"], asked_at, until, 0.0):
+        record, found = each.record, each.found()
+        if isinstance(found, Silent):
+            collected.append(Recording(worker=record.name, pid=record.pid, why=found.reason or found.state))
+            continue
+        made = Recording.of(record.name, record.pid, found)
+        if record.host != worker.agent.record.host:
+            made.offset, made.error = _clock(worker, record, until)
+        if wait:
+            made.since(begun)
+        collected.append(made)
+    return collected
+
+
+def _worker(what: str) -> Worker:
+    worker = current_worker()
+    if worker is None or worker.observer is None:
+        raise NotInitializedError(
+            f"{what} a group, and this process is in none: call actorrpc.init() or init_rpc() first"
+        )
+    worker.agent.check_process()
+    return worker
+
+
+def _ask_all(worker: Worker, parts: list[str], begun: float, until: float, rest: float) -> list[_Inquiry]:
+    """Ask all workers at once, and wait for their answers; ``rest``: seconds of the time that are left for something else."""
+    asked: list[_Inquiry] = []
+    for record in _members(worker, begun + _SHARE * (until - begun)):
+        asked.append(_Inquiry(worker.observer, worker.agent, record, parts))
+        asked[-1].begin(until)
+    worker.agent.flush()
+    try:
+        _wait(asked, min(until, begun + _SOON_S))
+        _wait([each for each in asked if not each.is_idle], until - rest)
+    finally:
+        for each in asked:
+            each.give_up()
+    return asked
+
+
+def _clock(worker: Worker, record: WorkerRecord, until: float) -> tuple[float, float]:
+    """Return what is to be added to another host's moments to have them on this clock, and how far off that may be."""
+    best = (0.0, float("inf"))
+    for _ in range(_CLOCK_TRIES):
+        begun = _time.now()
+        inquiry = _Inquiry(worker.observer, worker.agent, record, ["records"], {"records": 1 << 62})
+        inquiry.begin(until)
+        worker.agent.flush()
+        try:
+            _wait([inquiry], until)
+        finally:
+            inquiry.give_up()
+        ended = _time.now()
+        recorder = inquiry.pages[0].get("recorder") if inquiry.pages else None
+        there = recorder.get("now") if isinstance(recorder, dict) else None
+        if type(there) is float and (ended - begun) / 2 < best[1]:
+            best = ((begun + ended) / 2 - there, (ended - begun) / 2)
+    return best
 
 
 def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
@@ -197,11 +279,7 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
         NotInitializedError: this process is in no group.
         RpcError: the driver cannot be asked, has not answered in time, or keeps no logs.
     """
-    worker = current_worker()
-    if worker is None or worker.observer is None:
-        raise NotInitializedError(
-            "there are no logs, as this process is in no group: call actorrpc.init() first"
-        )
+    worker = _worker("the logs are those of")
     until = _time.now() + wait_limit(timeout)
     driver = worker.agent.peer(0).record
     inquiry = _Inquiry(worker.observer, worker.agent, driver, ["logs"], {"logs": since})

@@ -37,6 +37,7 @@ _ACTORS: Final = 500  # in one answer, as what follows
 _SUPERVISED: Final = 1000
 _THREADS: Final = 200
 _LINES: Final = 2000
+_RECORDS: Final = 8192
 _FRAMES: Final = 100  # of one stack
 _CALLS: Final = 100  # of one worker, or one actor
 _CONNECTIONS: Final = 1000
@@ -86,9 +87,28 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         found["log_end"] = after
         if more:
             following["logs"] = after
+    if "records" in parts:
+        at = first.get("records", 0)
+        _put_records(worker, found, following, at if type(at) is int else 0)
+    if "metrics" in parts and worker.observer is not None:
+        found["metrics"] = worker.observer.metrics()
     if following:
         found["next"] = following
     return found
+
+
+def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int], first: int) -> None:
+    flights = worker.agent.flights
+    rows = [] if flights is None else flights.since(first, _RECORDS)
+    found["records"] = rows
+    found["recorder"] = {
+        "on": flights is not None,
+        "total": 0 if flights is None else flights.total,
+        "now": _time.now(),
+        "threads": {each.ident or 0: each.name for each in threading.enumerate()},
+    }
+    if len(rows) == _RECORDS:
+        following["records"] = rows[-1][0] + 1
 
 
 def member_records(worker: Worker) -> list[bytes]:

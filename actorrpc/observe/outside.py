@@ -182,7 +182,10 @@ def _ask(
     try:
         visit = Visit(target, patience)
         try:
-            return visit.ask(parts, patience, begin)
+            found = visit.ask(parts, patience, begin)
+            if "records" in parts:
+                found["clock"] = visit.clock(patience)
+            return found
         finally:
             visit.close()
     except (OSError, RpcError, ValueError) as error:

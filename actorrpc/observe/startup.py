@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgpack
 
@@ -23,6 +23,7 @@ from actorrpc.errors import ConfigError
 from actorrpc.futures import Future
 from actorrpc.group.rendezvous import Rendezvous
 from actorrpc.observe import collect, dumps
+from actorrpc.observe.call_sums import CallSums
 from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
 from actorrpc.rpc import api
 from actorrpc.wire import keys
@@ -31,6 +32,9 @@ from actorrpc.wire.keys import Key
 __all__ = ["Observer", "start"]
 
 _log = logging.getLogger("actorrpc.observe")
+_LONG: Final = frozenset(
+    {"logs", "records", "metrics"}
+)  # parts that are not gathered on the thread that reads
 
 
 class Observer:
@@ -40,6 +44,14 @@ class Observer:
         self._worker = worker
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[Peer, Future[dict[str, Any]]]] = {}
+        self._sums: CallSums | None = None
+
+    def metrics(self) -> dict[str, Any]:
+        """Return sums over the calls of this worker, from the first time that it was asked for them on."""
+        agent = self._worker.agent
+        if self._sums is None and agent.flights is not None:
+            self._sums = CallSums(agent.flights, agent.clock, agent.submit)
+        return {} if self._sums is None else self._sums.read()
 
     def ask(self, peer: Peer, question: dict[str, Any]) -> Future[dict[str, Any]]:
         """Ask a worker to which there is a connection; the future completes with its answer, if that comes.
@@ -81,7 +93,7 @@ class Observer:
             agent.notify(peer, ANSWER, pack({"id": question["id"], "error": refused}))
             return
         what = question.get("what")
-        if isinstance(what, list) and "logs" in what:  # there may be many
+        if isinstance(what, list) and not _LONG.isdisjoint(map(str, what)):  # there may be many
             self._worker.agent.submit(partial(self._answer, peer, question))
         else:
             self._answer(peer, question)

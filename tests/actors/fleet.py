@@ -158,6 +158,7 @@ class FakeAgent:
         self.closed_down = False
         self.interceptors: list[Any] = []
         self.recorder = NoRecorder()
+        self.flights = None
         self.next_chain = itertools.count(1).__next__
         self.peers: dict[int, FakePeer] = {}
 

@@ -201,7 +201,7 @@ class ActorExecutor:
             id = self.runtime.registry.new_execution(None)
         else:
             id = _OF_ACTOR | caller << CALLER_BIT | next(self._numbers) & _NUMBER
-        execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
+        execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id, entry.arrived)
         if entry.path:
             execution.path = (*entry.path, id)
         execution.actor = self.hosted

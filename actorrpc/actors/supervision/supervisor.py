@@ -316,7 +316,10 @@ class Supervisor:
             assert actor.worker is not None
             pid = done._value if isinstance(done._value, int) else 0
             location = Location(actor.worker, actor.worker_name, instance_id, actor.epoch, pid)
-            actor.come_to_life(location, self._agent.clock.now())
+            now, flights = self._agent.clock.now(), self._agent.flights
+            if flights is not None and actor.phase == "restarting":
+                flights.noted(now, "restart", actor.card.title)
+            actor.come_to_life(location, now)
             if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
                 actor.place = self._runtime.routes.of(replace(actor.place.card, anchor=None))
             answers = actor.take_answered()

@@ -30,6 +30,7 @@ from actorrpc.compat.ray.cluster import (
     is_initialized,
     nodes,
     shutdown,
+    timeline,
 )
 from actorrpc.compat.ray.object_ref import (
     DynamicObjectRefGenerator,
@@ -72,6 +73,7 @@ __all__ = [
     "runtime_context",
     "runtime_env",
     "shutdown",
+    "timeline",
     "types",
     "util",
     "wait",

@@ -27,6 +27,8 @@ from actorrpc.cluster.resources import (
 )
 from actorrpc.compat.ray import runtime_env as environments
 from actorrpc.errors import ConfigError
+from actorrpc.observe import api as observe
+from actorrpc.observe.trace import events_of
 from actorrpc.rpc import api
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "number",
     "on_driver",
     "shutdown",
+    "timeline",
     "totals",
 ]
 
@@ -237,3 +240,21 @@ def is_initialized() -> bool:
 def number() -> int:
     """Return what tells the cluster in force from others in this process."""
     return id(current_worker())
+
+
+def timeline(filename: str | None = None) -> list[dict[str, Any]] | None:
+    """Return the last calls of the cluster as events of a Chrome trace, or write them into a file.
+
+    Args:
+        filename: the file, which is replaced; None: return the events.
+
+    Raises:
+        NotInitializedError: this process is in no cluster.
+        OSError: the file cannot be written.
+
+    A worker keeps its last 32 768 calls; see :func:`actorrpc.trace`.
+    """
+    if filename is None:
+        return list(events_of(observe.recordings()))
+    observe.trace(filename)
+    return None

@@ -21,7 +21,6 @@ HINTS: Final = {
     "ray.job_submission": "there are no jobs: start the script",
     "ray.rllib": "Ray's libraries are not part of it",
     "ray.serve": "Ray's libraries are not part of it",
-    "ray.timeline": "use torch's profiler, which sees calls",
     "ray.train": "Ray's libraries are not part of it; actorrpc.spawn() and collective groups do what its workers need",
     "ray.tune": "Ray's libraries are not part of it; an ActorPool runs trials",
     "ray.util.collective": "actorrpc.collective_group() makes groups of torch.distributed",

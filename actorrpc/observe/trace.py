@@ -1,0 +1,379 @@
+"""A trace of a whole group, from the flight recorders of its workers: a file that Perfetto and chrome://tracing open.
+
+:func:`write` takes what :mod:`~actorrpc.observe.outside` or :mod:`~actorrpc.observe.api` has collected. A call that its thread
+waits for, and an execution, are slices of their threads; what overlaps on a thread (calls with futures, coroutines) and what has
+none (the time in a mailbox) are tracks of their own. An arrow goes from a call to its execution, and one back to the answer.
+
+The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON object).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from actorrpc.agent.flight_recorder import CALLED, EXECUTED, NOTED
+from actorrpc.observe.call_sums import method_of
+
+__all__ = ["Recording", "TraceSummary", "events_of", "write"]
+
+_WAIT_S: Final = 20e-6  # what waits shorter in a mailbox is not shown as waiting
+_COUNT_S: Final = 100e-6  # counters are shown at most this often
+_THIN_S: Final = 1e-6  # the slice of a call that nobody waits for: its arrow begins there
+_LINE: Final = 2000  # events are put into text together
+
+
+@dataclass(slots=True, kw_only=True)
+class Recording:
+    """What one worker's recorder has.
+
+    Attributes:
+        worker, pid: whose.
+        records: as :mod:`actorrpc.agent.flight_recorder` has them.
+        dropped: how many there were before these, and are gone.
+        threads: names by number.
+        offset: what is to be added to its moments to have them on the clock of the one who collects, in seconds.
+        error: how far off that may be, in seconds.
+        why: why there is nothing, where there is nothing.
+    """
+
+    worker: str
+    pid: int
+    records: list[list[Any]] = field(default_factory=list)
+    dropped: int = 0
+    threads: dict[int, str] = field(default_factory=dict)
+    offset: float = 0.0
+    error: float = 0.0
+    why: str = ""
+
+    @classmethod
+    def of(cls, worker: str, pid: int, found: dict[str, Any]) -> Recording:
+        """Return the recording that is in a worker's answer, which may be anything."""
+        made = cls(worker=worker, pid=pid)
+        recorder, rows = found.get("recorder"), found.get("records")
+        if not isinstance(recorder, dict) or not isinstance(rows, list):
+            made.why = str(found.get("error") or "it has no flight recorder: it runs another version")
+            return made
+        if not recorder.get("on"):
+            made.why = "its flight recorder is turned off (ACTORRPC_RECORDER)"
+        made.records = [each for each in rows if _is_record(each)]
+        made.dropped = made.records[0][0] if made.records else 0
+        threads = recorder.get("threads")
+        if isinstance(threads, dict):
+            made.threads = {ident: str(name) for ident, name in threads.items() if type(ident) is int}
+        return made
+
+    def since(self, begun: float) -> None:
+        """Leave out what was over before a moment of the one who collects."""
+        if self.records and self._ended(self.records[0]) + self.offset >= begun:
+            pass  # what was dropped may have been later
+        else:
+            self.dropped = 0
+        self.records = [each for each in self.records if self._ended(each) + self.offset >= begun]
+
+    @staticmethod
+    def _ended(record: list[Any]) -> float:
+        return float(record[4] if record[1] == EXECUTED else record[3])
+
+
+_SHAPES: Final[dict[int, tuple[type | tuple[type, ...], ...]]] = {
+    CALLED: (int, int, float, float, int, str, int, str, int, bool, bool, int, int),
+    EXECUTED: (int, int, float, float, float, int, str, int, str, int, bool, str),
+    NOTED: (int, int, float, float, str, str, int),
+}
+
+
+def _is_record(row: object) -> bool:
+    if not isinstance(row, list) or len(row) < 2 or type(row[1]) is not int:
+        return False
+    shape = _SHAPES.get(row[1])
+    return shape is not None and len(row) == len(shape) and all(map(isinstance, row, shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSummary:
+    """What was written.
+
+    Attributes:
+        path: the file.
+        workers: how many have answered; ``missing`` are those that have not, with the reason.
+        calls, executions: how many of each there are.
+        arrows: calls whose two halves are both there.
+        dropped: records that were overwritten before they could be collected.
+        seconds: from the first moment to the last.
+        clock_error: how far the clocks of two workers may be apart, in seconds, at most.
+    """
+
+    path: str
+    workers: int = 0
+    calls: int = 0
+    executions: int = 0
+    arrows: int = 0
+    dropped: int = 0
+    seconds: float = 0.0
+    clock_error: float = 0.0
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def write(path: str, recordings: Iterable[Recording]) -> TraceSummary:
+    """Write the trace of a group; a file that is there is replaced when all is written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    counts: dict[str, Any] = {}
+    path = os.fspath(path)
+    handle, temporary = tempfile.mkstemp(
+        prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(os.path.abspath(path))
+    )
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+            comma = ""
+            events = events_of(recordings, counts)
+            while batch := list(itertools.islice(events, _LINE)):
+                file.write(comma + json.dumps(batch, separators=(",", ":"))[1:-1])
+                comma = ",\n"
+            summary = TraceSummary(path=path, **counts)
+            file.write(f'\n],"otherData":{json.dumps(asdict(summary))}}}\n')
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return summary
+
+
+def _umask() -> int:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o077
+
+
+def events_of(
+    recordings: Iterable[Recording], counts: dict[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a trace.
+
+    Args:
+        counts: is filled with the fields of :class:`TraceSummary`, but the path.
+    """
+    found = list(recordings)
+    there = [each for each in found if not each.why]
+    moments = [
+        moment + each.offset
+        for each in there
+        for row in each.records
+        for moment in (row[2], Recording._ended(row))
+    ]
+    begun = min(moments, default=0.0)
+    executions: dict[tuple[str, str, int], tuple[int, int, float, float]] = {}
+    numbers = itertools.count(1)
+    pids = _pids(there)
+    totals = dict.fromkeys(("calls", "executions", "arrows"), 0)
+    for each, pid in zip(there, pids, strict=True):
+        process = _Process(each, pid, begun)
+        yield from process.names()
+        for row in each.records:
+            if row[1] == EXECUTED:
+                totals["executions"] += 1
+                executions[row[6], each.worker, row[5]] = (
+                    pid,
+                    process.thread(row[9]),
+                    process.at(row[3]),
+                    process.at(row[4]),
+                )
+        yield from process.executions()
+        yield from process.counters()
+    for each, pid in zip(there, pids, strict=True):
+        process = _Process(each, pid, begun)
+        for row in each.records:
+            if row[1] == CALLED:
+                totals["calls"] += 1
+                other = executions.get((each.worker, row[5], row[4]))
+                totals["arrows"] += other is not None
+                yield from process.call(row, other, numbers)
+            elif row[1] == NOTED:
+                yield from process.note(row)
+    if counts is not None:
+        counts |= totals
+        counts["workers"] = len(there)
+        counts["missing"] = {each.worker: each.why for each in found if each.why}
+        counts["dropped"] = sum(each.dropped for each in there)
+        counts["seconds"] = max(moments, default=0.0) - begun
+        counts["clock_error"] = max((each.error for each in there), default=0.0)
+
+
+def _pids(recordings: list[Recording]) -> list[int]:
+    """Return a number for each process: its own, where no other one has it."""
+    used: set[int] = set()
+    found = []
+    for each in recordings:
+        pid = each.pid
+        while pid in used or pid <= 0:
+            pid = max(pid, 0) + 10_000_000
+        used.add(pid)
+        found.append(pid)
+    return found
+
+
+class _Process:
+    """The events of one worker."""
+
+    def __init__(self, recording: Recording, pid: int, begun: float) -> None:
+        self._recording = recording
+        self._pid = pid
+        self._zero = begun - recording.offset
+        idents = sorted(
+            {
+                row[9] if row[1] == EXECUTED else row[8] if row[1] == CALLED else row[6]
+                for row in recording.records
+            }
+        )
+        self._threads = {ident: number for number, ident in enumerate(idents, 1)}
+
+    def at(self, moment: float) -> float:
+        """Return a moment as the file has it: microseconds since the first one."""
+        return round(1e6 * (moment - self._zero), 3)
+
+    def thread(self, ident: int) -> int:
+        """Return the number of a thread."""
+        return self._threads[ident]
+
+    def _event(self, kind: str, name: str, moment: float, tid: int, **more: Any) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "ts": self.at(moment), "pid": self._pid, "tid": tid, **more}
+
+    def _slice(self, name: str, begun: float, ended: float, tid: int, **more: Any) -> dict[str, Any]:
+        return self._event("X", name, begun, tid, dur=round(max(0.0, 1e6 * (ended - begun)), 3), **more)
+
+    def _track(
+        self, name: str, cat: str, key: str, begun: float, ended: float, tid: int, **args: Any
+    ) -> Iterator[dict[str, Any]]:
+        yield self._event("b", name, begun, tid, cat=cat, id=key, args=args)
+        yield self._event("e", name, max(begun, ended), tid, cat=cat, id=key)
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        """Yield what says how the process and its threads are called."""
+        here = self._recording
+        text = f"{here.worker} (pid {here.pid})"
+        yield {"ph": "M", "name": "process_name", "pid": self._pid, "tid": 0, "ts": 0, "args": {"name": text}}
+        for ident, number in self._threads.items():
+            name = here.threads.get(ident, "a thread that has ended")
+            yield {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": self._pid,
+                "tid": number,
+                "ts": 0,
+                "args": {"name": name},
+            }
+        if here.dropped and here.records:
+            first = min(row[2] for row in here.records)
+            text = f"{here.dropped} records before this were overwritten"
+            yield self._event("i", text, first, 0, s="p")
+
+    def executions(self) -> Iterator[dict[str, Any]]:
+        """Yield the calls that were executed here, and their time in mailboxes."""
+        rows = sorted(
+            (row for row in self._recording.records if row[1] == EXECUTED), key=lambda row: (row[3], -row[4])
+        )
+        open_until: dict[int, list[float]] = {}
+        for _, _, arrived, begun, ended, id, caller, chain, method, ident, failed, actor in rows:
+            tid = self.thread(ident)
+            name = f"{actor}.{method}" if actor else method
+            args = {
+                "caller": caller,
+                "failed": failed,
+                "execution": f"{chain:016x}",
+                "method": method_of(actor, method),
+            }
+            stack = open_until.setdefault(ident, [])
+            while stack and stack[-1] <= begun:
+                stack.pop()
+            if (
+                stack and ended > stack[-1]
+            ):  # a coroutine beside others, or one that was answered by another thread
+                yield from self._track(
+                    name, "execution", f"x{self._pid}-{caller}-{id}", begun, ended, tid, **args
+                )
+                for moment in (begun, ended):  # where the arrows end and begin
+                    yield self._slice(name, moment, moment + _THIN_S, tid, cat="execution", args=args)
+            else:
+                stack.append(ended)
+                yield self._slice(name, begun, ended, tid, cat="execution", args=args)
+            if begun - arrived > _WAIT_S:
+                yield from self._track(
+                    f"{name} waits",
+                    "mailbox",
+                    f"m{self._pid}-{caller}-{id}",
+                    arrived,
+                    begun,
+                    tid,
+                    caller=caller,
+                )
+
+    def counters(self) -> Iterator[dict[str, Any]]:
+        """Yield how many calls wait here, and how many run."""
+        steps: list[tuple[float, int, int]] = []
+        for row in self._recording.records:
+            if row[1] == EXECUTED:
+                steps += ((row[2], 1, 0), (row[3], -1, 1), (row[4], 0, -1))
+        steps.sort()
+        waiting = running = 0
+        shown = float("-inf")
+        for moment, more_waiting, more_running in steps:
+            waiting, running = waiting + more_waiting, running + more_running
+            if moment - shown >= _COUNT_S:
+                shown = moment
+                yield self._event("C", "calls", moment, 0, args={"waiting": waiting, "running": running})
+        if steps:
+            yield self._event("C", "calls", steps[-1][0], 0, args={"waiting": waiting, "running": running})
+
+    def call(
+        self, row: list[Any], other: tuple[int, int, float, float] | None, numbers: Iterator[int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield a call that was made here, and the arrows to its execution (pid, tid, begun, ended, as in the file) and back."""
+        _, _, made, answered, id, callee, _, method, ident, failed, waits, sent, received = row
+        tid = self.thread(ident)
+        args = {"worker": callee, "failed": failed, "bytes_out": sent, "bytes_in": received}
+        name = f"call {method}"
+        if waits:
+            yield self._slice(name, made, answered, tid, cat="call", args=args)
+        else:
+            key = f"c{self._pid}-{callee}-{id}"
+            yield from self._track(name, "call", key, made, answered, tid, **args)
+            yield self._slice(name, made, made + _THIN_S, tid, cat="call", args=args)
+            yield self._slice(f"answer {method}", answered, answered + _THIN_S, tid, cat="call")
+        if other is None:
+            return
+        pid, there, begun, ended = other
+        forth, back = next(numbers), next(numbers)
+        more = {"cat": "call", "bp": "e"}
+        yield self._event("s", "call", made, tid, id=forth, cat="call")
+        yield {"ph": "f", "name": "call", "ts": begun, "pid": pid, "tid": there, "id": forth, **more}
+        yield {
+            "ph": "s",
+            "name": "answer",
+            "ts": ended,
+            "pid": pid,
+            "tid": there,
+            "id": back,
+            "cat": "call",
+        }
+        yield self._event(
+            "f", "answer", max(made, answered - 1e-9) if waits else answered, tid, id=back, **more
+        )
+
+    def note(self, row: list[Any]) -> Iterator[dict[str, Any]]:
+        """Yield something else that took a time."""
+        _, _, begun, ended, kind, what, ident = row
+        yield self._slice(f"{kind} {what}", begun, ended, self.thread(ident), cat=kind)

@@ -1,0 +1,157 @@
+"""The flight recorder: one record for each call and side, with its moments, whatever way the call takes."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.flight_recorder import CALLED, EXECUTED, FlightRecorder
+from actorrpc.errors import CancelledError, RemoteError, RpcTimeoutError
+from actorrpc.futures import Future
+from tests.agent.agents import agents
+
+_gate = threading.Event()
+
+
+def _raise() -> None:
+    raise ValueError("as asked")
+
+
+def _wait() -> None:
+    _gate.wait(20)
+
+
+class _Callable:
+    """Has a name that is not to be asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__qualname__":
+            raise RuntimeError("nobody may ask for this")
+        raise AttributeError(name)
+
+    def __call__(self) -> int:
+        return 1
+
+    def __reduce__(self) -> Any:
+        return _Callable, ()
+
+
+def _later(agent: Agent, to: str, function: Any, *args: Any, timeout: float = 0.0) -> Future[Any]:
+    future: Future[Any] = Future()
+    agent.call(agent.peer(to), function, args, {}, timeout, future=future)
+    agent.flush()
+    return future
+
+
+def _records(agent: Agent, kind: int) -> list[tuple[Any, ...]]:
+    assert agent.flights is not None
+    return [each for each in agent.flights.since(0, 1000) if each[1] == kind]
+
+
+def _labels(agent: Agent) -> list[tuple[str, bool, bool]]:
+    return [(row[7], row[9], row[10]) for row in _records(agent, CALLED)]
+
+
+def test_both_halves_of_every_call() -> None:
+    with agents(2) as (a, b):
+        assert a.call(a.peer("a1"), operator.add, (1, 1), {}, 20).result() == 2
+        assert _later(a, "a1", operator.add, 1, 1).result(20) == 2
+        assert a.call(a.peer("a0"), operator.add, (1, 1), {}, 20).result() == 2
+        ones = torch.ones(1 << 18)
+        assert a.call(a.peer("a1"), operator.neg, (ones,), {}, 20).result().sum() == -(1 << 18)
+        with pytest.raises(RemoteError, match="as asked"):
+            a.call(a.peer("a1"), _raise, (), {}, 20).result()
+        with pytest.raises(RemoteError, match="as asked"):
+            _later(a, "a1", _raise).result(20)
+        assert a.call(a.peer("a1"), _Callable(), (), {}, 20, label="it").result() == 1
+        assert _labels(a) == [
+            ("add", False, True),
+            ("add", False, False),
+            ("add", False, True),
+            ("neg", False, True),
+            ("_raise", True, True),
+            ("_raise", True, False),
+            ("it", False, True),
+        ]
+        there = _records(b, EXECUTED)
+        assert [(row[8], row[10]) for row in there] == [
+            ("add", False),
+            ("add", False),
+            ("neg", False),
+            ("_raise", True),
+            ("_raise", True),
+            ("_Callable", False),
+        ]
+        assert len(_records(a, EXECUTED)) == 1
+        calls = {(row[5], row[4]): row for row in _records(a, CALLED)}
+        for _, _, arrived, begun, ended, id, caller, *_ in there:
+            made, answered = calls["a1", id][2:4]
+            assert caller == "a0"
+            assert made <= arrived <= begun <= ended
+            assert made < answered  # the answer may be read before the record of it is written there
+        assert calls["a1", there[2][5]][11] > 1 << 20
+
+
+@pytest.mark.prints("threads of 'a1' are still in user code")
+def test_calls_that_are_given_up_have_a_record() -> None:
+    _gate.clear()
+    with agents(2) as (a, _):
+        late = _later(a, "a1", _wait, timeout=0.05)
+        with pytest.raises(RpcTimeoutError):
+            late.result(20)
+        given_up = _later(a, "a1", _wait)
+        assert given_up.cancel()
+        with pytest.raises(CancelledError):
+            given_up.result(20)
+        assert _labels(a) == [("_wait", True, False)] * 2
+        _gate.set()
+
+
+def test_turned_off() -> None:
+    with agents(2, recorder=False) as (a, b):
+        assert a.call(a.peer("a1"), operator.add, (1, 1), {}, 20).result() == 2
+        assert a.flights is None
+        assert b.flights is None
+
+
+def test_what_is_kept() -> None:
+    recorder = FlightRecorder(100)
+    assert (recorder.total, recorder.since(0, 10)) == (0, [])
+    for number in range(250):
+        recorder.noted(float(number), "restart", "an actor")
+    assert recorder.total == 250
+    assert [row[0] for row in recorder.since(0, 1000)] == list(range(150, 250))
+    assert [row[0] for row in recorder.since(160, 5)] == [160, 161, 162, 163, 164]
+    assert [row[0] for row in recorder.since(248, 5)] == [248, 249]
+    assert recorder.since(250, 5) == []
+
+
+def test_many_threads_write() -> None:
+    recorder = FlightRecorder(1 << 14)
+    begin = threading.Event()
+
+    def write() -> None:
+        begin.wait(20)
+        for _ in range(2000):
+            recorder.noted(0.0, "restart", "an actor")
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for each in threads:
+        each.start()
+    begin.set()
+    read = 0
+    while read < 8000:
+        rows = recorder.since(read, 500)
+        assert all(one[0] < other[0] for one, other in itertools.pairwise(rows))
+        if not any(each.is_alive() for each in threads):
+            assert [row[0] for row in recorder.since(0, 10000)] == list(range(8000))
+            break
+        read = max(0, rows[-1][0] - 64) if rows else read
+    for each in threads:
+        each.join(20)

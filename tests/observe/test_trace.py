@@ -1,0 +1,216 @@
+"""``actorrpc.trace()``: the file that it writes, of records that are made up and of a cluster that runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter as Counts
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import actorrpc
+from actorrpc.agent.flight_recorder import CALLED, EXECUTED, NOTED
+from actorrpc.errors import ConfigError, NotInitializedError
+from actorrpc.observe import api
+from actorrpc.observe.trace import Recording, events_of, write
+from tests.actors.e2e.kit import until
+
+pytestmark = [pytest.mark.limit(60)]
+_MS = 1e-3
+
+
+def _called(number: int, made: float, answered: float, id: int, to: str, waits: bool = True) -> list[Any]:
+    return [number, CALLED, made, answered, id, to, 1, "Counter.add", 11, False, waits, 100, 10]
+
+
+def _executed(
+    number: int, arrived: float, begun: float, ended: float, id: int, of: str, thread: int = 22
+) -> list[Any]:
+    return [number, EXECUTED, arrived, begun, ended, id, of, 7, "add", thread, False, "Counter#12ab"]
+
+
+def _recording(worker: str, records: list[list[Any]], **more: Any) -> Recording:
+    recorder = {"on": True, "total": 1, "now": 0.0, "threads": {11: "MainThread", 22: "actorrpc-actor-12ab"}}
+    made = Recording.of(worker, more.pop("pid", 100), {"recorder": recorder, "records": records})
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def _check(events: list[dict[str, Any]]) -> None:
+    """What every reader of the format relies on."""
+    begun: Counts[tuple[Any, ...]] = Counts()
+    arrows: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        assert type(event["pid"]) is int
+        assert type(event["tid"]) is int
+        assert event["ts"] >= 0
+        match event["ph"]:
+            case "X":
+                assert event["dur"] >= 0
+            case "b" | "e":
+                begun[event["pid"], event["cat"], event["id"], event["name"]] += (
+                    1 if event["ph"] == "b" else -1
+                )
+            case "s" | "f":
+                arrows.setdefault(event["id"], []).append(event)
+            case kind:
+                assert kind in "MCi"
+    assert set(begun.values()) <= {0}
+    slices = [each for each in events if each["ph"] == "X"]
+    for ends in arrows.values():
+        assert sorted(each["ph"] for each in ends) == ["f", "s"]
+        for end in ends:  # an arrow that hangs in the air is not drawn
+            assert any(
+                (each["pid"], each["tid"]) == (end["pid"], end["tid"])
+                and each["ts"] <= end["ts"] <= each["ts"] + each["dur"] + 0.001
+                for each in slices
+            )
+
+
+def _of(events: list[dict[str, Any]], kind: str, name: str) -> list[dict[str, Any]]:
+    return [each for each in events if each["ph"] == kind and each["name"] == name]
+
+
+def test_a_call_between_two_workers_whose_clocks_differ() -> None:
+    here = _recording("driver", [_called(5, 50.0, 50.010, 3, "w1")])
+    there = _recording(
+        "w1", [_executed(0, 7.001, 7.003, 7.009, 3, "driver")], pid=200, offset=43.0, error=_MS
+    )
+    counts: dict[str, Any] = {}
+    events = list(events_of([here, there], counts))
+    _check(events)
+    (call,), (execution,) = _of(events, "X", "call Counter.add"), _of(events, "X", "Counter#12ab.add")
+    assert (call["ts"], call["dur"], call["pid"]) == (0.0, 10_000.0, 100)
+    assert (execution["ts"], execution["dur"], execution["pid"]) == (3_000.0, 6_000.0, 200)
+    assert execution["args"]["method"] == "Counter/add"
+    (waits,) = _of(events, "b", "Counter#12ab.add waits")
+    assert waits["ts"] == pytest.approx(1_000.0)
+    starts = {each["name"]: each for each in events if each["ph"] == "s"}
+    assert starts["call"]["pid"] == 100
+    assert starts["answer"]["pid"] == 200
+    names = [each["args"]["name"] for each in _of(events, "M", "thread_name")]
+    assert names == ["MainThread", "actorrpc-actor-12ab"]
+    assert _of(events, "i", "5 records before this were overwritten")
+    assert counts == {
+        "calls": 1,
+        "executions": 1,
+        "arrows": 1,
+        "workers": 2,
+        "missing": {},
+        "dropped": 5,
+        "seconds": pytest.approx(0.010),
+        "clock_error": _MS,
+    }
+
+
+def test_coroutines_that_overlap_are_tracks() -> None:
+    rows = [_executed(0, 1.0, 1.0, 1.5, 1, "driver"), _executed(1, 1.2, 1.2, 1.9, 2, "driver")]
+    events = list(events_of([_recording("w1", rows)]))
+    _check(events)
+    assert len(_of(events, "b", "Counter#12ab.add")) == 1
+    assert [each["dur"] for each in _of(events, "X", "Counter#12ab.add")] == [500_000.0, 1.0, 1.0]
+
+
+_moments = st.integers(0, 50).map(lambda each: each * _MS)
+
+
+@given(
+    st.lists(st.tuples(_moments, _moments, _moments, st.booleans(), st.sampled_from([21, 22])), max_size=20)
+)
+def test_any_records_make_a_trace_that_can_be_read(rows: list[tuple[float, float, float, bool, int]]) -> None:
+    here, there = [], []
+    for id, (arrived, waited, ran, waits, thread) in enumerate(rows):
+        here.append(_called(id, arrived, arrived + waited + ran, id, "w1", waits))
+        there.append(_executed(id, arrived, arrived + waited, arrived + waited + ran, id, "driver", thread))
+    events = list(events_of([_recording("driver", here), _recording("w1", there)]))
+    _check(events)
+    assert len([each for each in events if each["ph"] == "s"]) == 2 * len(rows)
+    assert len({each["pid"] for each in events}) == 2 or not rows
+
+
+def test_what_makes_no_sense_is_left_out() -> None:
+    whole = _executed(0, 1.0, 1.0, 1.5, 1, "driver")
+    rows: list[Any] = [whole, whole[:-1], "no", [], [0, 77], [*whole[:2], "soon", *whole[3:]], None]
+    made = _recording("w1", rows)
+    assert made.records == [whole]
+    for answer in (
+        {},
+        {"records": [], "recorder": 1},
+        {"error": "it could not"},
+        {"recorder": {"on": False}, "records": []},
+    ):
+        assert Recording.of("w1", 1, answer).why
+
+
+def test_the_file_is_replaced_when_all_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("the last one")
+    with pytest.raises(ZeroDivisionError):
+        write(str(path), (1 // 0 for _ in "x"))  # type: ignore[misc]
+    assert path.read_text() == "the last one"
+    summary = write(str(path), [_recording("w1", [[0, NOTED, 1.0, 2.0, "restart", "Counter#12ab", 22]])])
+    assert json.loads(path.read_text())["otherData"]["seconds"] == summary.seconds == 1.0
+    assert [each.name for each in tmp_path.iterdir()] == ["trace.json"]
+    monkeypatch.chdir(tmp_path)
+    write("here.json", [])
+    assert json.loads((tmp_path / "here.json").read_text())["traceEvents"] == []
+
+
+@actorrpc.remote
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+    def add_by(self, other: Any) -> int:
+        return int(actorrpc.get(other.add.remote()))
+
+
+@pytest.mark.usefixtures("embedded")
+def test_of_a_cluster(tmp_path: Path) -> None:
+    counter, asking = Counter.options(name="counter").remote(), Counter.remote()
+    assert actorrpc.get([counter.add.remote() for _ in range(20)])[-1] == 20
+    assert actorrpc.get(asking.add_by.remote(counter)) == 21
+    path = tmp_path / "trace.json"
+    until(lambda: actorrpc.trace(path).executions >= 22)
+    summary = actorrpc.trace(path)
+    assert not summary.missing
+    assert summary.clock_error == 0.0
+    assert summary.arrows >= 22
+    events = json.loads(path.read_text())["traceEvents"]
+    _check(events)
+    methods = _methods_of(events)
+    assert methods["Counter/add"] == 21
+    assert methods["Counter/add_by"] == 1
+    assert len({each["pid"] for each in events}) == summary.workers
+
+
+def _methods_of(events: list[dict[str, Any]]) -> Counts[str]:
+    return Counts(
+        each["args"]["method"] for each in events if each["ph"] in "Xb" and each.get("cat") == "execution"
+    )
+
+
+@pytest.mark.usefixtures("embedded")
+def test_of_the_next_moments(tmp_path: Path) -> None:
+    counter = Counter.remote()
+    actorrpc.get(counter.add.remote())
+    summary = actorrpc.trace(tmp_path / "trace.json", 0.001)
+    assert summary.calls < 20
+    with pytest.raises(ConfigError):
+        actorrpc.trace(tmp_path / "trace.json", -1)
+    with pytest.raises(OSError, match="nowhere"):
+        actorrpc.trace(tmp_path / "nowhere" / "trace.json")
+
+
+def test_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "current_worker", lambda: None)
+    with pytest.raises(NotInitializedError, match="in none"):
+        actorrpc.trace(tmp_path / "trace.json")
