@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -371,6 +373,59 @@ def test_a_worker_by_its_socket(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "3 workers, 2 actors" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("job")
+def test_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    status, text = _run(capsys, "trace", "-o", str(path))
+    assert status == 0
+    assert re.fullmatch(
+        r".*/trace.json: \d+ calls?, \d+ executions? of 3 workers, .* from the first to the last; https://ui.perfetto.dev and "
+        r"chrome://tracing open it\n",
+        text,
+    )
+    assert json.loads(path.read_text())["otherData"]["workers"] == 3
+    status, text = _run(capsys, "trace", "-o", str(path), "--seconds", "0.001", "--json")
+    assert json.loads(text)["path"] == str(path)
+    assert main(["trace", "--pid", str(os.getpid()), "-o", str(tmp_path / "nowhere" / "trace.json")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("job")
+def test_metrics(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, text = _run(capsys, "metrics")
+    assert status == 0
+    assert 'actorrpc_mailbox_depth{class="Reader"} 1.0' in text.splitlines()
+    path = tmp_path / "actorrpc.prom"
+    assert _run(capsys, "metrics", "-o", str(path)) == (0, "")
+    assert 'actorrpc_workers{state="alive"} 3.0' in path.read_text().splitlines()
+
+
+@pytest.mark.usefixtures("job")
+def test_metrics_over_http() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "actorrpc", "metrics", "--pid", str(os.getpid()), "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+    ) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().partition(",")[0]
+            for _ in range(2):
+                with urllib.request.urlopen(address, timeout=30) as answer:
+                    assert 'actorrpc_workers{state="alive"} 3.0' in answer.read().decode().splitlines()
+        finally:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(30) == 130
+
+
+def test_metrics_want_a_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_groups", lambda _: [])
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert main(["metrics"]) == 2
+    assert "pip install 'actorrpc[metrics]'" in capsys.readouterr().err
+
+
 # -- the process -----------------------------------------------------------------------------------------------------
 
 
@@ -392,10 +447,21 @@ def test_the_command_line_does_not_import_torch(as_script: bool, tmp_path: Path)
     assert ran.returncode == 0
     modules = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
     assert "actorrpc.observe.visitor" in modules
-    assert not {"torch", "numpy", "actorrpc.agent.agent"} & modules
+    assert not {"torch", "numpy", "prometheus_client", "actorrpc.agent.agent"} & modules
     assert all(
         name in ran.stdout
-        for name in ("status", "stack", "describe", "logs", "doctor", "top", "run", "worker")
+        for name in (
+            "status",
+            "stack",
+            "describe",
+            "logs",
+            "doctor",
+            "top",
+            "trace",
+            "metrics",
+            "run",
+            "worker",
+        )
     )
 
 

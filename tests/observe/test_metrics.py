@@ -1,0 +1,196 @@
+"""Metrics: what workers sum up of their flight recorders, and what a scrape makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+import actorrpc
+from actorrpc.agent.context import current_worker
+from actorrpc.agent.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder
+from actorrpc.agent.timers import VirtualClock
+from actorrpc.observe import GroupState, ObservedActor, ObservedWorker, collect
+from actorrpc.observe.call_sums import BUCKETS, OTHER, CallSums, method_of
+from actorrpc.observe.metrics import PARTS, CallTotals, GroupCollector
+from tests.actors.e2e.kit import until
+
+pytestmark = [pytest.mark.limit(60)]
+
+
+def _at_once(task: Callable[[], None]) -> None:
+    task()
+
+
+def _sums(clock: VirtualClock | None = None, kept: int = KEPT) -> tuple[FlightRecorder, CallSums]:
+    flights = FlightRecorder(kept)
+    return flights, CallSums(flights, clock or VirtualClock(), _at_once)
+
+
+def _write(
+    flights: FlightRecorder, method: str, seconds: float, *, failed: bool = False, actor: str | None = None
+) -> None:
+    if actor is None:
+        flights._write(
+            (flights._next(), CALLED, 5.0, 5.0 + seconds, 1, "w1", 1, method, 1, failed, True, 100, 10)
+        )
+    else:
+        flights._write(
+            (flights._next(), EXECUTED, 4.0, 5.0, 5.0 + seconds, 1, "w1", 1, method, 1, failed, actor)
+        )
+
+
+@pytest.mark.parametrize(
+    ("actor", "method", "name"),
+    [
+        ("", "add", "add"),
+        ("", "Counter.add", "Counter/add"),
+        ("", "outer.<locals>.inner", "outer.<locals>.inner"),
+        ("Counter#12ab", "add", "Counter/add"),
+        ("Counter('a.#(b)')", "add", "Counter/add"),
+    ],
+)
+def test_methods_have_no_names_of_actors(actor: str, method: str, name: str) -> None:
+    assert method_of(actor, method) == name
+
+
+@given(st.lists(st.floats(0.0, 200.0), max_size=50))
+def test_sums_are_those_of_the_calls(times: list[float]) -> None:
+    flights, sums = _sums()
+    for seconds in times:
+        _write(flights, "add", seconds, actor="Counter#12ab")
+    rows = sums.read()["calls"]
+    if not times:
+        assert rows == []
+        return
+    ((side, method, failed, count, seconds, buckets),) = rows
+    assert (side, method, failed, count) == ("server", "Counter/add", False, len(times))
+    assert seconds == pytest.approx(sum((5.0 + each) - 5.0 for each in times))
+    bounds = (*BUCKETS, float("inf"))
+    for index, number in enumerate(buckets):
+        below = bounds[index - 1] if index else -1.0
+        assert number == sum(below < (5.0 + each) - 5.0 <= bounds[index] for each in times)
+
+
+def test_ten_thousand_actors_are_one_series() -> None:
+    flights, sums = _sums()
+    for number in range(10_000):
+        _write(flights, "add", 0.1, actor=f"Counter#{number:04x}")
+    assert [row[:4] for row in sums.read()["calls"]] == [["server", "Counter/add", False, 10_000]]
+
+
+def test_methods_without_an_end_are_one() -> None:
+    flights, sums = _sums()
+    for number in range(1000):
+        _write(flights, f"made_{number}", 0.1)
+    rows = {row[1]: row[3] for row in sums.read()["calls"]}
+    assert len(rows) == 201
+    assert rows[OTHER] == 800
+
+
+def test_they_are_summed_up_in_time_for_as_long_as_somebody_asks() -> None:
+    clock = VirtualClock()
+    flights, sums = _sums(clock, 100)
+    sums.read()
+    for _ in range(10):
+        for _ in range(80):
+            _write(flights, "add", 0.1)
+        clock.advance(0.25)
+    found = sums.read()
+    assert (found["calls"][0][3], found["dropped"], found["sent"]) == (800, 0, 80_000)
+    for _ in range(150):
+        _write(flights, "add", 0.1)
+    assert sums.read()["dropped"] == 50
+
+
+def _row(method: str, count: int) -> list[Any]:
+    return ["client", method, False, count, 1.0, [count] + [0] * len(BUCKETS)]
+
+
+def test_a_worker_that_is_gone_leaves_what_it_has_counted() -> None:
+    totals = CallTotals()
+    for run in range(5000):
+        totals.update(str(run), {"metrics": {"calls": [_row("add", 2)], "sent": 3}})
+    totals.update("4999", {"metrics": {"calls": [_row("add", 5)], "sent": 4}})
+    assert totals.rows()["client", "add", False][0] == 10_003
+    assert totals.total("sent") == 15_001
+    for nonsense in ({}, {"metrics": 1}, {"metrics": {"calls": [1, ["client"], _row("add", 2)[:5]]}}):
+        totals.update("another", nonsense)
+    assert totals.rows()["client", "add", False][0] == 10_003
+
+
+def _scraped(collector: GroupCollector) -> dict[str, list[Any]]:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    text = generate_latest(registry).decode()
+    return {each.name: each.samples for each in text_string_to_metric_families(text)}
+
+
+def test_what_a_scrape_says() -> None:
+    actors = tuple(
+        ObservedActor(actor_id=str(n), class_name=f"Class{n}", state="ALIVE", restarts=1) for n in range(300)
+    )
+    state = GroupState(
+        workers=(ObservedWorker(name="a"), ObservedWorker(name="b", state="stopped")), actors=actors
+    )
+    answers = {"one": {"metrics": {"calls": [_row("Counter/add", 2)], "sent": 3}}}
+    found = _scraped(GroupCollector(lambda: (state, answers)))
+    assert {each.labels["state"]: each.value for each in found["actorrpc_workers"]} == {
+        "alive": 1,
+        "stopped": 1,
+    }
+    kinds = {each.labels["class"]: each.value for each in found["actorrpc_actors"]}
+    assert (len(kinds), kinds[OTHER]) == (201, 100)
+    calls = found["rpc_client_call_duration_seconds"]
+    bounds = [float(each.labels["le"]) for each in calls if each.name.endswith("_bucket")]
+    assert bounds == sorted(bounds)
+    assert bounds[0] == 1e-5
+    (count,) = [each for each in calls if each.name.endswith("_count")]
+    assert count.value == 2
+    assert count.labels == {"rpc_system_name": "actorrpc", "rpc_method": "Counter/add", "error_type": ""}
+    (sent, _) = found["actorrpc_bytes"]
+    assert (sent.labels["direction"], sent.value) == ("sent", 3)
+
+
+@actorrpc.remote
+class Counter:
+    def add(self) -> int:
+        return 1
+
+    def fail(self) -> None:
+        raise ValueError("as asked")
+
+
+@pytest.mark.usefixtures("embedded")
+def test_of_a_cluster() -> None:
+    worker = current_worker()
+    assert worker is not None
+    numbers = iter(range(1, 1000))
+
+    def look() -> tuple[GroupState, dict[str, Any]]:
+        asked = {"id": next(numbers), "what": PARTS}
+        return actorrpc.state(30), {worker.agent.record.incarnation: collect.answer(worker, asked)}
+
+    collector = GroupCollector(look)
+
+    def calls(method: str) -> dict[str, float]:
+        rows = _scraped(collector)["rpc_client_call_duration_seconds"]
+        return {
+            each.labels["error_type"]: each.value
+            for each in rows
+            if each.name.endswith("_count") and each.labels["rpc_method"] == method
+        }
+
+    calls("")  # from here on
+    counter = Counter.remote()
+    actorrpc.get([counter.add.remote() for _ in range(20)])
+    with pytest.raises(ValueError, match="as asked"):
+        actorrpc.get(counter.fail.remote())
+    until(lambda: calls("Counter/add") == {"": 20} and calls("Counter/fail") == {OTHER: 1})
+    depth = {each.labels["class"]: each.value for each in _scraped(collector)["actorrpc_mailbox_depth"]}
+    assert depth["Counter"] == 0
