@@ -83,8 +83,10 @@ class Execution:
         "what",
     )
 
-    def __init__(self, peer: Peer, id: int, deadline: float, chain: int, arrived: float = 0.0) -> None:
-        self.begun = _time.now()
+    def __init__(
+        self, peer: Peer, id: int, deadline: float, chain: int, arrived: float = 0.0, begun: float = 0.0
+    ) -> None:
+        self.begun = begun or _time.now()
         self.arrived = arrived or self.begun
         self.thread = get_ident()
         self.peer = peer

@@ -120,13 +120,13 @@ class Executor:
         agent = self._agent
         peer = agent.self_peer if conn is None else conn.peer
         id = frame[2]
-        deadline = arrived + frame[3]
+        deadline, begun = arrived + frame[3], _time.now()
         if conn is not None and not peer.begun.first(id):
             _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
-        elif deadline != INFINITE and _time.now() > deadline:
+        elif begun > deadline:
             self._refuse_late(conn, frame)
         else:
-            execution = Execution(peer, id, deadline, frame[4], arrived)
+            execution = Execution(peer, id, deadline, frame[4], arrived, begun)
             peer.running[id] = execution
             # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
             if peer.cancelled and id in peer.cancelled:

@@ -41,12 +41,7 @@ NOTED: Final = 2
 """``(number, NOTED, begun, ended, kind, what, thread)``"""
 
 
-_NAMED: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
-
-
-def _name_of(function: Any) -> str:
-    """Return the name of a function; of another object that can be called, that of its class: its attributes are its own."""
-    return str((function if type(function) in _NAMED else type(function)).__qualname__)
+_NAMED: Final = frozenset({FunctionType, BuiltinFunctionType, MethodType, type})
 
 
 class FlightRecorder:
@@ -92,7 +87,13 @@ class FlightRecorder:
                 execution.id,
                 execution.peer.name,
                 execution.chain,
-                what if type(what) is str else _name_of(what),
+                (
+                    what
+                    if type(what) is str
+                    else what.__qualname__
+                    if type(what) in _NAMED
+                    else type(what).__qualname__  # its attributes are its own
+                ),
                 execution.thread,
                 failed,
                 "" if actor is None else actor.title,
