@@ -23,7 +23,7 @@ from typing import Any
 
 from actorrpc import rpc
 from actorrpc.agent.calls import Call, Execution
-from actorrpc.agent.flight_recorder import FlightRecorder
+from actorrpc.flight_recorder import FlightRecorder
 
 __all__ = ["main"]
 

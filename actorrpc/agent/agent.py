@@ -30,7 +30,6 @@ from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.executor import Executor
-from actorrpc.agent.flight_recorder import FlightRecorder
 from actorrpc.agent.hooks import Interceptor, MessageFilter, NoRecorder, Recorder, recorded
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.mail import MailHeader, MailRouter, NullRouter
@@ -46,6 +45,7 @@ from actorrpc.errors import (
     RpcError,
     ShutdownError,
 )
+from actorrpc.flight_recorder import FlightRecorder
 from actorrpc.futures import Future, interruption_point
 from actorrpc.serialization import codec
 from actorrpc.transport import signals

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc.agent.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder
 from actorrpc.agent.timers import Clock, Tick
+from actorrpc.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder
 
 __all__ = ["BUCKETS", "OTHER", "CallSums", "method_of"]
 

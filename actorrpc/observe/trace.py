@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from actorrpc.agent.flight_recorder import CALLED, EXECUTED, NOTED
+from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
 from actorrpc.observe.call_sums import method_of
 
 __all__ = ["Recording", "TraceSummary", "events_of", "write"]
 
-_WAIT_S: Final = 20e-6  # what waits shorter in a mailbox is not shown as waiting
+_WAIT_S: Final = 20e-6  # a shorter time in a mailbox is not shown
 _COUNT_S: Final = 100e-6  # counters are shown at most this often
 _THIN_S: Final = 1e-6  # the slice of a call that nobody waits for: its arrow begins there
 _LINE: Final = 2000  # events are put into text together
@@ -35,7 +35,7 @@ class Recording:
 
     Attributes:
         worker, pid: whose.
-        records: as :mod:`actorrpc.agent.flight_recorder` has them.
+        records: as :mod:`actorrpc.flight_recorder` has them.
         dropped: how many there were before these, and are gone.
         threads: names by number.
         offset: what is to be added to its moments to have them on the clock of the one who collects, in seconds.

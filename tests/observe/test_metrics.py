@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import actorrpc
 from actorrpc.agent.context import current_worker
-from actorrpc.agent.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder
 from actorrpc.agent.timers import VirtualClock
+from actorrpc.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder
 from actorrpc.observe import GroupState, ObservedActor, ObservedWorker, collect
 from actorrpc.observe.call_sums import BUCKETS, OTHER, CallSums, method_of
 from actorrpc.observe.metrics import PARTS, CallTotals, GroupCollector

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actorrpc
-from actorrpc.agent.flight_recorder import CALLED, EXECUTED, NOTED
 from actorrpc.errors import ConfigError, NotInitializedError
+from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
 from actorrpc.observe import api
 from actorrpc.observe.trace import Recording, events_of, write
 from tests.actors.e2e.kit import until

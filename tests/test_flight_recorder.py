@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.flight_recorder import CALLED, EXECUTED, FlightRecorder
 from actorrpc.errors import CancelledError, RemoteError, RpcTimeoutError
+from actorrpc.flight_recorder import CALLED, EXECUTED, FlightRecorder
 from actorrpc.futures import Future
 from tests.agent.agents import agents
 

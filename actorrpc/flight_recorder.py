@@ -22,7 +22,6 @@ from actorrpc import _time
 from actorrpc.wire.frames import REPLY
 
 if TYPE_CHECKING:
-    from actorrpc.agent.calls import Call, Execution
     from actorrpc.wire.frames import Frame
 
 __all__ = ["CALLED", "EXECUTED", "KEPT", "NOTED", "FlightRecorder"]
@@ -54,8 +53,8 @@ class FlightRecorder:
         self._write: Callable[[tuple[Any, ...]], None] = self._ring.append
         self._next: Callable[[], int] = itertools.count().__next__
 
-    def called(self, call: Call, reply: Frame | None) -> None:
-        """Write down a call that was made here and is over; ``reply``: its answer, None where there is none."""
+    def called(self, call: Any, reply: Frame | None) -> None:
+        """Write down an agent's ``Call`` that is over; ``reply``: its answer, None where there is none."""
         self._write(
             (
                 self._next(),
@@ -74,8 +73,8 @@ class FlightRecorder:
             )
         )
 
-    def executed(self, execution: Execution, failed: bool) -> None:
-        """Write down a call that was executed here and is answered."""
+    def executed(self, execution: Any, failed: bool) -> None:
+        """Write down an agent's ``Execution`` that is answered."""
         actor, what = execution.actor, execution.what
         self._write(
             (
