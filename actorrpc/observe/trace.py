@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -63,7 +64,7 @@ class Recording:
         if not recorder.get("on"):
             made.why = "its flight recorder is turned off (ACTORRPC_RECORDER)"
         made.records = [each for each in rows if _is_record(each)]
-        made.dropped = made.records[0][0] if made.records else 0
+        made.dropped = made.records[-1][0] + 1 - len(made.records) if made.records else 0
         threads = recorder.get("threads")
         if isinstance(threads, dict):
             made.threads = {ident: str(name) for ident, name in threads.items() if type(ident) is int}
@@ -71,10 +72,8 @@ class Recording:
 
     def since(self, begun: float) -> None:
         """Leave out what was over before a moment of the one who collects."""
-        if self.records and self._ended(self.records[0]) + self.offset >= begun:
-            pass  # what was dropped may have been later
-        else:
-            self.dropped = 0
+        if not self.records or self._ended(self.records[0]) + self.offset < begun:
+            self.dropped = 0  # before that moment
         self.records = [each for each in self.records if self._ended(each) + self.offset >= begun]
 
     @staticmethod
@@ -93,7 +92,9 @@ def _is_record(row: object) -> bool:
     if not isinstance(row, list) or len(row) < 2 or type(row[1]) is not int:
         return False
     shape = _SHAPES.get(row[1])
-    return shape is not None and len(row) == len(shape) and all(map(isinstance, row, shape))
+    if shape is None or len(row) != len(shape) or not all(map(isinstance, row, shape)):
+        return False
+    return all(math.isfinite(each) for each in row if type(each) is float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

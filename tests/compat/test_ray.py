@@ -531,6 +531,15 @@ def test_tasks() -> None:
         double.remote()
 
 
+def test_timeline(tmp_path: Path) -> None:
+    assert ray.get(double.remote(4)) == 8
+    until(lambda: "double" in str(ray.timeline()))
+    assert all({"ph", "name", "pid", "tid", "ts"} <= event.keys() for event in ray.timeline())
+    path = tmp_path / "timeline.json"
+    assert ray.timeline(str(path)) is None
+    assert "double" in path.read_text()
+
+
 def test_resources() -> None:
     assert ray.get(double.options(resources={"special": 1}, num_cpus=1).remote(1)) == 2
     missing = double.options(resources={"missing": 1}).remote(1)

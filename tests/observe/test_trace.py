@@ -134,7 +134,16 @@ def test_any_records_make_a_trace_that_can_be_read(rows: list[tuple[float, float
 
 def test_what_makes_no_sense_is_left_out() -> None:
     whole = _executed(0, 1.0, 1.0, 1.5, 1, "driver")
-    rows: list[Any] = [whole, whole[:-1], "no", [], [0, 77], [*whole[:2], "soon", *whole[3:]], None]
+    rows: list[Any] = [
+        whole,
+        whole[:-1],
+        "no",
+        [],
+        [0, 77],
+        [*whole[:2], "soon", *whole[3:]],
+        None,
+        [*whole[:2], float("nan"), *whole[3:]],
+    ]
     made = _recording("w1", rows)
     assert made.records == [whole]
     for answer in (
