@@ -150,12 +150,17 @@ class ActorThreads:
         return True
 
     def close(self) -> None:
-        """End the shared threads as soon as they have nothing to do."""
+        """End the shared threads as soon as they have nothing to do; all turns come at once, as no tick brings them any more.
+
+        A runner that has been called is woken here, or, where it comes into ``ready`` behind this, by the thread that has put
+        it there, which sees that it is closed.
+        """
         with self._lock:
             self._closed = True
             idle = list(self._idle)
         for carrier in idle:
             carrier.rouse()
+        self.pass_on()
 
     def start(self, runner: ActorThread) -> None:
         """Have a new runner started: on a pool thread, one after the other, where it is to have a thread of its own."""
@@ -190,7 +195,7 @@ class ActorThreads:
     def pass_on(self) -> None:
         """Wake those whose turn it is."""
         ready, on, width = self.ready, self.on, self._width
-        while ready and len(on) < width:
+        while ready and (len(on) < width or self._closed):
             try:
                 runner = ready.popleft()
             except IndexError:

@@ -98,6 +98,18 @@ def test_one_that_does_not_come_to_an_end_does_not_hold_up_others(monkeypatch: p
     assert rounds < 8  # each of them finds more
 
 
+def test_at_the_end_all_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They find that their actors have ended. One that runs user code may never pass its turn on."""
+    world = World(monkeypatch, 5)
+    for each in world.runners[:4]:
+        each.call()
+    assert world.woken == world.runners[:1]
+    world.threads.close()
+    assert world.woken == world.runners[:4]
+    world.runners[4].call()
+    assert world.woken == world.runners
+
+
 def test_long_calls_go_on_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 5)
     for _ in range(20):
