@@ -283,6 +283,11 @@ class Picture:
             rows.append(("died" if actor.state == "DEAD" else "died last", actor.death_cause))
         if actor.answered:
             rows += [("age", span(actor.age)), ("calls done", str(actor.calls_done))]
+            if actor.latest:
+                times = (
+                    f"{1e3 * actor.p50:.3g} ms (p50), {1e3 * actor.p99:.3g} ms (p99), {actor.failed} failed"
+                )
+                rows.append(("the latest", f"{count(actor.latest, 'call')}: {times}"))
         elif actor.worker:
             rows.append(("mailbox", "its worker has not answered"))
         width = max(len(name) for name, _ in rows)

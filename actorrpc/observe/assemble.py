@@ -90,7 +90,19 @@ def assemble(
     return GroupState(workers=workers, actors=tuple(actors[each] for each in sorted(actors)), took=took)
 
 
-_OF_ITS_WORKER = ("age", "answered", "calls_done", "mailbox", "pid", "running", "worker")
+_OF_ITS_WORKER = [
+    "age",
+    "answered",
+    "calls_done",
+    "failed",
+    "latest",
+    "mailbox",
+    "p50",
+    "p99",
+    "pid",
+    "running",
+    "worker",
+]
 
 
 def _rows(found: dict[str, Any], part: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import itertools
 import socket
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any, Final
@@ -26,6 +27,7 @@ from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
 from actorrpc.cluster import resources
+from actorrpc.flight_recorder import EXECUTED
 from actorrpc.observe import processes
 from actorrpc.observe.protocol import PARTS
 from actorrpc.transport.connection_state import CLOSED
@@ -38,6 +40,7 @@ _SUPERVISED: Final = 1000
 _THREADS: Final = 200
 _LINES: Final = 2000
 _RECORDS: Final = 8192
+_LATEST: Final = 4096  # records of a worker, of which the times of its actors are taken
 _FRAMES: Final = 100  # of one stack
 _CALLS: Final = 100  # of one worker, or one actor
 _CONNECTIONS: Final = 1000
@@ -271,10 +274,32 @@ def _hosted(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]]
         each for each in worker.actors.registry.all() if each.spec is not None and not _is_of_tasks(each)
     ]
     actors.sort(key=lambda each: each.id)
-    return [_actor(hosted, now) for hosted in actors[first : first + most]], len(actors) > first + most
+    latest = _latest(worker)
+    rows = [_actor(hosted, now, latest.get(hosted.title)) for hosted in actors[first : first + most]]
+    return rows, len(actors) > first + most
 
 
-def _actor(hosted: HostedActor, now: float) -> dict[str, Any]:
+def _latest(worker: Worker) -> dict[str, list[tuple[float, bool]]]:
+    """Return how long the latest calls of the actors ran, and whether they failed, by the actors' titles."""
+    flights, found = worker.agent.flights, defaultdict(list)
+    if flights is not None:
+        for record in flights.since(flights.total - _LATEST, _LATEST):
+            if record[1] == EXECUTED and record[11] and record[8] != "__init__":
+                found[record[11]].append((record[4] - record[3], record[10]))
+    return found
+
+
+def _times(latest: list[tuple[float, bool]]) -> dict[str, Any]:
+    ran = sorted(seconds for seconds, _ in latest)
+    return {
+        "latest": len(ran),
+        "failed": sum(failed for _, failed in latest),
+        "p50": ran[len(ran) // 2],
+        "p99": ran[len(ran) * 99 // 100],
+    }
+
+
+def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | None) -> dict[str, Any]:
     spec = hosted.spec
     assert spec is not None
     running = list(itertools.islice(_running(hosted, now), _CALLS))
@@ -305,6 +330,7 @@ def _actor(hosted: HostedActor, now: float) -> dict[str, Any]:
         "calls_done": max(0, hosted.calls - sum(each["method"] != "__init__" for each in running)),
         "mailbox": mailbox,
         "running": running,
+        **(_times(latest) if latest else {}),
     }
 
 

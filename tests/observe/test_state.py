@@ -93,7 +93,13 @@ def test_calls_and_mailboxes_are_seen(gate: Path) -> None:
     assert call.execution in inner_call.chain
     open_gate(gate)
     assert actorrpc.get(calls)[0] == "go"
-    until(lambda: _seen(outer).calls_done == 3)
+    until(lambda: _seen(outer).calls_done == _seen(outer).latest == 3)
+    times = _seen(outer)
+    assert 0.0 < times.p50 < times.p99
+    assert times.failed == 0
+    with pytest.raises(FileNotFoundError):
+        actorrpc.get(outer.ask.remote("/nowhere"))
+    until(lambda: _seen(outer).failed == 1)
 
 
 @pytest.mark.usefixtures("embedded")

@@ -206,7 +206,7 @@ class ActorExecutor:
             execution.path = (*entry.path, id)
         execution.actor = self.hosted
         execution.header = entry.header
-        execution.what = entry.header.get("method")
+        execution.what = entry.header.get("method", "__init__")
         self.mailbox.running[id] = runner
         return execution
 
