@@ -212,14 +212,14 @@ class Call:
     def fail(self, error: BaseException, submit: Any = None) -> None:
         """End the call with an error that arose on this side."""
         self.peer.release(self)
+        flights = self.agent.flights
+        if flights is not None:
+            flights.called(self, None)
         future = self.future
         callbacks: list[Any] = []
         if future is not None and future._claim():
             future._finish(None, error, submit or callbacks.append)
         self.end(None, error)
-        flights = self.agent.flights
-        if flights is not None:
-            flights.called(self, None)
         self.future = None  # the future names the call: no cycle
         self.keep = None
         for run in callbacks:

@@ -109,21 +109,19 @@ def backward(
     """
     part = participant()
     begun = _time.now()
-    try:
-        part.backward(
-            context_id,
-            roots,
-            retain_graph=retain_graph,
-            gradients=gradient,
-            accumulate=accumulate,
-            mode=mode,
-            timeout=0.0 if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout),
-            create_graph=create_graph,
-        )
-    finally:
-        worker = current_worker()
-        if worker is not None and worker.agent.flights is not None:
-            worker.agent.flights.noted(begun, "backward", f"context {context_id:x}")
+    part.backward(
+        context_id,
+        roots,
+        retain_graph=retain_graph,
+        gradients=gradient,
+        accumulate=accumulate,
+        mode=mode,
+        timeout=0.0 if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout),
+        create_graph=create_graph,
+    )
+    worker = current_worker()
+    if worker is not None and worker.agent.flights is not None:
+        worker.agent.flights.noted(begun, "backward", f"context {context_id:x}")
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
