@@ -34,7 +34,7 @@ from actorrpc.actors.library.pool import ActorPool, PoolResults
 from actorrpc.actors.library.queue import Empty, Full, Queue
 from actorrpc.actors.library.tasks import RemoteFunction
 from actorrpc.actors.refs.object_ref import ObjectRef, put
-from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, get, wait
+from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, get, progress, wait
 from actorrpc.actors.spec.death_report import DeathReport
 from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
@@ -89,6 +89,7 @@ __all__ = [
     "list_actors",
     "method",
     "monitor",
+    "progress",
     "put",
     "ready",
     "remote",

@@ -16,6 +16,7 @@ import torch
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler, say
 from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
+from actorrpc.actors.refs.progress_bar import progress_bar
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, interruption_point
@@ -30,6 +31,7 @@ __all__ = [
     "as_completed",
     "deadline_of",
     "get",
+    "progress",
     "time_left",
     "wait",
 ]
@@ -520,15 +522,30 @@ class _WaitedStream:
             return None, signal
 
 
+class _Bar:
+    """A bar that is wanted."""
+
+    __slots__ = ("description",)
+
+    def __init__(self, description: str | None = None) -> None:
+        self.description = description
+
+
 class Completed(Generic[T]):
     """What :func:`as_completed` returns: an iterator for ``for`` and for ``async for``; use it in one place only."""
 
-    def __init__(self, refs: Iterable[T], timeout: float | None) -> None:
+    def __init__(self, refs: Iterable[T], timeout: float | None, bar: _Bar | None = None) -> None:
         self._until = deadline_of(timeout)
         self._timeout = timeout
+        self._awaits_all = False
         items: list[Any] = list(refs)
         futures = [_start(item, "as_completed()", True) for item in items]
         self._left = len(items)
+        self._bar: Any = None
+        if bar is not None:
+            self._bar = progress_bar(len(items), bar.description)
+            if not items:
+                self._bar.close()
         self._stream = _WaitedStream()
         for item, future in zip(items, futures, strict=True):
             watch = _WaitWatch(self._stream, item)
@@ -573,7 +590,28 @@ class Completed(Generic[T]):
         found, signal = self._stream.next()
         if signal is None:
             self._left -= 1
+            if self._bar is not None:
+                self._bar.update()
+                if not self._left:
+                    self._bar.close()
+        elif self._awaits_all:  # the search for deadlocks looks here
+            signal.awaits = self._stream.watches
         return found, signal
+
+    def all(self) -> None:
+        """Wait for all of them; the first that fails ends it, with what it raises."""
+        watches = self._stream.watches
+        self._awaits_all = True
+        try:
+            for item in self:
+                get(item)
+        except BaseException:
+            if _time_is_over() or any(each.future._error is not None for each in watches):
+                _cover([each.item for each in watches], [each.future for each in watches])
+            raise
+        finally:
+            if self._bar is not None:
+                self._bar.close()
 
     def _late(self) -> RpcTimeoutError:
         if _time_is_over():
@@ -582,16 +620,51 @@ class Completed(Generic[T]):
         return _late(f"one of {self._left} results", self._timeout)
 
 
-def as_completed(refs: Iterable[T], timeout: float | None = None) -> Completed[T]:
+def as_completed(refs: Iterable[T], timeout: float | None = None, *, progress: bool = False) -> Completed[T]:
     """Return an iterator over ObjectRefs (or Futures, or RRefs) in the order in which their results come.
 
     Failed ones come as well: ``get`` raises what they failed with. Works with ``for`` and ``async for``.
 
     Args:
         timeout: seconds for the whole iteration; None: no bound.
+        progress: show a bar, as :func:`progress` does, that counts what the loop has taken.
 
     Raises:
         TypeError: there is nothing to wait for in ``refs``.
+        ConfigError: a bar is wanted, and tqdm is not installed.
         RpcTimeoutError: while iterating: not all came in time.
     """
-    return Completed(refs, timeout)
+    return Completed(refs, timeout, _Bar() if progress else None)
+
+
+def progress(
+    refs: Sequence[ObjectRef[T] | Future[T] | RRef[T]],
+    *,
+    description: str | None = None,
+    timeout: float | None = None,
+) -> list[T]:
+    """Wait for results as :func:`get` does, and show meanwhile how many of them are there.
+
+    The bar is one of tqdm's (``pip install 'actorrpc[progress]'``): on stderr, or in a notebook; tqdm's variables count, like
+    ``TQDM_DISABLE=1``.
+
+    Args:
+        refs: a list of ObjectRefs; Futures and RRefs will do, too.
+        description: what stands in front of the bar.
+        timeout: seconds for all of it; None: until the calls are over.
+
+    Returns:
+        The results, in the order of ``refs``.
+
+    Raises:
+        ConfigError: tqdm is not installed.
+        RpcTimeoutError: not everything was there in time. The calls go on.
+        TypeError: there is nothing to wait for in ``refs``.
+        Exception: what a call raised; of several, the first that fails, at once.
+    """
+    # What is no ObjectRef asks anew each time, and what has come is taken up once more at the end.
+    items: list[Any] = [
+        each if type(each) is ObjectRef else _start(each, "progress()", True) for each in refs
+    ]
+    Completed(items, timeout, _Bar(description)).all()
+    return [get(each) for each in items]
