@@ -33,6 +33,10 @@ _CONTINUES = re.compile(
 _WITHOUT_NETWORK = re.compile(
     r"^\[W\d+ \S+ socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
 )
+# How long the start of a process takes is the machine's affair.
+_TAKES_LONG = re.compile(
+    r"^(WARNING actorrpc\.cluster: )?(scale\(\d+\)|init\(\) on rank \d+|joining|the Ray engine) waits for "
+)
 _ON_STDOUT = re.compile(
     r"^(Traceback \(most recent call last\)|Exception ignored in|\S+:\d+: ResourceWarning)", re.MULTILINE
 )
@@ -45,7 +49,7 @@ def entries(text: str) -> list[str]:
     in_traceback = False  # its last line, which names the exception, is not indented
     for raw in text.splitlines():
         line = _PREFIX.sub("", raw).rstrip()
-        if _OUR_HEADERS.match(line) or _WITHOUT_NETWORK.match(line):
+        if _OUR_HEADERS.match(line) or _WITHOUT_NETWORK.match(line) or _TAKES_LONG.match(line):
             in_traceback = False
             continue
         if not line:

@@ -31,6 +31,7 @@ from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
 from actorrpc.cluster.driver import Cluster, Directory, Reception
 from actorrpc.cluster.join import JoinedResources, join
+from actorrpc.cluster.long_wait import LongWait, some
 from actorrpc.cluster.provisioners import registry
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Node
 from actorrpc.cluster.provisioners.local import LocalCluster
@@ -612,8 +613,11 @@ def scale(
     cpus = 1 if num_cpus is None else num_cpus
     spec = ProcessSpec(label="worker", num_cpus=cpus, num_gpus=num_gpus, labels=labels or {})
     started = [cluster.add_worker(spec) for _ in range(count - len(there))]
+    for future in started:  # the first failure is raised
+        future.add_done_callback(Future.acknowledge)
+    wait = LongWait(f"scale({count})", lambda: some(each.label for each in started if not each.done()))
     for future in started:
-        future.wait(max(0.1, until - _time.now()))
+        wait.future(future, until)
     return cluster.scaled()
 
 

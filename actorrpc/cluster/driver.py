@@ -550,7 +550,6 @@ class Cluster:
     def add_worker(self, spec: ProcessSpec) -> Future[WorkerInfo]:
         """Start a worker that takes several actors; the future completes when it is there, and can be used."""
         future: Future[WorkerInfo] = Future()
-        future.label = "the start of a worker"
 
         def started(done: Future[WorkerInfo]) -> None:
             done.acknowledge()
@@ -574,7 +573,9 @@ class Cluster:
             if future._claim():
                 future._finish(worker, error, self.agent.submit)
 
-        self._start(replace(spec, labels={}), self.agent.name).add_done_callback(started)
+        start = self._start(replace(spec, labels={}), self.agent.name)
+        future.label = start.label
+        start.add_done_callback(started)
         return future
 
     def stop_placing(self, worker: str) -> None:

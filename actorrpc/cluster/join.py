@@ -42,6 +42,7 @@ from actorrpc.cluster import driver_rpc, user_code
 from actorrpc.cluster.driver import VISITOR
 from actorrpc.cluster.driver_client import RemoteDirectory
 from actorrpc.cluster.gpus import Devices
+from actorrpc.cluster.long_wait import LongWait, some
 from actorrpc.cluster.worker_process import Member, enter
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
@@ -231,7 +232,10 @@ class LaunchMeeting:
 
     def _get(self, name: str, what: str) -> str:
         key = self._prefix + name
-        if not poll(lambda: bool(self._store.check([key])), self._deadline):
+        wait = LongWait(
+            f"init() on rank {self._launch.rank}", lambda: f"rank 0, which has not said {what} yet"
+        )
+        if not poll(wait.over(lambda: bool(self._store.check([key]))), self._deadline):
             raise RendezvousError(
                 f"rank 0 of {self._launch.launcher}'s {self._launch.size} has not said {what} in time: has it called "
                 f"actorrpc.init(), and does it run? (met at {self._launch.master}:{self._launch.port})"
@@ -291,6 +295,7 @@ class LaunchMeeting:
 
     def arrived(self, address: str) -> None:
         """Say that this rank has joined the driver at an address."""
+        self._store.set(f"{self._prefix}arrived/{address}/{self._launch.rank}", "1")
         self._store.add(f"{self._prefix}arrived/{address}", 1)
 
     def wait_for(self, address: str, timeout: float) -> None:
@@ -301,8 +306,14 @@ class LaunchMeeting:
         """
         key, count = f"{self._prefix}arrived/{address}", self._launch.size - 1
         deadline = _time.now() + timeout
+
+        def absent() -> str:
+            ranks = [each for each in range(1, count + 1) if not self._store.check([f"{key}/{each}"])]
+            return f"{len(ranks)} of {count + 1} ranks to join: {some(ranks)}"
+
+        wait = LongWait("init() on rank 0", absent)
         try:
-            if not poll(lambda: bool(self._store.add(key, 0) >= count), deadline):
+            if not poll(wait.over(lambda: bool(self._store.add(key, 0) >= count)), deadline):
                 raise RendezvousError(
                     f"only {self._store.add(key, 0) + 1} of {count + 1} ranks have joined within {timeout:g} s: have all called "
                     "actorrpc.init()?"
@@ -466,8 +477,9 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
             return False
         return True
 
+    wait = LongWait("joining", lambda: f"a driver to answer at {where}: {problem[0]}")
     try:
-        there = poll(once, deadline, 0.25)
+        there = poll(wait.over(once), deadline, 0.25)
     except (ProtocolError, LimitError) as error:
         raise type(error)(f"cannot join the cluster at {where}: {error}") from error
     if not there:

@@ -148,7 +148,7 @@ class _Launched:
         self.order = order
         self.creator = creator
         self.future: Future[WorkerInfo] = Future()
-        self.future.label = f"the start of a worker for {order.spec.label}"
+        self.future.label = f"the start of {order.name!r}"
         self.record: WorkerRecord | None = None
         self.timer: Any = None
         self.doomed = False  # it is stopped, or is to be as soon as it is there

@@ -67,7 +67,7 @@ class Process:
         self.spec = spec
         self.creator = creator
         self.future: Future[WorkerInfo] = Future()
-        self.future.label = f"the start of a process for {spec.label}"
+        self.future.label = f"the start of {name!r}"
         self.message: dict[str, Any] = {}
         self.environment: dict[str, str] = {}
         self.pipes: tuple[int, int] | None = None

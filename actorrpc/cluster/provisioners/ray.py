@@ -24,6 +24,7 @@ from typing import Any, Final
 from actorrpc import _time
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.cluster.driver import Reception
+from actorrpc.cluster.long_wait import LongWait, some
 from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, Node
 from actorrpc.cluster.provisioners.ray_host import Host
 from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, missing, package
@@ -212,6 +213,8 @@ class RayEngine(LaunchedEngine):
         joined, address = self._joined, self._reception.address
         until = _time.now() + timeout
         names = self._more(count)
+        absent: list[str] = []
+        wait = LongWait("the Ray engine", lambda: f"{some(absent)} to join {address}")
         while absent := sorted(set(names) - {record.name for record in joined()}):
             for name in absent:
                 if name in self._failed:
@@ -227,6 +230,7 @@ class RayEngine(LaunchedEngine):
                     maybe_executed=False,
                     worker=absent[0],
                 )
+            wait.look()
             time.sleep(_LOOK_S)
 
     def _more(self, count: int) -> list[str]:

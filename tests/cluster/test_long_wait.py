@@ -1,0 +1,156 @@
+"""What scale(), init() and joining say of a wait that takes long."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from actorrpc import _time
+from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, long_wait, scale
+from actorrpc.cluster.join import Launch, LaunchMeeting, join
+from actorrpc.cluster.long_wait import LongWait, some
+from actorrpc.errors import RendezvousError, RpcTimeoutError
+from actorrpc.futures import Future
+from actorrpc.wire.keys import Key
+from tests.ports import free_port
+
+_BOUND_S = 20.0  # of waits that nobody ends where the line is missing
+
+
+class _Lines(logging.Handler):
+    """What was said, and what is done then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.then: Callable[[], None] = lambda: None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        self.then()
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Lines]:
+    """What is said of waits, each of which is long."""
+    monkeypatch.setattr(long_wait, "SOON_S", 0.0)
+    monkeypatch.setattr(long_wait._log, "propagate", False)
+    handler = _Lines()
+    long_wait._log.addHandler(handler)
+    yield handler
+    long_wait._log.removeHandler(handler)
+
+
+class _HeldUp(LaunchedEngine):
+    """Starts nothing, and says so when it is let go."""
+
+    name = "held"
+
+    def __init__(self) -> None:
+        super().__init__(start_timeout=_BOUND_S)
+        self.gate = threading.Event()
+
+    def nodes(self) -> list[Node]:
+        return [Node(host="here", num_cpus=2)]
+
+    def launch(self, order: LaunchRequest) -> None:
+        self.gate.wait(_BOUND_S)
+        raise OSError(f"nothing is started for {order.name}")
+
+    def stop(self, worker: str) -> None:
+        """There is nothing to stop."""
+
+
+def test_scale_says_who_has_not_come(said: _Lines) -> None:
+    engine = _HeldUp()
+    said.then = engine.gate.set
+
+    def fails() -> None:
+        with init(engine=engine), pytest.raises(OSError, match="nothing is started for"):
+            scale(2)
+
+    fails()
+    gc.collect()  # the other one's failure is nobody's to look at: that is not complained of
+    assert [text for text in said.texts if "waits for" in text] == [
+        "scale(2) waits for the start of 'worker-held-1', the start of 'worker-held-2'"
+    ]
+
+
+class _Store:
+    """A launcher's store in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, name: str, value: str) -> None:
+        self.values[name] = value
+
+    def get(self, name: str) -> bytes:
+        return self.values[name].encode()
+
+    def check(self, names: list[str]) -> bool:
+        return all(name in self.values for name in names)
+
+    def add(self, name: str, count: int) -> int:
+        self.values[name] = str(int(self.values.get(name, "0")) + count)
+        return int(self.values[name])
+
+
+def _launch(rank: int) -> Launch:
+    return Launch(
+        launcher="test", rank=rank, size=3, local_rank=rank, master="127.0.0.1", port=29400, run="one"
+    )
+
+
+def test_init_says_which_ranks_have_not_come(said: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", "0" * 32)
+    store, until = _Store(), _time.now() + _BOUND_S
+    first, second, third = (LaunchMeeting(_launch(rank), store, until) for rank in range(3))
+    said.then = lambda: first.announce("tcp://here:1")
+    assert second.address() == "tcp://here:1"
+    second.arrived("tcp://here:1")
+    said.then = lambda: third.arrived("tcp://here:1")
+    first.wait_for("tcp://here:1", _BOUND_S)
+    assert said.texts == [
+        "init() on rank 1 waits for rank 0, which has not said where it listens yet",
+        "init() on rank 0 waits for 1 of 3 ranks to join: 2",
+    ]
+
+
+def test_joining_says_where_nobody_answers(said: _Lines) -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(RendezvousError, match="no driver answers"):
+        join(where, key=Key.from_text("0" * 32), timeout=0.01)
+    assert len(said.texts) == 1
+    assert re.match(f"joining waits for a driver to answer at {where}: .*refused", said.texts[0])
+
+
+def test_a_wait_is_said_once_and_only_where_it_is_long(said: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = LongWait("it", lambda: "her")
+    late: Future[int] = Future()
+    for _ in range(2):
+        with pytest.raises(RpcTimeoutError):
+            wait.future(late, 0.0)
+    assert said.texts == ["it waits for her"]
+    monkeypatch.setattr(long_wait, "SOON_S", 60.0)
+    wait = LongWait("it", lambda: "her")
+    assert not wait.over(lambda: False)()
+    late.set_result(1)
+    assert wait.future(late, 0.0) == 1
+    monkeypatch.setattr(long_wait, "SOON_S", 0.0)
+    wait = LongWait("it", lambda: "her")
+    late = Future()
+    late.set_exception(RpcTimeoutError("its own"))
+    with pytest.raises(RpcTimeoutError, match="its own"):
+        wait.future(late, _time.now() + 60)
+    assert len(said.texts) == 1
+
+
+def test_many_names() -> None:
+    assert some(range(3)) == "0, 1, 2"
+    assert some(range(12)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
