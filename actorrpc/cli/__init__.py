@@ -1,4 +1,4 @@
-"""The command line: ``actorrpc status``, ``stack``, ``describe``, ``logs``, ``doctor``, ``top``, ``run`` and ``worker``.
+"""The command line: ``actorrpc status``, ``stack``, ``describe``, ``logs``, ``doctor``, ``top``, ``trace``, ``profile``, ....
 
 Nothing here imports torch: a command is there at once, also beside a job that keeps all processors busy.
 """

@@ -9,7 +9,18 @@ from typing import Final
 
 from actorrpc.observe.model import ObservedActor, ObservedCall, ObservedWorker, StackFrame, ThreadStack
 
-__all__ = ["Fold", "amount", "count", "folded", "say_call", "span", "stack_lines", "table"]
+__all__ = [
+    "Fold",
+    "amount",
+    "count",
+    "folded",
+    "is_idle",
+    "say_call",
+    "span",
+    "stack_lines",
+    "table",
+    "users_part",
+]
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -87,18 +98,28 @@ class Fold:
     @property
     def is_ours(self) -> bool:
         """Whether nothing but this library, and what it waits with, is on the stack: threads that do nothing."""
-        return all(map(_is_ours, self.frames)) or any(each.file.endswith(_FORKED) for each in self.frames)
+        return is_idle(self.frames)
 
     @property
     def told(self) -> tuple[StackFrame, ...]:
         """The frames without those outside of the user's code, of the library that calls it."""
-        users = [place for place, each in enumerate(self.frames) if not _is_ours(each)]
-        return self.frames[users[0] :] if users else self.frames
+        return users_part(self.frames)
 
 
 def _is_ours(frame: StackFrame) -> bool:
     """Whether a line is of this library, or of Python's threads."""
     return frame.file.startswith((_PACKAGE, "<frozen")) or os.path.basename(frame.file) == "threading.py"
+
+
+def is_idle(frames: Sequence[StackFrame]) -> bool:
+    """Say whether nothing but this library, and what it waits with, is on a stack."""
+    return all(map(_is_ours, frames)) or any(each.file.endswith(_FORKED) for each in frames)
+
+
+def users_part(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
+    """Return a stack without those outside of the user's code, of the library that calls it."""
+    users = [place for place, each in enumerate(frames) if not _is_ours(each)]
+    return frames[users[0] :] if users else frames
 
 
 def folded(workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -> list[Fold]:

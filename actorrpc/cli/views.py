@@ -163,9 +163,9 @@ class Picture:
 
     def only(self, whom: str) -> Picture | None:
         """Return the picture of the workers, or of the actors, that are meant; None where there are none."""
-        workers = [each for each in self.state.workers if whom in (each.name, str(each.rank), str(each.pid))]
+        workers = self.workers_named(whom)
         if workers:
-            return replace(self, state=replace(self.state, workers=tuple(workers)))
+            return replace(self, state=replace(self.state, workers=workers))
         actors = self.actors_named(whom)
         if not actors:
             return None
@@ -181,6 +181,12 @@ class Picture:
                 ]
                 cut.append(replace(worker, threads=tuple(threads)))
         return replace(self, state=replace(self.state, workers=tuple(cut), actors=tuple(actors)))
+
+    def workers_named(self, text: str) -> tuple[ObservedWorker, ...]:
+        """Return the workers that a name, a rank or a process id means."""
+        return tuple(
+            each for each in self.state.workers if text in (each.name, str(each.rank), str(each.pid))
+        )
 
     @staticmethod
     def _is_of(thread: str, actors: Sequence[ObservedActor]) -> bool:

@@ -326,7 +326,9 @@ def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_nowhere")
-@pytest.mark.parametrize("command", [["status"], ["stack"], ["describe", "x"], ["logs"], ["top"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["stack"], ["describe", "x"], ["logs"], ["top"], ["profile"]]
+)
 def test_where_no_group_runs_that_is_said(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2
     assert re.fullmatch(
@@ -341,7 +343,15 @@ def test_doctor_needs_no_group(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["status", "--timeout", "0"], ["describe"], ["top", "--interval", "soon"]]
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["status", "--timeout", "0"],
+        ["describe"],
+        ["top", "--interval", "soon"],
+        ["profile", "--rate", "0"],
+    ],
 )
 def test_arguments_that_cannot_be_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -366,7 +376,7 @@ def test_an_address_that_cannot_be_used(
 
 @pytest.mark.usefixtures("job")
 def test_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("stack", "describe"):
+    for command in ("stack", "describe", "profile"):
         assert main([command, "--pid", str(os.getpid()), "nobody"]) == 2
         assert "'nobody'; actorrpc status lists them" in capsys.readouterr().err
     assert main(["logs", "--pid", str(os.getpid()), "--grep", "("]) == 2
@@ -395,6 +405,49 @@ def test_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert json.loads(text)["path"] == str(path)
     assert main(["trace", "--pid", str(os.getpid()), "-o", str(tmp_path / "nowhere" / "trace.json")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("job")
+def test_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    short = ("--seconds", "0.02", "--rate", "100", "-o", str(path))
+    status, text = _run(capsys, "profile", *short)
+    assert status == 0
+    assert re.fullmatch(
+        r".*/profile.json: \d+ threads of 3 workers, \d samples in \d+ ms; \d late, \d lost; "
+        r"https://www.speedscope.app opens it\n",
+        text,
+    )
+    found = json.loads(path.read_text())
+    names = {each["name"] for each in found["shared"]["frames"]}
+    assert {"Reader.read", "Store.pass_gate", "pass_gate"} <= names
+    assert "Pool._loop" not in names
+    assert {each["name"].partition(":")[0] for each in found["profiles"]} == {"driver", "Store-1", "Reader-2"}
+
+    status, text = _run(capsys, "profile", "Store-1", *short, "--all", "--json")
+    summary = json.loads(text)
+    assert _shape(summary) == {
+        "path": "str",
+        "seconds": "float",
+        "rate": "float",
+        "workers": "int",
+        "threads": "int",
+        "samples": "int",
+        "late": "int",
+        "lost": "int",
+        "missing": {},
+    }
+    assert (status, summary["workers"], summary["samples"] + summary["lost"]) == (0, 1, 2)
+    assert "Pool._loop" in path.read_text()
+
+    status, text = _run(capsys, "profile", "store", *short, "--collapsed")
+    assert re.fullmatch(
+        r".*/profile.json: 1 thread of 1 worker, \d samples? in .* lost; for flamegraph.pl\n", text
+    )
+    (line,) = path.read_text().splitlines()
+    assert re.fullmatch(
+        r"Store-1;actorrpc-actor-\w+;Store.pass_gate \(test_commands.py\);pass_gate \(kit.py\) [12]", line
+    )
 
 
 @pytest.mark.usefixtures("job")
@@ -466,6 +519,7 @@ def test_the_command_line_does_not_import_torch(as_script: bool, tmp_path: Path)
             "top",
             "trace",
             "metrics",
+            "profile",
             "run",
             "worker",
         )

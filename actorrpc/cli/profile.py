@@ -1,0 +1,299 @@
+"""Profiles by sampling: where the threads of workers stand, asked again and again over one connection each, as a flame graph.
+
+It is wall-clock time that is sampled: a thread that waits counts as one that runs. What is written is
+https://www.speedscope.app/file-format-schema.json, or folded lines as flamegraph.pl reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from actorrpc.cli.text import count, is_idle, span, users_part
+from actorrpc.errors import RpcError
+from actorrpc.observe.model import ObservedActor, StackFrame, ThreadStack, made_of
+from actorrpc.observe.visitor import Target, Visit
+
+__all__ = ["RATE_HZ", "ProfileSummary", "Sampler", "Ticks", "lines", "sample", "write"]
+
+#: One answer costs a worker with 20 threads, each 20 functions deep, about 1.2 ms: this is about 1 % of its time.
+RATE_HZ: Final = 10.0
+_SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
+_KNOWN: Final = 10_000  # stacks, line by line, that need not be looked at anew
+
+_Place = tuple[str, str]  # a function, and its file
+_Stack = tuple[_Place, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSummary:
+    """What a profile has.
+
+    Attributes:
+        path: the file.
+        seconds: how long the workers were sampled.
+        rate: how many samples of each worker a second were wanted.
+        workers: how many have answered.
+        threads: how many stood elsewhere than in waits of the library.
+        samples: answers of all workers.
+        late: those that came after the next ones were due.
+        lost: those that there are not: the one before, or the worker, took too long.
+        missing: why workers were not sampled, or not to the end, by their names.
+    """
+
+    path: str
+    seconds: float
+    rate: float
+    workers: int
+    threads: int
+    samples: int
+    late: int
+    lost: int
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def lines(summary: ProfileSummary, collapsed: bool) -> list[str]:
+    """Return what there is to say of a profile that was written."""
+    whose = f"{count(summary.threads, 'thread')} of {count(summary.workers, 'worker')}"
+    what = f"{count(summary.samples, 'sample')} in {span(summary.seconds)}"
+    found = [f"{summary.path}: {whose}, {what}; {summary.late} late, {summary.lost} lost"]
+    found[0] += "; for flamegraph.pl" if collapsed else "; https://www.speedscope.app opens it"
+    return found + [f"{worker} is missing: {why}" for worker, why in summary.missing.items()]
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------
+
+
+class Ticks:
+    """The moments at which a worker is to be asked: at a fixed rate, those left out that have passed meanwhile. One thread.
+
+    Attributes:
+        late: answers that came after the next one was due.
+        lost: moments that were left out.
+    """
+
+    def __init__(self, begun: float, interval: float, number: int) -> None:
+        self.late = self.lost = 0
+        self._begun = begun
+        self._interval = interval
+        self._number = number
+        self._next = 0
+
+    @property
+    def due(self) -> float | None:
+        """When it is to be asked next; None where that is all."""
+        return None if self._next >= self._number else self._begun + self._next * self._interval
+
+    def answered(self, now: float) -> None:
+        """Go on after an answer."""
+        if self._go_on(now):
+            self.late += 1
+
+    def unanswered(self, now: float) -> None:
+        """Go on where none has come."""
+        self._go_on(now)
+        self.lost += 1
+
+    def _go_on(self, now: float) -> bool:
+        following = max(self._next + 1, math.ceil((now - self._begun) / self._interval))
+        following = min(following, self._number)
+        was_late = now > self._begun + (self._next + 1) * self._interval
+        self.lost += following - self._next - 1
+        self._next = following
+        return was_late
+
+
+@dataclass(slots=True)
+class _Thread:
+    name: str
+    stacks: list[tuple[_Stack, int]] = field(default_factory=list)  # and how often it was seen in turn
+
+
+class Sampler:
+    """Samples one worker, on a thread of its own; after :meth:`run`, another thread looks at what it has.
+
+    Args:
+        actors: only threads that run calls of these actors: their ids and titles; None: all.
+        with_idle: also threads in waits of the library, and the functions of it that call the user's.
+
+    Attributes:
+        threads: the stacks of each thread, by its ident.
+        samples: answers.
+        why: why it was not sampled to the end; empty where it was.
+    """
+
+    def __init__(self, name: str, target: Target, actors: dict[str, str] | None, with_idle: bool) -> None:
+        self.name = name
+        self.threads: dict[int, _Thread] = {}
+        self.samples = 0
+        self.why = ""
+        self.ticks = Ticks(0.0, 1.0, 0)
+        self._target = target
+        self._actors = actors
+        self._with_idle = with_idle
+        self._known: dict[tuple[StackFrame, ...], _Stack] = {}
+        self._parts = ["threads"] if actors is None else ["threads", "actors"]
+
+    def run(self, ticks: Ticks, timeout: float, stop: threading.Event) -> None:
+        """Sample until there are no more ticks, the worker ends, or ``stop``."""
+        self.ticks = ticks
+        try:
+            visit = Visit(self._target, time.monotonic() + timeout)
+        except (OSError, RpcError, ValueError) as error:
+            self.why = str(error) or type(error).__name__
+            return
+        try:
+            while (due := ticks.due) is not None:
+                if stop.wait(max(0.0, due - time.monotonic())):
+                    return
+                until = time.monotonic() + timeout
+                try:
+                    found = visit.ask(self._parts, until)
+                except TimeoutError:
+                    # Each question that is not answered now is answered later, in vain. Therefore there are few of them.
+                    stop.wait(max(0.0, until - time.monotonic()))
+                    ticks.unanswered(time.monotonic())
+                    continue
+                self.take(found)
+                ticks.answered(time.monotonic())
+        except (OSError, RpcError, ValueError) as error:
+            self.why = f"it was sampled {count(self.samples, 'time')}, then: {error}"
+        finally:
+            visit.close()
+            if not self.samples and not self.why:
+                self.why = "it has not answered in time"
+
+    def take(self, found: dict[str, Any]) -> None:
+        """Take up an answer."""
+        self.samples += 1
+        wanted = self._wanted(found)
+        rows = found.get("threads")
+        for row in rows if isinstance(rows, list) else []:
+            thread = made_of(ThreadStack, row)
+            if wanted is not None and thread.ident not in wanted:
+                if not any(title in thread.name for title in (self._actors or {}).values()):
+                    continue
+            stack = self._known.get(thread.frames)
+            if stack is None:
+                if len(self._known) >= _KNOWN:
+                    self._known.clear()
+                stack = self._known[thread.frames] = self._stack(thread.frames)
+            if not stack:
+                continue
+            known = self.threads.setdefault(thread.ident, _Thread(thread.name))
+            known.name = thread.name or known.name
+            if known.stacks and known.stacks[-1][0] == stack:
+                known.stacks[-1] = stack, known.stacks[-1][1] + 1
+            else:
+                known.stacks.append((stack, 1))
+
+    def _wanted(self, found: dict[str, Any]) -> set[int] | None:
+        """Return the threads on which calls of the actors run that are meant; None where all are."""
+        if self._actors is None:
+            return None
+        idents: set[int] = set()
+        rows = found.get("actors")
+        for row in rows if isinstance(rows, list) else []:
+            actor = made_of(ObservedActor, row)
+            if actor.actor_id in self._actors:
+                idents |= {call.thread for call in actor.running if call.thread}
+        return idents
+
+    def _stack(self, frames: tuple[StackFrame, ...]) -> _Stack:
+        if not self._with_idle:
+            if is_idle(frames):
+                return ()
+            frames = users_part(frames)
+        return tuple((each.function, each.file) for each in frames)
+
+
+def sample(
+    samplers: Sequence[Sampler], seconds: float, rate: float, timeout: float, stop: threading.Event
+) -> float:
+    """Sample all workers side by side; return how many seconds that took. Ctrl-C ends it, and what there is counts."""
+    begun = time.monotonic()
+    number = max(1, math.ceil(seconds * rate))
+    threads = []
+    for place, sampler in enumerate(samplers):
+        # Not all at one moment: their answers come to one process.
+        ticks = Ticks(begun + place / (rate * len(samplers)), 1 / rate, number)
+        threads.append(threading.Thread(target=sampler.run, args=(ticks, timeout, stop), daemon=True))
+        threads[-1].start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        stop.set()
+        for thread in threads:
+            thread.join(timeout)
+    return time.monotonic() - begun
+
+
+# -- writing -----------------------------------------------------------------------------------------------------
+
+
+def write(path: str, samplers: Iterable[Sampler], rate: float, collapsed: bool) -> int:
+    """Write what was sampled; return how many threads it has.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    threads = [
+        (f"{sampler.name}: {thread.name or f'thread {ident}'}", thread)
+        for sampler in samplers
+        for ident, thread in sorted(sampler.threads.items())
+    ]
+    text = _folded(threads) if collapsed else json.dumps(_speedscope(threads, rate))
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+    return len(threads)
+
+
+def _speedscope(threads: Sequence[tuple[str, _Thread]], rate: float) -> dict[str, Any]:
+    places: dict[_Place, int] = {}
+    profiles = []
+    for name, thread in threads:
+        weights = [seen / rate for _, seen in thread.stacks]
+        profiles.append(
+            {
+                "type": "sampled",
+                "name": name,
+                "unit": "seconds",
+                "startValue": 0,
+                "endValue": sum(weights),
+                "samples": [
+                    [places.setdefault(place, len(places)) for place in stack] for stack, _ in thread.stacks
+                ],
+                "weights": weights,
+            }
+        )
+    return {
+        "$schema": _SCHEMA,
+        "exporter": "actorrpc",
+        "name": "actorrpc profile",
+        "activeProfileIndex": 0,
+        "shared": {"frames": [{"name": function, "file": file} for function, file in places]},
+        "profiles": profiles,
+    }
+
+
+def _folded(threads: Sequence[tuple[str, _Thread]]) -> str:
+    found: Counter[str] = Counter()
+    for name, thread in threads:
+        worker, _, rest = name.partition(": ")
+        for stack, seen in thread.stacks:
+            calls = (f"{function} ({os.path.basename(file)})" for function, file in stack)
+            found[";".join(map(_plain, (worker, rest, *calls)))] += seen
+    return "".join(f"{line} {seen}\n" for line, seen in sorted(found.items()))
+
+
+def _plain(text: str) -> str:
+    """Return a name without what separates names."""
+    return " ".join(text.replace(";", ",").split())
