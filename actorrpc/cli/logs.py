@@ -147,8 +147,13 @@ class Reader:
         """Show what is printed from now on, until the drivers have ended."""
         while self._visits:
             time.sleep(_AGAIN_S)
-            for line in self._read() or ():
-                self._show(line)
+            self.more()
+
+    def more(self) -> bool:
+        """Show what has been printed since the last time; returns whether any of the drivers is still there."""
+        for line in self._read() or ():
+            self._show(line)
+        return bool(self._visits)
 
     def _read(self) -> list[Line] | None:
         """Return what has come since the last time, in order; None where nobody keeps logs."""

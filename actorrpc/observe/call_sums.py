@@ -1,4 +1,4 @@
-"""Sums over the calls of one worker, by method: how many, how many failed, how long, in which buckets.
+"""Sums over calls, by method: how many, how many failed, how long, in which buckets; of one worker, and of a group.
 
 Nothing is counted on the path of a call. The flight recorder has the calls anyway; :class:`CallSums` goes over what is new in it
 when it is asked, and from the first time on every quarter of a second, until nobody has asked for ``_KEEP_S``. What the ring has
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc.agent.timers import Clock, Tick
 from actorrpc.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder
 
-__all__ = ["BUCKETS", "OTHER", "CallSums", "method_of"]
+__all__ = ["BUCKETS", "OTHER", "CallSums", "CallTotals", "method_of"]
 
 #: upper bounds, in seconds; the last bucket has no bound
 BUCKETS: Final = tuple(mantissa * 10.0**power for power in range(-5, 2) for mantissa in (1.0, 2.5, 5.0))
@@ -105,3 +105,71 @@ class CallSums:
         row[0] += 1
         row[1] += seconds
         row[2][bisect_left(BUCKETS, seconds)] += 1
+
+
+# -- of a whole group -------------------------------------------------------------------------------------------
+
+_RUNS: Final = 4096  # workers that have left, whose sums are kept apart
+
+_SHAPE: Final[tuple[Any, ...]] = (str, str, bool, int, (int, float), list)
+_Row = tuple[int, float, list[int]]
+
+
+class CallTotals:
+    """The sums over the calls of all workers that have ever answered. Not thread-safe.
+
+    What a worker has counted stays in the sums when it leaves: a counter that goes back would be taken for one that was reset.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[str, dict[str, Any]] = {}
+
+    def update(self, run: str, found: Mapping[str, Any]) -> None:
+        """Take up what a worker has answered; ``run``: its incarnation."""
+        sums = found.get("metrics")
+        if isinstance(sums, dict):
+            self._runs.pop(run, None)
+            self._runs[run] = sums
+            if len(self._runs) > _RUNS:
+                oldest, other = list(self._runs)[:2]
+                self._runs[other] = _added(self._runs.pop(oldest), self._runs[other])
+
+    def rows(self) -> dict[tuple[str, str, bool], _Row]:
+        """Return ``(how many, seconds, in each bucket)`` by side, method and whether they failed."""
+        found: dict[tuple[str, str, bool], _Row] = {}
+        for sums in self._runs.values():
+            for side, method, failed, count, seconds, buckets in _rows(sums):
+                known = {each for _, each, _ in found}
+                name = method if method in known or len(known) < _METHODS else OTHER
+                had = found.get((side, name, failed), (0, 0.0, [0] * len(buckets)))
+                both = [one + other for one, other in zip(had[2], buckets, strict=True)]
+                found[side, name, failed] = (had[0] + count, had[1] + seconds, both)
+        return found
+
+    def total(self, name: str) -> int:
+        """Return one of the other sums: ``sent``, ``received``, ``dropped``."""
+        values = [sums.get(name) for sums in self._runs.values()]
+        return sum(each for each in values if type(each) is int)
+
+
+def _rows(sums: dict[str, Any]) -> Iterator[tuple[str, str, bool, int, float, list[int]]]:
+    """Yield what is as it should be of what another process has sent."""
+    rows = sums.get("calls")
+    for row in rows if isinstance(rows, list) else []:
+        if (
+            isinstance(row, list)
+            and len(row) == 6
+            and all(isinstance(each, kind) for each, kind in zip(row, _SHAPE, strict=True))
+            and len(row[5]) == len(BUCKETS) + 1
+            and all(type(each) is int for each in row[5])
+        ):
+            side, method, failed, count, seconds, buckets = row
+            yield side, method[:200], failed, count, float(seconds), buckets
+
+
+def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = CallTotals()
+    both._runs = {"one": one, "other": other}
+    names = ("sent", "received", "dropped")
+    rows = [[*key, *row] for key, row in both.rows().items()]
+    return {"calls": rows, **{name: both.total(name) for name in names}}

@@ -14,78 +14,14 @@ from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from actorrpc.observe.call_sums import BUCKETS, OTHER
+from actorrpc.observe.call_sums import BUCKETS, OTHER, CallTotals
 from actorrpc.observe.model import GroupState
 
 __all__ = ["PARTS", "CallTotals", "GroupCollector"]
 
 #: what is to be asked of each worker
 PARTS: Final = ["process", "actors", "supervised", "metrics"]
-_NAMES: Final = 200  # methods, or classes, that are told apart
-_RUNS: Final = 4096  # workers that have left, whose sums are kept apart
-
-_SHAPE: Final[tuple[Any, ...]] = (str, str, bool, int, (int, float), list)
-_Row = tuple[int, float, list[int]]
-
-
-class CallTotals:
-    """The sums over the calls of all workers that have ever answered. Not thread-safe.
-
-    What a worker has counted stays in the sums when it leaves: a counter that goes back would be taken for one that was reset.
-    """
-
-    def __init__(self) -> None:
-        self._runs: dict[str, dict[str, Any]] = {}
-
-    def update(self, run: str, found: Mapping[str, Any]) -> None:
-        """Take up what a worker has answered; ``run``: its incarnation."""
-        sums = found.get("metrics")
-        if isinstance(sums, dict):
-            self._runs.pop(run, None)
-            self._runs[run] = sums
-            if len(self._runs) > _RUNS:
-                oldest, other = list(self._runs)[:2]
-                self._runs[other] = _added(self._runs.pop(oldest), self._runs[other])
-
-    def rows(self) -> dict[tuple[str, str, bool], _Row]:
-        """Return ``(how many, seconds, in each bucket)`` by side, method and whether they failed."""
-        found: dict[tuple[str, str, bool], _Row] = {}
-        for sums in self._runs.values():
-            for side, method, failed, count, seconds, buckets in _rows(sums):
-                known = {each for _, each, _ in found}
-                name = method if method in known or len(known) < _NAMES else OTHER
-                had = found.get((side, name, failed), (0, 0.0, [0] * len(buckets)))
-                both = [one + other for one, other in zip(had[2], buckets, strict=True)]
-                found[side, name, failed] = (had[0] + count, had[1] + seconds, both)
-        return found
-
-    def total(self, name: str) -> int:
-        """Return one of the other sums: ``sent``, ``received``, ``dropped``."""
-        values = [sums.get(name) for sums in self._runs.values()]
-        return sum(each for each in values if type(each) is int)
-
-
-def _rows(sums: dict[str, Any]) -> Iterator[tuple[str, str, bool, int, float, list[int]]]:
-    """Yield what is as it should be of what another process has sent."""
-    rows = sums.get("calls")
-    for row in rows if isinstance(rows, list) else []:
-        if (
-            isinstance(row, list)
-            and len(row) == 6
-            and all(isinstance(each, kind) for each, kind in zip(row, _SHAPE, strict=True))
-            and len(row[5]) == len(BUCKETS) + 1
-            and all(type(each) is int for each in row[5])
-        ):
-            side, method, failed, count, seconds, buckets = row
-            yield side, method[:200], failed, count, float(seconds), buckets
-
-
-def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    both = CallTotals()
-    both._runs = {"one": one, "other": other}
-    names = ("sent", "received", "dropped")
-    rows = [[*key, *row] for key, row in both.rows().items()]
-    return {"calls": rows, **{name: both.total(name) for name in names}}
+_NAMES: Final = 200  # classes that are told apart
 
 
 class GroupCollector:
