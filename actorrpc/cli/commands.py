@@ -212,6 +212,29 @@ def _parser() -> _CommandParser:
         help="listen at this address instead; nothing asks for a password there",
     )
 
+    page = command(
+        "dashboard",
+        _dashboard,
+        "a page for the browser that shows one group: what is wrong, actors, stacks, logs, calls",
+        "Costs each worker less than a millisecond a second while somebody looks at it, and nothing otherwise.",
+    )
+    page.add_argument("--port", type=int, default=0, metavar="N", help="listen at this port (default: any)")
+    page.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="listen at this address instead of 127.0.0.1; one that other hosts reach needs TLS",
+    )
+    page.add_argument("--tls-cert", metavar="FILE", help="certificate, for TLS")
+    page.add_argument("--tls-key", metavar="FILE", help="private key of the certificate")
+    page.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="further name that the page may be reached by, as that of a proxy; may be repeated",
+    )
+
     run = commands.add_parser(
         "run",
         help="run a program of torch's RPC, or of Ray's, on actorrpc",
@@ -491,11 +514,21 @@ def _profile(found: argparse.Namespace) -> int:
     return _WRONG if summary.missing else _FOUND
 
 
-def _metrics(found: argparse.Namespace) -> int:
+def _one_group(found: argparse.Namespace) -> list[FoundGroup]:
+    """Return the one group that is meant, as its workers have it.
+
+    Raises:
+        _NotThereError: there is none, or more than one.
+    """
     groups = _groups(found)
     if len(groups) > 1 and not _is_one(groups):
         pids = ", ".join(str(each.pids[0]) for each in groups)
         raise _NotThereError(f"there are several groups: say which one with --pid (one of {pids})")
+    return groups
+
+
+def _metrics(found: argparse.Namespace) -> int:
+    groups = _one_group(found)
     try:
         prometheus = importlib.import_module("prometheus_client")
     except ImportError:
@@ -529,6 +562,32 @@ def _metrics(found: argparse.Namespace) -> int:
 def _is_one(groups: list[FoundGroup]) -> bool:
     """Say whether these are workers of one group that was found by each of them."""
     return len(_looks_at(groups, ["process"], 0.8)) == 1
+
+
+def _dashboard(found: argparse.Namespace) -> int:
+    if bool(found.tls_cert) != bool(found.tls_key):
+        raise _NotThereError("--tls-cert and --tls-key belong together")
+    groups = _one_group(found)
+    try:
+        server = importlib.import_module("actorrpc.cli.dashboard.server")
+    except ImportError:
+        raise _NotThereError("pip install 'actorrpc[dashboard]': starlette and uvicorn serve it") from None
+    feed = importlib.import_module("actorrpc.cli.dashboard.feed").Feed
+
+    def see(parts: list[str]) -> GroupLook:
+        return _looks_at(groups, parts, found.timeout)[0]
+
+    def say(link: str) -> None:
+        if found.json:
+            _print([json.dumps({"link": link})])
+        else:
+            _print([f"{link}\n  works once; the next one comes here when it was used. Ctrl-C ends the page."])
+
+    tls = (found.tls_cert, found.tls_key) if found.tls_cert else None
+    server.Dashboard(
+        feed(see, lambda: groups), found.bind, found.port, say=say, names=found.allow_host, tls=tls
+    ).run()
+    return _FOUND
 
 
 def _run(found: argparse.Namespace) -> int:

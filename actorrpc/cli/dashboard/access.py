@@ -1,0 +1,96 @@
+"""Who may see the page: the one-time link, the cookies that it is exchanged for, and which hosts and origins are ours. No I/O."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Iterable
+from typing import Final
+from urllib.parse import urlsplit
+
+__all__ = ["Access", "is_loopback"]
+
+_SESSIONS: Final = 32  # browsers that are logged in; the one that came first makes way
+_NAMES: Final = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether an address is reached from this host only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _host_of(netloc: str) -> str | None:
+    """Return the name in a ``Host`` header or an origin, without its port; None where it is none."""
+    try:
+        parts = urlsplit(f"//{netloc}")
+        _ = parts.port
+        odd = parts.path or parts.query or parts.fragment or "@" in parts.netloc
+        return None if odd else parts.hostname
+    except ValueError:
+        return None
+
+
+class Access:
+    """The rules of one server. To be used by one thread.
+
+    A page of another site can send requests to this server, and by DNS rebinding under a name of its own: the ``Host`` must
+    be one of ours. What is no GET must come from a page of this server: ``Origin``. Of secrets only hashes are kept, so that the
+    time of a comparison tells nothing of them.
+
+    Args:
+        bound: the address that is listened at.
+        more: further names under which the page may be reached, as those of a proxy.
+    """
+
+    def __init__(self, bound: str, more: Iterable[str] = ()) -> None:
+        given = {each.lower() for each in more}
+        self._proxies = frozenset(given)
+        own = {bound.lower()} if bound not in ("0.0.0.0", "::") else set()
+        self._hosts = frozenset({*_NAMES, *own, *given} if is_loopback(bound) else {*own, *given})
+        self._token = b""
+        self._sessions: dict[bytes, None] = {}
+        #: part of the path: a cookie is not sent to a server at another port of this host, which has other paths
+        self.place = secrets.token_hex(8)
+
+    def new_token(self) -> str:
+        """Return a token that lets one browser in, once; the one before is void."""
+        token = secrets.token_urlsafe(32)
+        self._token = _hash(token)
+        return token
+
+    def exchange(self, token: str) -> str | None:
+        """Return a cookie for the token; None where it is not the one, or was used."""
+        if not self._token or not hmac.compare_digest(self._token, _hash(token)):
+            return None
+        self._token = b""
+        cookie = secrets.token_urlsafe(32)
+        self._sessions[_hash(cookie)] = None
+        if len(self._sessions) > _SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        return cookie
+
+    def knows(self, cookie: str | None) -> bool:
+        """Say whether a cookie is that of somebody who is logged in."""
+        # Hashes: how long the comparison takes tells nothing of the cookies.
+        return cookie is not None and _hash(cookie) in self._sessions
+
+    def is_host(self, header: str) -> bool:
+        """Say whether a ``Host`` header names this server; any port: a tunnel has another one."""
+        return _host_of(header) in self._hosts
+
+    def is_origin(self, header: str, host: str) -> bool:
+        """Say whether an ``Origin`` header is that of this server's page, which ``Host`` was asked for."""
+        scheme, separator, netloc = header.lower().partition("://")
+        if not separator or scheme not in ("http", "https"):
+            return False
+        # Behind a proxy, the host of the page may be another one than that which the proxy asks for.
+        return netloc == host.lower() or _host_of(netloc) in self._proxies
+
+
+def _hash(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,214 @@
+"""Looks at a group for all who have the page open: once a second, shared by them, and none while nobody looks.
+
+A coroutine that wants to see something says so by asking; looks go on until nobody has asked for ``_IDLE_S``. They are taken on a
+thread, as they wait for workers. All methods belong to the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from actorrpc.cli.dashboard import payloads
+from actorrpc.cli.logs import Line, Reader, Wanted
+from actorrpc.cli.views import Picture
+from actorrpc.errors import RpcError
+from actorrpc.observe.assemble import Silent
+from actorrpc.observe.call_sums import CallTotals
+from actorrpc.observe.outside import FoundGroup, GroupLook
+
+__all__ = ["Feed", "FeedLook"]
+
+_log = logging.getLogger("actorrpc.cli")
+
+_EVERY_S: Final = 1.0
+_IDLE_S: Final = 3.0
+_WINDOW: Final = 10  # looks: over these, rates and percentiles of calls are taken
+_PARTS: Final = ("process", "actors", "supervised")
+_LOG_BYTES: Final = 16 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class FeedLook:
+    """What was seen in one look.
+
+    Attributes:
+        number: grows with each look.
+        picture: None where nobody has answered, for the reason that ``problem`` says.
+        now: what the first view shows, as JSON has it.
+        rates: calls of an actor per second, by its id.
+        calls: what the view of calls shows.
+    """
+
+    number: int
+    picture: Picture | None
+    problem: str
+    now: dict[str, Any]
+    rates: dict[str, float] = field(default_factory=dict)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Feed:
+    """The looks of one server.
+
+    Args:
+        see: looks at the group once, with these parts; raises :class:`RpcError` where there is none.
+        groups: where logs are to be read.
+    """
+
+    def __init__(
+        self,
+        see: Callable[[list[str]], GroupLook],
+        groups: Callable[[], list[FoundGroup]],
+        every: float = _EVERY_S,
+    ) -> None:
+        self._see = see
+        self._groups = groups
+        self._every = every
+        self._asked = self._calls_asked = float("-inf")
+        self._task: asyncio.Task[None] | None = None
+        self._published = asyncio.Event()
+        self._look: FeedLook | None = None
+        self._number = 0
+        self._totals = CallTotals()
+        self._window: deque[tuple[float, dict[Any, Any]]] = deque(maxlen=_WINDOW + 1)
+        self._stacks_lock = asyncio.Lock()  # one look at stacks at a time
+        self._stacks: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._logs_lock = asyncio.Lock()  # guards the reader and its lines
+        self._logs = _LogLines(groups)
+
+    async def after(self, number: int, *, calls: bool = False) -> FeedLook:
+        """Return the first look that comes after one; ``calls``: it is to have sums over calls from now on."""
+        while True:
+            moment = time.monotonic()
+            self._asked = moment
+            if calls:
+                self._calls_asked = moment
+            if self._task is None or self._task.done():
+                # What was seen when somebody looked the last time is no news.
+                self._look = None
+                self._task = asyncio.create_task(self._run())
+            if self._look is not None and self._look.number > number:
+                return self._look
+            await self._published.wait()
+
+    async def close(self) -> None:
+        """End looking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while time.monotonic() - self._asked < _IDLE_S:
+            begun = time.monotonic()
+            with_calls = begun - self._calls_asked < _IDLE_S
+            parts = [*_PARTS, "metrics"] if with_calls else list(_PARTS)
+            self._number += 1
+            try:
+                self._look = await asyncio.to_thread(self._take, self._number, parts, self._look)
+            except Exception as error:  # who waits for this look is to hear of it
+                _log.exception("a look at the group has failed")
+                self._look = _failed(self._number, repr(error))
+            self._published.set()
+            self._published = asyncio.Event()
+            await asyncio.sleep(max(0.0, begun + self._every - time.monotonic()))
+
+    def _take(self, number: int, parts: list[str], before: FeedLook | None) -> FeedLook:
+        """Take a look, on a thread of its own."""
+        try:
+            seen = self._see(parts)
+        except (RpcError, OSError) as error:
+            return _failed(number, str(error))
+        picture = Picture.of(seen)
+        old = before.picture if before is not None else None
+        made = FeedLook(number=number, picture=picture, problem="", now=payloads.now(number, picture, old))
+        made.rates = payloads.rates(picture, old)
+        if "metrics" in parts:
+            for run, (_, answer) in seen.answers.items():
+                if not isinstance(answer, Silent):
+                    self._totals.update(run, answer)
+            rows = self._totals.rows()
+            self._window.append((time.monotonic(), rows))
+            first, last = self._window[0], self._window[-1]
+            made.calls = payloads.calls(rows, first[1], last[0] - first[0])
+        else:
+            self._window.clear()
+        return made
+
+    # -- on demand -----------------------------------------------------------------------------------------------
+
+    async def stacks(self) -> dict[str, Any]:
+        """Return the stacks of all threads, equal ones as one; what was seen within the last second serves again."""
+        async with self._stacks_lock:
+            if time.monotonic() - self._stacks[0] >= self._every:
+                found = await asyncio.to_thread(self._take_stacks)
+                self._stacks = (time.monotonic(), found)
+            return self._stacks[1]
+
+    def _take_stacks(self) -> dict[str, Any]:
+        try:
+            return payloads.stacks(Picture.of(self._see([*_PARTS, "threads"])))
+        except (RpcError, OSError) as error:
+            return {"problem": str(error), "folds": []}
+
+    async def logs(self, text: str, whom: str, most: int) -> dict[str, Any]:
+        """Return the last lines that have a text in them."""
+        async with self._logs_lock:
+            return await asyncio.to_thread(self._logs.search, text, whom, most)
+
+
+def _failed(number: int, problem: str) -> FeedLook:
+    return FeedLook(number=number, picture=None, problem=problem, now=payloads.nothing(number, problem))
+
+
+class _LogLines:
+    """What the processes have printed, as far as it was read: lines of those that have ended stay. One thread at a time."""
+
+    def __init__(self, groups: Callable[[], list[FoundGroup]]) -> None:
+        self._groups = groups
+        self._reader: Reader | None = None
+        self._lines: deque[Line] = deque()
+        self._size = 0
+
+    def _add(self, line: Line) -> None:
+        self._lines.append(line)
+        self._size += len(line.text) + 64
+        while self._size > _LOG_BYTES:
+            self._size -= len(self._lines.popleft().text) + 64
+
+    def _read(self) -> str:
+        """Read on; returns why that cannot be."""
+        try:
+            if self._reader is None:
+                reader = Reader(self._groups(), Wanted(None, None, 0), 0.8)
+                self._lines.clear()
+                self._size = 0
+                try:
+                    reader.begin(self._add)
+                except BaseException:
+                    reader.end()
+                    raise
+                self._reader = reader
+            elif not self._reader.more():
+                self._reader = None
+                return "the driver has ended; these are the lines that it had by then"
+        except (RpcError, OSError) as error:
+            return str(error)
+        return ""
+
+    def search(self, text: str, whom: str, most: int) -> dict[str, Any]:
+        """Return the last lines with a text, of a process or a label (empty: all); upper and lower case are the same."""
+        problem = self._read()
+        text, whom = text.lower(), whom.lower()
+        found: deque[Line] = deque(maxlen=most)
+        matches = 0
+        for line in self._lines:
+            if text in line.text.lower() and (not whom or whom in f"{line.label} {line.pid}".lower()):
+                found.append(line)
+                matches += 1
+        return payloads.logs(found, matches, len(self._lines), problem)

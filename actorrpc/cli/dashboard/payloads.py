@@ -1,0 +1,331 @@
+"""What the views of the page are sent: plain values, each bounded, of what was seen of a group. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from actorrpc.cli.logs import Line
+from actorrpc.cli.text import folded, say_call
+from actorrpc.cli.views import Picture
+from actorrpc.observe.call_sums import BUCKETS
+from actorrpc.observe.model import Finding, ObservedActor, ObservedWorker
+
+__all__ = ["SORTS", "actors", "calls", "logs", "nothing", "now", "rates", "stacks"]
+
+_WORKERS: Final = 256
+_FINDINGS: Final = 50
+_CLASSES: Final = 64
+_FOLDS: Final = 200
+_SHOWN: Final = 12  # threads and calls that are named of those that stand at one place
+_FRAMES: Final = 60
+_TEXT: Final = 2000
+_METHODS: Final = 400
+
+#: How actors may be sorted: by what they have most of first; ``title`` from A to Z.
+SORTS: Final = ("waiting", "oldest", "rate", "done", "title")
+
+
+def _figure(value: float) -> float | None:
+    """Return a number as JSON has it: what another process has sent may be no number."""
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT else text[:_TEXT] + " ..."
+
+
+# -- now ---------------------------------------------------------------------------------------------------------
+
+
+def nothing(number: int, problem: str) -> dict[str, Any]:
+    """Return what the first view shows where nobody has answered."""
+    return {"number": number, "problem": _cut(problem), "workers": [], "findings": [], "classes": []}
+
+
+def now(number: int, picture: Picture, before: Picture | None) -> dict[str, Any]:
+    """Return what the first view shows: workers, classes of actors, and what is wrong."""
+    state, group = picture.state, picture.group
+    counts = Counter(each.worker for each in state.actors if each.worker and each.state != "DEAD")
+    old = {each.pid: each for each in before.state.workers} if before is not None else {}
+    # Those that are not well are shown in any case.
+    workers = sorted(state.workers, key=lambda each: each.state == "alive")[:_WORKERS]
+    workers.sort(key=lambda each: (each.rank, each.name))
+    return {
+        "number": number,
+        "problem": "",
+        "what": group.what,
+        "program": _cut(group.program),
+        "pid": group.pids[0] if group.pids else 0,
+        "took": _figure(state.took),
+        "worker_count": len(state.workers),
+        "actor_count": sum(each.state != "DEAD" for each in state.actors),
+        "workers": [_worker(each, old.get(each.pid), counts[each.name]) for each in workers],
+        "classes": _classes(state.actors),
+        "wrong_count": sum(each.wrong for each in picture.findings),
+        "findings": [_finding(each) for each in picture.findings[:_FINDINGS]],
+    }
+
+
+def _worker(worker: ObservedWorker, before: ObservedWorker | None, actor_count: int) -> dict[str, Any]:
+    share = None
+    if before is not None and worker.age > before.age:
+        share = _figure(100 * (worker.cpu - before.cpu) / (worker.age - before.age))
+    return {
+        "name": worker.name,
+        "rank": worker.rank,
+        "state": worker.state,
+        "reason": _cut(worker.reason),
+        "pid": worker.pid,
+        "host": worker.host,
+        "age": _figure(worker.age),
+        "cpu": share,
+        "memory": worker.memory,
+        "buffers": worker.memory_pool.get("used", 0) + worker.memory_pool.get("kept", 0),
+        "lent": sum(each.lent for each in worker.connections),
+        "references": worker.references.get("owned", 0),
+        "held": worker.references.get("held", 0),
+        "descriptors": worker.descriptors,
+        "threads": worker.thread_count,
+        "outgoing": worker.outgoing_count,
+        "actors": actor_count,
+    }
+
+
+def _classes(actors: Sequence[ObservedActor]) -> list[dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for actor in actors:
+        row = rows.setdefault(
+            actor.class_name,
+            {
+                "name": actor.class_name,
+                "alive": 0,
+                "dead": 0,
+                "other": 0,
+                "waiting": 0,
+                "running": 0,
+                "oldest": 0.0,
+            },
+        )
+        row["alive" if actor.state == "ALIVE" else "dead" if actor.state == "DEAD" else "other"] += 1
+        row["waiting"] += actor.waiting
+        row["running"] += len(actor.running)
+        row["oldest"] = max(row["oldest"], actor.oldest)
+    found = sorted(rows.values(), key=lambda row: (-row["waiting"], -row["alive"], row["name"]))[:_CLASSES]
+    for row in found:
+        row["oldest"] = _figure(row["oldest"])
+    return found
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "kind": finding.kind,
+        "wrong": finding.wrong,
+        "what": _cut(finding.what),
+        "remedy": finding.remedy,
+    }
+
+
+# -- actors ------------------------------------------------------------------------------------------------------
+
+
+def rates(picture: Picture, before: Picture | None) -> dict[str, float]:
+    """Return how many calls of each actor ended in a second, between two looks."""
+    old = {each.actor_id: each for each in before.state.actors} if before is not None else {}
+    found = {}
+    for actor in picture.state.actors:
+        then = old.get(actor.actor_id)
+        if then is not None and actor.age > then.age and actor.calls_done >= then.calls_done:
+            found[actor.actor_id] = (actor.calls_done - then.calls_done) / (actor.age - then.age)
+    return found
+
+
+def actors(
+    picture: Picture | None, speed: Mapping[str, float], text: str, sort: str, first: int, most: int
+) -> dict[str, Any]:
+    """Return some rows of the table of actors.
+
+    Args:
+        speed: calls per second, by the actor's id.
+        text: only those that have it in their title, class, worker, state or id.
+        sort: one of :data:`SORTS`.
+    """
+    if picture is None:
+        return {"total": 0, "matches": 0, "first": 0, "rows": []}
+    text = text.lower()
+    found = [
+        each
+        for each in picture.state.actors
+        if not text
+        or text in f"{each.title}\n{each.class_name}\n{each.worker}\n{each.state}\n{each.actor_id}".lower()
+    ]
+    if sort == "title":
+        found.sort(key=lambda each: (each.title, each.actor_id))
+    else:
+        figures = {
+            each.actor_id: (
+                each.oldest
+                if sort == "oldest"
+                else speed.get(each.actor_id, 0.0)
+                if sort == "rate"
+                else each.calls_done
+                if sort == "done"
+                else each.waiting
+            )
+            for each in found
+        }
+        # Those that have none of it: what runs comes before what rests, and what is dead comes last.
+        found.sort(
+            key=lambda each: (
+                -figures[each.actor_id],
+                each.state == "DEAD",
+                -len(each.running),
+                each.actor_id,
+            )
+        )
+    first = min(first, len(found))
+    return {
+        "total": len(picture.state.actors),
+        "matches": len(found),
+        "first": first,
+        "rows": [_actor(each, speed, picture.callers) for each in found[first : first + most]],
+    }
+
+
+def _actor(actor: ObservedActor, speed: Mapping[str, float], callers: Mapping[str, str]) -> dict[str, Any]:
+    rate = speed.get(actor.actor_id)
+    return {
+        "id": actor.actor_id,
+        "title": _cut(actor.title),
+        "class": actor.class_name,
+        "state": actor.state,
+        "worker": actor.worker,
+        "waiting": actor.waiting,
+        "oldest": _figure(actor.oldest) if actor.waiting else None,
+        "rate": None if rate is None else _figure(rate),
+        "done": actor.calls_done,
+        "restarts": actor.restarts,
+        "runs": [_cut(say_call(actor.title, call, callers)) for call in actor.running[:3]],
+        "running": len(actor.running),
+        "death": _cut(actor.death_cause),
+    }
+
+
+# -- stacks ------------------------------------------------------------------------------------------------------
+
+
+def stacks(picture: Picture) -> dict[str, Any]:
+    """Return the stacks of all threads, equal ones as one."""
+    state = picture.state
+    folds = folded(state.workers, state.actors)
+    return {
+        "problem": "",
+        "threads": sum(len(each.threads) for each in state.workers),
+        "workers": len(state.workers),
+        "silent": [
+            _cut(f"worker {each.name} (pid {each.pid}) is {each.state}: {each.reason}")
+            for each in state.workers
+            if each.state != "alive"
+        ],
+        "left_out": max(0, len(folds) - _FOLDS),
+        "folds": [
+            {
+                "threads": len(fold.where),
+                "workers": len({worker.name for worker, _ in fold.where}),
+                "who": [
+                    f"{thread.name or 'a thread'} of {worker.name}" for worker, thread in fold.where[:_SHOWN]
+                ],
+                "calls": [
+                    _cut(say_call(actor.title, call, picture.callers))
+                    for actor, call, _ in fold.calls[:_SHOWN]
+                ],
+                "idle": fold.is_ours and not fold.calls,
+                "frames": [[each.function, each.file, each.line] for each in reversed(fold.told[-_FRAMES:])],
+            }
+            for fold in folds[:_FOLDS]
+        ],
+        "coroutines": [
+            _cut(say_call(each.title, call, picture.callers))
+            for each in state.actors
+            for call in each.running
+            if not call.thread
+        ][:_FOLDS],
+    }
+
+
+# -- logs --------------------------------------------------------------------------------------------------------
+
+
+def logs(lines: Iterable[Line], matches: int, total: int, problem: str) -> dict[str, Any]:
+    """Return lines that processes have printed."""
+    return {
+        "problem": _cut(problem),
+        "matches": matches,
+        "total": total,
+        "lines": [
+            {
+                "time": _figure(each.when),
+                "pid": each.pid,
+                "label": each.label,
+                "error": each.is_error,
+                "text": _cut(each.text),
+            }
+            for each in lines
+        ],
+    }
+
+
+# -- calls -------------------------------------------------------------------------------------------------------
+
+_Sums = Mapping[tuple[str, str, bool], tuple[int, float, list[int]]]
+
+
+def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:
+    """Return a row for each side and method: how often, how long, how many failed.
+
+    Percentiles are those of the calls between the two looks; where there were none, of all that were counted.
+    """
+    rows: list[dict[str, Any]] = []
+    for side, method in sorted({(side, method) for side, method, _ in sums}):
+        count = failed = recent = 0
+        buckets = [0] * (len(BUCKETS) + 1)
+        late = list(buckets)
+        for is_failure in (False, True):
+            number, _, counted = sums.get((side, method, is_failure), (0, 0.0, []))
+            old, _, old_counted = before.get((side, method, is_failure), (0, 0.0, []))
+            count += number
+            failed += number if is_failure else 0
+            recent += number - old
+            for place, each in enumerate(counted):
+                buckets[place] += each
+                late[place] += each - (old_counted[place] if old_counted else 0)
+        told = late if recent > 0 else buckets
+        rows.append(
+            {
+                "side": side,
+                "method": method,
+                "rate": _figure(recent / seconds) if seconds > 0 else None,
+                "p50": percentile(told, 0.5),
+                "p99": percentile(told, 0.99),
+                "count": count,
+                "failed": failed,
+            }
+        )
+    rows.sort(key=lambda row: (-row["failed"], -(row["rate"] or 0.0), -row["count"], row["method"]))
+    return rows[:_METHODS]
+
+
+def percentile(buckets: Sequence[int], share: float) -> float | None:
+    """Return below which time so many of the calls are, as far as buckets tell; None where there are none."""
+    wanted = share * sum(buckets)
+    if wanted <= 0:
+        return None
+    below = 0
+    for place, number in enumerate(buckets[: len(BUCKETS)]):
+        if number and below + number >= wanted:
+            lower = BUCKETS[place - 1] if place else 0.0
+            return round(lower + (BUCKETS[place] - lower) * (wanted - below) / number, 7)
+        below += number
+    return BUCKETS[-1]  # or longer: the last bucket has no bound

@@ -1,0 +1,403 @@
+"""The HTTP server of ``actorrpc dashboard``: starlette and uvicorn (extra ``dashboard``), on an address of this host.
+
+The page itself has no data and is shown to everybody who knows its path. What it shows comes from ``api/``, which wants a cookie;
+that is given for the one-time link's token, which travels in the body of a request and so is in no log. Nothing changes a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import ssl
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterable
+from importlib import resources
+from typing import Any, Final
+from urllib.parse import parse_qsl
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from actorrpc.cli.dashboard import payloads
+from actorrpc.cli.dashboard.access import Access, is_loopback
+from actorrpc.cli.dashboard.feed import Feed
+from actorrpc.errors import ConfigError
+
+__all__ = ["Dashboard", "make_app"]
+
+_COOKIE: Final = "actorrpc-dashboard"
+_CONNECTIONS: Final = 100
+_STREAMS: Final = 32  # pages that are sent looks as they come; more of them ask for each
+_PATIENCE_S: Final = 10.0  # for a whole request, and for a reader to take what it is sent
+_BODY: Final = 1024
+_SMALL: Final = 1024  # bytes that are not worth compressing
+_ROWS: Final = 200
+_LINES: Final = 500
+_QUERY: Final = 2000
+
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+
+# -- what stands before everything ---------------------------------------------------------------------------------
+
+
+class _Gate:
+    """Refuses requests that no page of this server has sent, and gives all answers the headers that browsers obey."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        refusal = self._refusal(scope)
+        app: ASGIApp = self._app if refusal is None else refusal
+        await app(scope, receive, send_guarded)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._access.is_host(hosts[0]):
+            text = "This server is not known by that name. See actorrpc dashboard --allow-host."
+            return PlainTextResponse(text, 421)
+        if scope["method"] not in ("GET", "HEAD"):
+            origins = headers.getlist("origin")
+            if len(origins) != 1 or not self._access.is_origin(origins[0], hosts[0]):
+                return PlainTextResponse("This request comes from another page.", 403)
+        # A proxy may leave its own part of the path in front. What follows ours is no path of a file: it is looked up in a table.
+        _, found, path = scope["path"].partition(f"/{self._access.place}/")
+        if not found:
+            return PlainTextResponse(
+                "There is nothing here: use the link that actorrpc dashboard has printed.", 404
+            )
+        scope["path"] = "/" + path
+        scope["raw_path"] = scope["path"].encode("utf-8", "replace")
+        scope["root_path"] = ""
+        return None
+
+
+# -- answers -------------------------------------------------------------------------------------------------------
+
+
+def _json(request: Request, value: Any) -> Response:
+    body = json.dumps(value, separators=(",", ":")).encode("ascii")
+    headers = {"Vary": "Accept-Encoding"}
+    if len(body) > _SMALL and _takes_gzip(request):
+        body = gzip.compress(body, 5, mtime=0)
+        headers["Content-Encoding"] = "gzip"
+    return Response(body, headers=headers, media_type="application/json")
+
+
+def _takes_gzip(request: Request) -> bool:
+    names = [each.partition(";") for each in request.headers.get("accept-encoding", "").lower().split(",")]
+    return any(name.strip() == "gzip" and options.replace(" ", "") != "q=0" for name, _, options in names)
+
+
+def _number(query: dict[str, str], name: str, most: int) -> int:
+    text = query.get(name, "")
+    return min(int(text), most) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
+def _query(request: Request) -> dict[str, str]:
+    text = request.scope["query_string"][:_QUERY].decode("ascii", "replace")
+    return dict(parse_qsl(text, keep_blank_values=True, errors="replace"))
+
+
+def make_app(
+    feed: Feed, access: Access, *, secure: bool = False, logged_in: Callable[[], object] = bool
+) -> ASGIApp:
+    """Return the application.
+
+    Args:
+        secure: it is served over TLS.
+        logged_in: is called when the link was used.
+    """
+    streams = 0
+
+    def allowed(request: Request) -> Response | None:
+        if not access.knows(request.cookies.get(_COOKIE)):
+            return PlainTextResponse("Open the link that actorrpc dashboard has printed; it works once.", 401)
+        # Browsers say which page a request comes from; those of other ports of this host have our cookie, too.
+        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            return PlainTextResponse("This request comes from another page.", 403)
+        return None
+
+    async def log_in(request: Request) -> Response:
+        body = b""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > _BODY:
+                        return PlainTextResponse("That is too long.", 413, headers={"Connection": "close"})
+        except (TimeoutError, ClientDisconnect):
+            return PlainTextResponse("That took too long.", 408, headers={"Connection": "close"})
+        cookie = access.exchange(body.decode("utf-8", "replace"))
+        if cookie is None:
+            return PlainTextResponse("That link was used before, or there is a newer one.", 401)
+        answer = Response(status_code=204)
+        # Without a path, the cookie is for this server's part of the paths, as the browser sees it: also behind a proxy.
+        answer.set_cookie(_COOKIE, cookie, path=None, httponly=True, samesite="strict", secure=secure)
+        logged_in()
+        return answer
+
+    async def now(request: Request) -> Response:
+        refused = allowed(request)
+        if refused is not None:
+            return refused
+        look = await feed.after(_number(_query(request), "after", 1 << 30))
+        return _json(request, look.now)
+
+    async def events(request: Request) -> Response:
+        nonlocal streams
+        refused = allowed(request)
+        if refused is not None:
+            return refused
+        if streams >= _STREAMS:
+            return PlainTextResponse("Too many pages are open.", 503)
+        cookie = request.cookies.get(_COOKIE)
+
+        async def send_looks() -> AsyncIterator[bytes]:
+            nonlocal streams
+            packer = zlib.compressobj(5, zlib.DEFLATED, 31) if _takes_gzip(request) else None
+            streams += 1
+            try:
+                number = 0
+                while access.knows(cookie):
+                    look = await feed.after(number)
+                    number = look.number
+                    data = json.dumps(look.now, separators=(",", ":")).encode("ascii")
+                    event = b"data: " + data + b"\n\n"
+                    yield (
+                        event if packer is None else packer.compress(event) + packer.flush(zlib.Z_SYNC_FLUSH)
+                    )
+            finally:
+                streams -= 1
+
+        headers = {"X-Accel-Buffering": "no", "Vary": "Accept-Encoding"}
+        if _takes_gzip(request):
+            headers["Content-Encoding"] = "gzip"
+        return StreamingResponse(send_looks(), headers=headers, media_type="text/event-stream")
+
+    async def actors(request: Request) -> Response:
+        refused = allowed(request)
+        if refused is not None:
+            return refused
+        query = _query(request)
+        sort = query.get("sort", "")
+        look = await feed.after(0)
+        found = payloads.actors(
+            look.picture,
+            look.rates,
+            query.get("q", ""),
+            sort if sort in payloads.SORTS else payloads.SORTS[0],
+            _number(query, "first", 1 << 30),
+            _number(query, "most", _ROWS) or _ROWS,
+        )
+        return _json(request, {"number": look.number, "problem": look.problem, **found})
+
+    async def calls(request: Request) -> Response:
+        refused = allowed(request)
+        if refused is not None:
+            return refused
+        look = await feed.after(_number(_query(request), "after", 1 << 30), calls=True)
+        return _json(request, {"number": look.number, "problem": look.problem, "rows": look.calls})
+
+    async def stacks(request: Request) -> Response:
+        refused = allowed(request)
+        return refused if refused is not None else _json(request, await feed.stacks())
+
+    async def logs(request: Request) -> Response:
+        refused = allowed(request)
+        if refused is not None:
+            return refused
+        query = _query(request)
+        return _json(request, await feed.logs(query.get("q", ""), query.get("whom", ""), _LINES))
+
+    routes = [Route("/" + name, _file(name, body)) for name, body in _files().items()]
+    routes += [
+        Route("/", _file("index.html", _files()["index.html"])),
+        Route("/login", log_in, methods=["POST"]),
+        *(Route(f"/api/{each.__name__}", each) for each in (now, events, actors, calls, stacks, logs)),
+    ]
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False  # it would leave out our part of the path
+    return _Gate(app, access)
+
+
+def _files() -> dict[str, bytes]:
+    """Return the files of the page by name: read once, so that no request names a file."""
+    folder = resources.files("actorrpc.cli.dashboard") / "static"
+    return {
+        each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES
+    }
+
+
+def _file(name: str, body: bytes) -> Callable[[Request], Any]:
+    packed = gzip.compress(body, 9, mtime=0)
+    media_type = _TYPES[name.rpartition(".")[2]]
+
+    async def answer(request: Request) -> Response:
+        headers = {"Vary": "Accept-Encoding", "Cache-Control": "no-cache"}
+        if _takes_gzip(request):
+            return Response(packed, headers={**headers, "Content-Encoding": "gzip"}, media_type=media_type)
+        return Response(body, headers=headers, media_type=media_type)
+
+    return answer
+
+
+# -- the server ----------------------------------------------------------------------------------------------------
+
+
+class _BoundedProtocol(H11Protocol):
+    """Connections of clients that are slow end: uvicorn bounds neither how long a request may take to come, nor how long a client
+    may take to read. Two timers of each connection do; all of it is on the event loop's thread."""
+
+    _request: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
+    patience = _PATIENCE_S
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._request = self.loop.call_later(self.patience, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # Between requests nobody has sent anything, and uvicorn's own timer runs; here a request has begun to come.
+        comes = self.cycle is None or self.cycle.response_complete
+        if not comes and self._request is not None:
+            self._request.cancel()
+            self._request = None
+        elif comes and self._request is None:
+            self._request = self.loop.call_later(self.patience, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reading is None:
+            self._reading = self.loop.call_later(self.patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._request, self._reading):
+            if timer is not None:
+                timer.cancel()
+        self._request = self._reading = None
+        super().connection_lost(exc)
+
+
+class Dashboard:
+    """A server that listens, and serves when :meth:`run` is called.
+
+    Args:
+        host, port: where; port 0: any that is free.
+        names: further names that the page may be reached by.
+        tls: the files of a certificate and of its key; needed for addresses that other hosts reach.
+        say: is given the link, and the next one when that was used.
+
+    Raises:
+        ConfigError: the address is one that other hosts reach, and there is no certificate.
+        OSError: the address cannot be listened at, or a file cannot be read.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        host: str,
+        port: int,
+        *,
+        say: Callable[[str], object],
+        names: Iterable[str] = (),
+        tls: tuple[str, str] | None = None,
+    ) -> None:
+        if tls is None and not is_loopback(host):
+            raise ConfigError(
+                f"--bind {host}: other hosts reach that address, and could read along: give --tls-cert and --tls-key, or leave "
+                "it at 127.0.0.1 and use a tunnel: ssh -L PORT:127.0.0.1:PORT HOST"
+            )
+        self._feed = feed
+        self._say = say
+        self.access = Access(host, names)
+        app = make_app(feed, self.access, secure=tls is not None, logged_in=self._say_link)
+        config = uvicorn.Config(
+            app,
+            http=_BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=_CONNECTIONS,
+            timeout_keep_alive=int(_PATIENCE_S),
+            timeout_graceful_shutdown=1,
+            ssl_certfile=tls[0] if tls else None,
+            ssl_keyfile=tls[1] if tls else None,
+        )
+        try:
+            config.load()
+        except ssl.SSLError as error:
+            raise ConfigError(f"--tls-cert, --tls-key: these cannot be used: {error}") from error
+        self._server = uvicorn.Server(config)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=_CONNECTIONS)
+        shown = f"[{host}]" if ":" in host else host
+        scheme = "https" if tls else "http"
+        self.port: int = self._socket.getsockname()[1]
+        self.address = f"{scheme}://{shown}:{self.port}/{self.access.place}/"
+
+    def _say_link(self) -> None:
+        # The token is behind "#": browsers send that to nobody, and it is in no log of a proxy.
+        self._say(f"{self.address}#token={self.access.new_token()}")
+
+    def run(self) -> None:
+        """Serve until a signal ends it."""
+        self._say_link()
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            await self._feed.close()
+
+    def stop(self) -> None:
+        """Have :meth:`run` return soon. Any thread may call it."""
+        self._server.should_exit = True

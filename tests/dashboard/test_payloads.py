@@ -1,0 +1,206 @@
+"""What the views are sent, and when looks are taken: no server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from actorrpc.cli.dashboard import payloads
+from actorrpc.cli.dashboard.feed import FeedLook
+from actorrpc.cli.views import Picture
+from actorrpc.observe.call_sums import BUCKETS
+from tests.dashboard.fakes import FakeGroup, actor_row
+
+pytestmark = [pytest.mark.limit(30)]
+
+
+def _buckets(**numbers: int) -> list[int]:
+    return [numbers.get(f"b{place}", 0) for place in range(len(BUCKETS) + 1)]
+
+
+def test_the_first_view_names_what_is_wrong_and_whom() -> None:
+    group = FakeGroup([actor_row(1), actor_row(2)])
+    first = Picture.of(group.see([]))
+    seen = payloads.now(7, Picture.of(group.see([])), first)
+    assert (seen["number"], seen["worker_count"], seen["actor_count"]) == (7, 2, 2)
+    assert [(each["name"], each["state"], each["cpu"]) for each in seen["workers"]] == [
+        ("driver", "alive", 50.0),
+        ("Store-1", "stopped", None),
+    ]
+    (finding,) = [each for each in seen["findings"] if each["kind"] == "worker"]
+    assert finding["wrong"]
+    assert "stopped" in finding["what"]
+    assert seen["wrong_count"] == 1
+    assert [(each["name"], each["waiting"]) for each in seen["classes"]] == [("Store", 3)]
+
+
+def test_however_large_a_group_is_the_first_view_is_small() -> None:
+    rows = [actor_row(n, class_name=f"Class{n}", mailbox=[{"waiting": 500}]) for n in range(3000)]
+    seen = payloads.now(1, Picture.of(FakeGroup(rows).see([])), None)
+    assert len(json.dumps(seen)) < 64 << 10
+    assert seen["wrong_count"] == 3001
+
+
+@pytest.mark.parametrize(
+    ("text", "sort", "first", "most", "matches", "shown"),
+    [
+        ("", "waiting", 0, 2, 5, [4, 3]),
+        ("", "waiting", 3, 9, 5, [1, 0]),
+        ("", "oldest", 0, 2, 5, [4, 3]),
+        ("", "done", 0, 1, 5, [4]),
+        ("", "rate", 0, 1, 5, [2]),
+        ("", "title", 0, 2, 5, [0, 1]),
+        ("#0003", "waiting", 0, 9, 1, [3]),
+        ("DRIVER", "title", 4, 9, 5, [4]),
+        ("nobody", "waiting", 9, 9, 0, []),
+    ],
+)
+def test_some_rows_of_the_actors(
+    text: str, sort: str, first: int, most: int, matches: int, shown: list[int]
+) -> None:
+    picture = Picture.of(FakeGroup([actor_row(n) for n in range(5)]).see([]))
+    found = payloads.actors(picture, {f"{2:016x}": 9.0}, text, sort, first, most)
+    assert (found["total"], found["matches"]) == (5, matches)
+    assert [int(each["id"], 16) for each in found["rows"]] == shown
+
+
+def test_what_is_no_number_is_none() -> None:
+    rows = [actor_row(1, mailbox=[{"waiting": 1, "oldest": float("inf")}], age=float("nan"))]
+    picture = Picture.of(FakeGroup(rows).see([]))
+    found = payloads.actors(picture, {}, "", "waiting", 0, 9)
+    json.dumps(found, allow_nan=False)
+    json.dumps(payloads.now(1, picture, picture), allow_nan=False)
+
+
+def test_calls_of_the_last_looks() -> None:
+    before = {("server", "Store/get", False): (100, 1.0, _buckets(b0=100))}
+    sums = {
+        ("server", "Store/get", False): (110, 1.0, _buckets(b0=100, b3=10)),
+        ("server", "Store/get", True): (5, 1.0, _buckets(b3=5)),
+        ("client", "add", False): (0, 0.0, _buckets()),
+    }
+    get, add = payloads.calls(sums, before, 5.0)
+    assert (get["method"], get["rate"], get["count"], get["failed"]) == ("Store/get", 3.0, 115, 5)
+    assert BUCKETS[2] <= get["p50"] < get["p99"] <= BUCKETS[3]
+    assert (add["method"], add["rate"], add["p50"]) == ("add", 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "share", "found"),
+    [
+        (_buckets(), 0.5, None),
+        (_buckets(b0=2), 0.5, 5e-6),
+        (_buckets(b1=1, b2=1), 0.5, BUCKETS[1]),
+        ([*_buckets()[:-1], 4], 0.5, BUCKETS[-1]),
+    ],
+)
+def test_percentiles(buckets: list[int], share: float, found: float | None) -> None:
+    assert payloads.percentile(buckets, share) == pytest.approx(found)
+
+
+def test_equal_stacks_are_one() -> None:
+    frames = [{"function": "run", "file": "a.py", "line": 3}, {"function": "wait", "file": "b.py", "line": 5}]
+    threads = [{"name": f"t{n}", "ident": n, "frames": frames} for n in range(20)]
+    found = payloads.stacks(Picture.of(FakeGroup(threads=threads).see([])))
+    (fold,) = found["folds"]
+    assert (fold["threads"], fold["workers"], len(fold["who"])) == (20, 1, 12)
+    assert fold["frames"] == [["wait", "b.py", 5], ["run", "a.py", 3]]
+    assert "stopped" in found["silent"][0]
+
+
+# -- when looks are taken ----------------------------------------------------------------------------------------
+
+
+def test_all_who_look_share_the_looks_and_nobody_looking_costs_nothing() -> None:
+    group = FakeGroup()
+
+    async def look() -> list[FeedLook]:
+        feed = group.feed()
+        await asyncio.sleep(0)
+        assert group.asked == []
+        try:
+            return list(await asyncio.gather(*[feed.after(2) for _ in range(10)]))
+        finally:
+            await feed.close()
+
+    looks = asyncio.run(look())
+    assert {each.number for each in looks} == {3}
+    assert len(group.asked) in (3, 4)
+    assert all("metrics" not in each for each in group.asked)
+
+
+def test_looks_end_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actorrpc.cli.dashboard.feed._IDLE_S", 0.05)
+    group = FakeGroup()
+
+    async def look() -> tuple[int, int]:
+        feed = group.feed()
+        first = await feed.after(0)
+        assert feed._task is not None
+        await feed._task  # nobody asks
+        asked = len(group.asked)
+        # What was seen then is no news now.
+        return asked, (await feed.after(0)).number - first.number
+
+    asked, newer = asyncio.run(look())
+    assert newer >= asked
+
+
+def test_workers_count_calls_only_while_somebody_sees_them() -> None:
+    group = FakeGroup()
+
+    async def look() -> list[dict[str, Any]]:
+        feed = group.feed()
+        try:
+            await feed.after(0)
+            (await feed.after(1, calls=True))
+            return (await feed.after(6, calls=True)).calls
+        finally:
+            await feed.close()
+
+    (row,) = asyncio.run(look())
+    assert row["method"] == "Store/get"
+    assert row["rate"] > 0
+    assert "metrics" not in group.asked[0]
+    assert "metrics" in group.asked[-1]
+
+
+def test_a_group_that_has_gone_is_said_and_may_come_again() -> None:
+    group = FakeGroup(problem="no group has answered")
+
+    async def look() -> tuple[FeedLook, FeedLook]:
+        feed = group.feed()
+        try:
+            gone = await feed.after(0)
+            group.problem = ""
+            here = await feed.after(gone.number)
+            while here.picture is None:
+                here = await feed.after(here.number)
+            return gone, here
+        finally:
+            await feed.close()
+
+    gone, here = asyncio.run(look())
+    assert gone.now["problem"] == "no group has answered"
+    assert here.now["worker_count"] == 2
+
+
+@pytest.mark.prints("a look at the group has failed")
+def test_a_look_that_fails_for_any_reason_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> dict[str, Any]:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(payloads, "now", fail)
+    group = FakeGroup()
+
+    async def look() -> FeedLook:
+        feed = group.feed()
+        try:
+            return await feed.after(1)
+        finally:
+            await feed.close()
+
+    assert "ZeroDivisionError" in asyncio.run(look()).problem

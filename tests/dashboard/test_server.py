@@ -1,0 +1,444 @@
+"""What is refused, and what the page may be: attacks, headers, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import http.client
+import json
+import re
+import socket
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from actorrpc.cli.dashboard import server
+from actorrpc.cli.dashboard.access import Access, is_loopback
+from actorrpc.cli.dashboard.server import Dashboard, make_app
+from actorrpc.errors import ConfigError
+from tests.actors.e2e.kit import until
+from tests.dashboard.fakes import SCRIPT, FakeGroup, ServedPage, actor_row, served
+
+pytestmark = [pytest.mark.limit(30)]
+_STATIC = Path(server.__file__).parent / "static"
+_API = ["api/now", "api/events", "api/actors", "api/calls", "api/stacks", "api/logs"]
+
+
+class _Page:
+    """A client of the application that has the right ``Host``, without a server between the two."""
+
+    def __init__(self, runner: asyncio.Runner, access: Access, client: httpx.AsyncClient) -> None:
+        self._runner = runner
+        self.access = access
+        self.client = client
+        self.place = f"/{access.place}/"
+
+    def ask(self, method: str, path: str, content: str | None = None, **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self._runner.run(self.client.request(method, path, content=content, headers=named))
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return self.ask("GET", self.place + path, **headers)
+
+    def log_in(self, token: str, **headers: str) -> httpx.Response:
+        return self.ask("POST", self.place + "login", token, **{"Origin": "http://127.0.0.1:8000", **headers})
+
+
+@contextlib.contextmanager
+def _opened(base: str, *, secure: bool = False) -> Iterator[_Page]:
+    access = Access("127.0.0.1", ["proxy.example"])
+    with asyncio.Runner() as runner:
+        feed = FakeGroup([actor_row(n) for n in range(300)]).feed()
+        transport = httpx.ASGITransport(make_app(feed, access, secure=secure))
+        client = httpx.AsyncClient(transport=transport, base_url=base)
+        try:
+            yield _Page(runner, access, client)
+        finally:
+            runner.run(client.aclose())
+            runner.run(feed.close())
+
+
+@pytest.fixture
+def page() -> Iterator[_Page]:
+    with _opened("http://127.0.0.1:8000") as opened:
+        yield opened
+
+
+# -- who is let in -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", _API)
+def test_without_a_cookie_nothing_is_shown(page: _Page, path: str) -> None:
+    for cookie in ("", "actorrpc-dashboard=", "actorrpc-dashboard=wrong", "other=1"):
+        answer = page.get(path, Cookie=cookie)
+        assert answer.status_code == 401
+        assert "Store" not in answer.text
+
+
+def test_the_link_works_once(page: _Page) -> None:
+    token = page.access.new_token()
+    assert page.log_in("wrong").status_code == 401
+    assert page.log_in("").status_code == 401
+    assert page.log_in("\udcff".encode("utf-8", "surrogatepass").decode("latin-1")).status_code == 401
+    answer = page.log_in(token)
+    assert answer.status_code == 204
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert "path" not in cookie  # that of the page then: servers at other ports of the host do not get it
+    assert page.get("api/now").status_code == 200
+    page.client.cookies.clear()
+    assert page.log_in(token).status_code == 401
+    assert page.get("api/now").status_code == 401
+
+
+def test_a_new_link_ends_the_one_before(page: _Page) -> None:
+    first, second = page.access.new_token(), page.access.new_token()
+    assert page.log_in(first).status_code == 401
+    assert page.log_in(second).status_code == 204
+
+
+def test_before_there_is_a_link_nobody_gets_in(page: _Page) -> None:
+    assert page.log_in("").status_code == 401
+
+
+def test_so_many_browsers_and_no_more() -> None:
+    access = Access("127.0.0.1")
+    cookies = [access.exchange(access.new_token()) for _ in range(40)]
+    assert [access.knows(each) for each in cookies] == [False] * 8 + [True] * 32
+
+
+def test_a_token_too_long_is_not_read_to_its_end(page: _Page) -> None:
+    assert page.log_in("x" * 100_000).status_code == 413
+
+
+def test_over_tls_the_cookie_stays_there() -> None:
+    with _opened("https://localhost", secure=True) as page:
+        answer = page.log_in(page.access.new_token(), Origin="https://localhost")
+        assert "secure" in answer.headers["set-cookie"].lower()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("localhost:9", 200),  # the port of a tunnel
+        ("LOCALHOST", 200),
+        ("[::1]:8000", 200),
+        ("proxy.example", 200),
+        ("evil.example", 421),
+        ("evil.example:8000", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("127.0.0.1@evil.example", 421),
+        ("evil.example/127.0.0.1", 421),
+        ("127.0.0.1:x", 421),
+        ("[::1", 421),
+        ("192.168.0.7", 421),
+        ("", 421),
+    ],
+)
+def test_hosts(page: _Page, host: str, status: int) -> None:
+    assert page.get("", Host=host).status_code == status
+    assert page.get("api/now", Host=host).status_code == (401 if status == 200 else status)
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://127.0.0.1:8000", 204),
+        ("https://proxy.example", 204),
+        ("http://127.0.0.1:9000", 403),  # another server of this host
+        ("http://localhost:8000", 403),
+        ("http://evil.example", 403),
+        ("http://127.0.0.1:8000.evil.example", 403),
+        ("null", 403),
+        ("", 403),
+        ("127.0.0.1:8000", 403),
+        ("file://127.0.0.1:8000", 403),
+    ],
+)
+def test_origins(page: _Page, origin: str, status: int) -> None:
+    assert page.log_in(page.access.new_token(), Origin=origin).status_code == status
+
+
+def test_a_login_without_an_origin_is_refused(page: _Page) -> None:
+    token = page.access.new_token()
+    assert page.ask("POST", page.place + "login", token).status_code == 403
+    assert page.log_in(token).status_code == 204  # and has not used it up
+
+
+@pytest.mark.parametrize(
+    ("site", "status"), [("same-origin", 200), ("none", 200), ("same-site", 403), ("cross-site", 403)]
+)
+def test_a_page_of_another_port_of_this_host_sees_nothing(page: _Page, site: str, status: int) -> None:
+    page.log_in(page.access.new_token())
+    assert page.get("api/actors", Sec_Fetch_Site=site).status_code == status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_there_is_nothing_to_change(page: _Page, method: str) -> None:
+    page.log_in(page.access.new_token())
+    for path in ("", "app.js", *_API):
+        answer = page.ask(method, page.place + path, Origin="http://127.0.0.1:8000")
+        assert answer.status_code == 405
+    assert page.ask(method, page.place + "login").status_code == 403
+
+
+# -- paths -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "..",
+        "../",
+        "%2e%2e/server.py",
+        "..%2fserver.py",
+        "static/app.js",
+        "app.js/",
+        "app.js%00",
+        "//etc/passwd",
+        "/etc/passwd",
+        "%2fetc%2fpasswd",
+        "....//server.py",
+        "server.py",
+        "api/",
+        "api/now/",
+        "__init__.py",
+    ],
+)
+def test_no_path_leads_to_another_file(page: _Page, path: str) -> None:
+    answer = page.ask("GET", f"http://127.0.0.1:8000{page.place}{path}")
+    assert answer.status_code == 404
+    assert len(answer.text) < 100
+
+
+def test_outside_of_its_place_there_is_nothing(page: _Page) -> None:
+    for path in ("/", "/app.js", "/api/now", f"/{page.access.place}", f"/x{page.access.place}/"):
+        assert page.ask("GET", path).status_code == 404
+
+
+@pytest.mark.parametrize("prefix", ["", "/a/b", "/user/me/proxy/8000"])
+def test_any_prefix_of_a_proxy(page: _Page, prefix: str) -> None:
+    assert page.ask("GET", prefix + page.place).status_code == 200
+    assert page.ask("GET", f"{prefix}{page.place}style.css").status_code == 200
+    assert page.ask("GET", f"{prefix}{page.place}api/now").status_code == 401
+
+
+# -- headers and contents ----------------------------------------------------------------------------------------
+
+
+def test_every_answer_tells_browsers_what_they_may_not(page: _Page) -> None:
+    answers = [page.get(path) for path in ("", "app.js", "nothing", "api/now")]
+    answers += [page.get("", Host="evil.example"), page.log_in("wrong")]
+    page.log_in(page.access.new_token())
+    answers.append(page.get("api/actors"))
+    for answer in answers:
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'self'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert "access-control-allow-origin" not in answer.headers
+    assert answers[-1].headers["cache-control"] == "no-store"
+
+
+def test_the_page_is_small_and_asks_nobody_else() -> None:
+    files = {each.name: each.read_bytes() for each in _STATIC.iterdir()}
+    assert sum(len(gzip.compress(each)) for each in files.values()) < 100 << 10
+    for name, body in files.items():
+        text = body.decode().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(
+            r"https?:|//[a-z]+\.|innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text
+        ), name
+    html = files["index.html"].decode()
+    assert not re.search(r"<style| style=| on[a-z]+=|<script(?![^>]* src=)", html)
+    # Relative, so that the page is at home under any prefix.
+    assert not re.search(
+        r"""(?:src|href)="/|(?:ask|fetch|EventSource|from)\(?\s*["'`]/""",
+        "".join(map(bytes.decode, files.values())),
+    )
+
+
+def test_every_file_of_the_page_is_served(page: _Page) -> None:
+    for each in _STATIC.iterdir():
+        assert page.get(each.name).content == each.read_bytes()
+    assert page.get("").content == (_STATIC / "index.html").read_bytes()
+
+
+def test_what_the_views_ask_for(page: _Page) -> None:
+    page.log_in(page.access.new_token())
+    assert page.get("api/now").json()["program"] == SCRIPT
+    found = page.get("api/actors?sort=waiting&first=5&most=3&q=store")
+    assert [int(each["id"], 16) for each in found.json()["rows"]] == [294, 293, 292]
+    assert found.headers["content-type"] == "application/json"
+    for query in (
+        "first=-1&most=x&sort=nothing",
+        "first=99999999999&most=99999999",
+        "q=%ff&first=%00",
+        "&&=&",
+    ):
+        assert len(page.get(f"api/actors?{query}").json()["rows"]) in (0, 200)
+    assert page.get("api/stacks").json()["workers"] == 2
+    assert page.get("api/calls").json()["rows"] == []
+    assert "no driver" in page.get("api/logs?q=x").json()["problem"]
+
+
+def test_answers_are_compressed_for_those_who_take_it(page: _Page) -> None:
+    page.log_in(page.access.new_token())
+    for coding, packed in (("gzip", True), ("gzip;q=0", False), ("identity", False)):
+        for path in ("api/actors", "app.js"):
+            answer = page.get(path, Accept_Encoding=coding)
+            assert (answer.headers.get("content-encoding") == "gzip") is packed
+            assert answer.headers["vary"] == "Accept-Encoding"
+
+
+# -- the server --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+    ],
+)
+def test_other_hosts_are_served_over_tls_only(host: str, local: bool) -> None:
+    assert is_loopback(host) is local
+    if not local:
+        with pytest.raises(ConfigError, match=r"--tls-cert.*ssh -L"):
+            Dashboard(FakeGroup().feed(), host, 0, say=print)
+
+
+def test_a_server_that_other_hosts_reach_has_no_name_of_its_own_accord() -> None:
+    access = Access("0.0.0.0", ["page.example"])
+    assert access.is_host("page.example:443")
+    assert not access.is_host("localhost")
+    assert not access.is_host("0.0.0.0")
+
+
+def test_no_secret_is_in_any_log(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    with served(FakeGroup().feed()) as page, caplog.at_level(0):
+        for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi"):
+            caplog.set_level(0, name)
+        cookie = page.log_in()
+        assert page.ask("api/now", Cookie=cookie)[0] == 200
+        assert page.ask("login", method="POST", body="wrong", Origin="http://evil.example")[0] == 403
+        # The next link is there for the next browser.
+        assert len(page.links) == 2
+        secrets = [each.partition("#token=")[2] for each in page.links] + [cookie.partition("=")[2]]
+    assert all(len(each) > 40 for each in secrets)
+    text = caplog.text + "".join(capfd.readouterr())
+    assert not [each for each in secrets if each in text]
+
+
+@contextlib.contextmanager
+def _stream(page: ServedPage, cookie: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", page.dashboard.port, timeout=30)
+    connection.request(
+        "GET", f"{page.place}api/events", None, {"Host": page.host, "Cookie": cookie, **headers}
+    )
+    with contextlib.closing(connection), connection.getresponse() as answer:
+        yield answer
+
+
+def test_looks_come_as_events() -> None:
+    with served(FakeGroup().feed()) as page:
+        cookie = page.log_in()
+        with _stream(page, cookie) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = [answer.readline() for _ in range(4)]
+        numbers = [json.loads(line.removeprefix(b"data: "))["number"] for line in lines[::2]]
+        assert lines[1::2] == [b"\n", b"\n"]
+        assert numbers[1] > numbers[0]
+        with _stream(page, cookie, **{"Accept-Encoding": "gzip"}) as answer:
+            text = b""
+            unpacker = zlib.decompressobj(31)
+            while text.count(b"\n\n") < 2:
+                text += unpacker.decompress(answer.read1())
+        assert b'"workers":[{' in text
+
+
+def _socket(page: ServedPage) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", page.dashboard.port))
+    made.settimeout(30)
+    return made
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server._BoundedProtocol, "patience", 0.1)
+
+
+def _ends(made: socket.socket) -> bool:
+    try:
+        while made.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+_WHOLE = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize(
+    ("before", "begin"),
+    [(b"", b""), (b"", b"GET / HTTP/1.1\r\nHost: 127"), (_WHOLE, b"GET / HTTP/1.1\r\nHost: 127")],
+)
+def test_a_request_that_does_not_come_to_its_end_is_the_end_of_its_connection(
+    before: bytes, begin: bytes
+) -> None:
+    with served(FakeGroup().feed()) as page, _socket(page) as made:
+        if before:
+            made.sendall(before)
+            assert made.recv(1 << 16).startswith(b"HTTP/1.1 421")
+        made.sendall(begin)
+        assert _ends(made)
+        assert page.ask("")[0] == 200  # others are served
+
+
+@pytest.mark.usefixtures("patience")
+def test_a_client_that_does_not_read_is_the_end_of_its_connection() -> None:
+    rows = [actor_row(n, class_name=f"{n}" * 500) for n in range(60)]
+    with served(FakeGroup(rows).feed(0.001)) as page:
+        cookie = page.log_in()
+        with socket.socket() as made:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            made.settimeout(30)
+            made.connect(("127.0.0.1", page.dashboard.port))
+            request = f"GET {page.place}api/events HTTP/1.1\r\nHost: {page.host}\r\nCookie: {cookie}\r\n\r\n"
+            made.sendall(request.encode())
+            assert made.recv(1)  # the server is at it, and nobody reads on
+            until(lambda: not page.dashboard._server.server_state.tasks)
+            assert _ends(made)
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+def test_requests_that_are_none(request_line: bytes) -> None:
+    with served(FakeGroup().feed()) as page, _socket(page) as made:
+        made.sendall(request_line)
+        first = made.recv(1 << 16).split(b"\r\n")[0]
+        assert re.match(rb"HTTP/1.1 4\d\d ", first)
+        assert page.ask("")[0] == 200
