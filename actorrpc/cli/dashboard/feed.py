@@ -42,7 +42,7 @@ class FeedLook:
         picture: None where nobody has answered, for the reason that ``problem`` says.
         now: what the first view shows, as JSON has it.
         rates: calls of an actor per second, by its id.
-        calls: what the view of calls shows.
+        calls: what the view of calls shows; None where nobody wanted to see it.
     """
 
     number: int
@@ -50,7 +50,7 @@ class FeedLook:
     problem: str
     now: dict[str, Any]
     rates: dict[str, float] = field(default_factory=dict)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] | None = None
 
 
 class Feed:
@@ -83,7 +83,7 @@ class Feed:
         self._logs = _LogLines(groups)
 
     async def after(self, number: int, *, calls: bool = False) -> FeedLook:
-        """Return the first look that comes after one; ``calls``: it is to have sums over calls from now on."""
+        """Return the first look that comes after one; ``calls``: the first that has sums over calls."""
         while True:
             moment = time.monotonic()
             self._asked = moment
@@ -93,8 +93,10 @@ class Feed:
                 # What was seen when somebody looked the last time is no news.
                 self._look = None
                 self._task = asyncio.create_task(self._run())
-            if self._look is not None and self._look.number > number:
-                return self._look
+            found = self._look
+            if found is not None and found.number > number:
+                if not calls or found.calls is not None or found.problem:
+                    return found
             await self._published.wait()
 
     async def close(self) -> None:
@@ -102,6 +104,10 @@ class Feed:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+    def hang_up(self) -> None:
+        """Close what logs were read over; the event loop and its threads have ended."""
+        self._logs.end()
 
     async def _run(self) -> None:
         while time.monotonic() - self._asked < _IDLE_S:
@@ -200,6 +206,12 @@ class _LogLines:
         except (RpcError, OSError) as error:
             return str(error)
         return ""
+
+    def end(self) -> None:
+        """Hang up."""
+        if self._reader is not None:
+            self._reader.end()
+            self._reader = None
 
     def search(self, text: str, whom: str, most: int) -> dict[str, Any]:
         """Return the last lines with a text, of a process or a label (empty: all); upper and lower case are the same."""

@@ -233,7 +233,7 @@ def make_app(
         if refused is not None:
             return refused
         look = await feed.after(_number(_query(request), "after", 1 << 30), calls=True)
-        return _json(request, {"number": look.number, "problem": look.problem, "rows": look.calls})
+        return _json(request, {"number": look.number, "problem": look.problem, "rows": look.calls or []})
 
     async def stacks(request: Request) -> Response:
         refused = allowed(request)
@@ -390,13 +390,11 @@ class Dashboard:
     def run(self) -> None:
         """Serve until a signal ends it."""
         self._say_link()
-        asyncio.run(self._serve())
-
-    async def _serve(self) -> None:
         try:
-            await self._server.serve(sockets=[self._socket])
+            # A signal that uvicorn has heeded cancels this as well: whatever is to be awaited in it after that may not be.
+            asyncio.run(self._server.serve(sockets=[self._socket]))
         finally:
-            await self._feed.close()
+            self._feed.hang_up()
 
     def stop(self) -> None:
         """Have :meth:`run` return soon. Any thread may call it."""

@@ -1,0 +1,187 @@
+"""The page in a real browser: Debian's chromium, driven by playwright; ``actorrpc dashboard`` is a process as users start it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import actorrpc
+from tests.actors.e2e.kit import open_gate, pass_gate, until
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the page is tried in a browser where playwright is: pip install playwright"
+)
+_CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.limit(180),
+    pytest.mark.skipif(_CHROMIUM is None, reason="there is no chromium: apt-get install chromium"),
+]
+_MARKUP = "<img src=x onerror=alert(1)>"
+_VIEWS = ["now", "actors", "stacks", "logs", "calls", "memory"]
+
+
+@actorrpc.remote
+class Store:
+    def __init__(self) -> None:
+        print(f"a store is made {_MARKUP}", flush=True)
+
+    def pass_gate(self, path: str) -> str:
+        return pass_gate(path)
+
+    def get(self) -> int:
+        return 1
+
+
+@contextlib.contextmanager
+def _viewer(*options: str) -> Iterator[str]:
+    """A viewer; its link."""
+    command = [sys.executable, "-m", "actorrpc", "dashboard", "--json", "--timeout", "5", *options]
+    with subprocess.Popen(
+        [*command, "--pid", str(os.getpid())], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())["link"]
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate()
+            assert (process.returncode, errors) == (130, "")
+        finally:
+            process.kill()
+
+
+class _Seen:
+    """A page, and what it has asked for and complained of."""
+
+    def __init__(self, browser: Any, **options: Any) -> None:
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.foreign: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("console", lambda each: self.complaints.append(each.text))
+        self.page.on("pageerror", lambda each: self.complaints.append(str(each)))
+        self.page.on("request", lambda each: self._note(each.url))
+        self.page.on("dialog", lambda each: self.complaints.append("a dialog"))
+
+    def _note(self, url: str) -> None:
+        if urlsplit(url).hostname != "127.0.0.1":
+            self.foreign.append(url)
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as tools:
+        # Without a sandbox: it needs rights that containers do not give; what is opened is our own page.
+        found = tools.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Path]:
+    """A cluster with a name that is markup, a call that runs and one that waits."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with actorrpc.init(num_cpus=2, log_to_driver=False):
+        stores = [Store.options(name=f"{_MARKUP} {n}", num_cpus=0.01).remote() for n in range(2)]
+        calls = [stores[0].pass_gate.remote(str(gate)), stores[0].get.remote()]
+        actorrpc.get(stores[1].get.remote())
+        until(lambda: any(each.waiting for each in actorrpc.state(30).actors))
+        yield gate
+        open_gate(gate)
+        actorrpc.get(calls)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None:
+    with _viewer() as link:
+        phone = {"width": 360, "height": 740}
+        seen = _Seen(browser, viewport=phone, color_scheme=scheme)
+        page = seen.page
+        page.goto(link)
+        page.get_by_text("nothing is wrong", exact=False).first.wait_for()
+        assert "token" not in page.url
+        for view in _VIEWS:
+            page.get_by_role("link", name=view.capitalize(), exact=True).click()
+            if view == "now":
+                page.get_by_role("cell", name="driver", exact=True).wait_for()
+            elif view == "actors":
+                page.get_by_role("cell", name=f"Store('{_MARKUP} 0')").first.wait_for()
+                page.get_by_label("Filter").fill(f"{_MARKUP} 1")
+                page.get_by_text("1 actor of 2").wait_for()
+                page.get_by_role("button", name="calls/s").click()
+                assert "sort=rate" in page.url
+            elif view == "stacks":
+                page.get_by_role("button", name="Take stacks").click()
+                page.get_by_text("runs Store(").first.wait_for()
+            elif view == "logs":
+                page.get_by_text(f"a store is made {_MARKUP}").first.wait_for()
+            elif view == "calls":
+                page.get_by_text("1 row").or_(page.get_by_text("0 rows")).first.wait_for()
+            else:
+                page.get_by_role("columnheader", name="shared memory lent").wait_for()
+            assert page.locator("nav a[aria-current=page]").inner_text().lower() == view
+            # Nothing is wider than the phone: tables scroll by themselves.
+            assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
+            page.screenshot(path=tmp_path / f"{view}-{scheme}.png")
+        # A view has an address, which says all that was chosen.
+        address = page.url.partition("#")[0]
+        page.goto("about:blank")
+        page.goto(f"{address}#actors?q=nobody")
+        page.get_by_text("0 actors of 2").wait_for()
+        assert page.get_by_label("Filter").input_value() == "nobody"
+        seen.context.close()
+    assert seen.foreign == []
+    assert seen.complaints == []
+
+
+def test_the_link_lets_one_browser_in(browser: Any, job: Path) -> None:
+    with _viewer() as link:
+        first, second = _Seen(browser), _Seen(browser)
+        first.page.goto(link)
+        first.page.get_by_role("cell", name="driver", exact=True).wait_for()
+        first.page.goto(link)  # who has logged in may follow it again
+        first.page.get_by_role("cell", name="driver", exact=True).wait_for()
+        second.page.goto(link)
+        second.page.get_by_role("alert").get_by_text("Open the link").wait_for()
+        assert second.page.get_by_role("cell").count() == 0
+        for each in (first, second):
+            each.context.close()
+
+
+def test_where_events_are_kept_back_the_page_asks(browser: Any, job: Path) -> None:
+    with _viewer() as link:
+        seen = _Seen(browser)
+        held: list[Any] = []
+        seen.page.route("**/api/events*", lambda route: held.append(route))
+        seen.page.goto(link)
+        seen.page.get_by_role("cell", name="driver", exact=True).wait_for()
+        assert len(held) == 1
+        seen.context.close()
+
+
+def test_by_keyboard_alone(browser: Any, job: Path) -> None:
+    with _viewer() as link:
+        seen = _Seen(browser)
+        page = seen.page
+        page.goto(link)
+        page.get_by_role("cell", name="driver", exact=True).wait_for()
+        for _ in range(3):  # over the link to the view, "Now", to "Actors"
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.get_by_role("searchbox").wait_for()
+        page.keyboard.press("Tab")
+        page.keyboard.type("nobody")
+        page.get_by_text("0 actors of 2").wait_for()
+        seen.context.close()

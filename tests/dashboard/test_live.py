@@ -1,0 +1,79 @@
+"""The page of a cluster that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.cli.dashboard.feed import Feed
+from actorrpc.observe.outside import find_groups, look
+from tests.actors.e2e.kit import open_gate, pass_gate, until
+from tests.dashboard.fakes import ServedPage, served
+
+pytestmark = [pytest.mark.limit(30)]
+
+
+@actorrpc.remote
+class Store:
+    def __init__(self) -> None:
+        print("a store is made", flush=True)
+
+    def pass_gate(self, path: str) -> str:
+        return pass_gate(path)
+
+
+def _counted(rows: list[dict[str, Any]]) -> int:
+    return sum(
+        each["count"] for each in rows if (each["side"], each["method"]) == ("server", "Store/pass_gate")
+    )
+
+
+class _Browser:
+    """Somebody who has used the link."""
+
+    def __init__(self, page: ServedPage) -> None:
+        self._page = page
+        self._cookie = page.log_in()
+
+    def get(self, path: str) -> dict[str, Any]:
+        status, _, body = self._page.ask(path, Cookie=self._cookie)
+        assert status == 200
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+
+def test_the_page_of_a_cluster(tmp_path: Path) -> None:
+    gates = [tmp_path / "first", tmp_path / "second"]
+    for gate in gates:
+        os.mkfifo(gate)
+    with actorrpc.init(num_cpus=2, log_to_driver=False):
+        groups = find_groups(os.getpid())
+        feed = Feed(lambda parts: look(groups[0], parts, 30.0), lambda: groups, 0.02)
+        store = Store.options(name="store").remote()
+        calls = [store.pass_gate.remote(str(gate)) for gate in gates]
+        with served(feed) as page:
+            browser = _Browser(page)
+            until(lambda: any(each["waiting"] and each["runs"] for each in browser.get("api/actors")["rows"]))
+            (row,) = browser.get("api/actors?q=store")["rows"]
+            assert (row["title"], row["waiting"], row["state"]) == ("Store('store')", 1, "ALIVE")
+            assert "pass_gate() for 'driver'" in row["runs"][0]
+            seen = browser.get("api/now")
+            assert [each["state"] for each in seen["workers"]] == ["alive", "alive"]
+            assert seen["pid"] == os.getpid()
+            # The stack of the call that runs comes first.
+            fold = browser.get("api/stacks")["folds"][0]
+            assert "pass_gate" in fold["calls"][0]
+            assert "pass_gate" in [name for name, _, _ in fold["frames"]]
+            (line,) = browser.get("api/logs?q=A%20STORE")["lines"]
+            assert line["text"] == "a store is made"
+            assert browser.get("api/logs?whom=nobody")["lines"] == []
+            browser.get("api/calls")  # now they count
+            for gate in gates:
+                open_gate(gate)
+            actorrpc.get(calls)
+            until(lambda: _counted(browser.get("api/calls")["rows"]) >= 2)
