@@ -149,6 +149,21 @@ def test_looks_end_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert newer >= asked
 
 
+def test_looks_go_on_for_those_who_wait_however_long_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actorrpc.cli.dashboard.feed._IDLE_S", 0.0)
+    group = FakeGroup()
+
+    async def look() -> list[int]:
+        feed = group.feed()
+        try:
+            return [(await feed.after(number, calls=number > 1)).number for number in (0, 1, 2, 3)]
+        finally:
+            await feed.close()
+
+    numbers = asyncio.run(look())
+    assert numbers == sorted(set(numbers))
+
+
 def test_workers_count_calls_only_while_somebody_sees_them() -> None:
     group = FakeGroup()
 

@@ -5,3 +5,7 @@
 it; :mod:`~actorrpc.cli.dashboard.server` speaks HTTP (extra ``dashboard``). The page is in ``static``:
 plain files, no build step.
 """
+
+from __future__ import annotations
+
+__all__: list[str] = []

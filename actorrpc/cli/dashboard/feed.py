@@ -28,6 +28,7 @@ _log = logging.getLogger("actorrpc.cli")
 
 _EVERY_S: Final = 1.0
 _IDLE_S: Final = 3.0
+_REST: Final = 2.0  # times what a look has cost, this process does not look
 _WINDOW: Final = 10  # looks: over these, rates and percentiles of calls are taken
 _PARTS: Final = ("process", "actors", "supervised")
 _LOG_BYTES: Final = 16 << 20
@@ -75,6 +76,8 @@ class Feed:
         self._published = asyncio.Event()
         self._look: FeedLook | None = None
         self._number = 0
+        self._waiting = self._waiting_for_calls = 0  # those who wait for the next look
+        self._spent = 0.0  # processor time of the last look
         self._totals = CallTotals()
         self._window: deque[tuple[float, dict[Any, Any]]] = deque(maxlen=_WINDOW + 1)
         self._stacks_lock = asyncio.Lock()  # one look at stacks at a time
@@ -97,7 +100,13 @@ class Feed:
             if found is not None and found.number > number:
                 if not calls or found.calls is not None or found.problem:
                     return found
-            await self._published.wait()
+            self._waiting += 1
+            self._waiting_for_calls += calls
+            try:
+                await self._published.wait()
+            finally:
+                self._waiting -= 1
+                self._waiting_for_calls -= calls
 
     async def close(self) -> None:
         """End looking."""
@@ -110,9 +119,9 @@ class Feed:
         self._logs.end()
 
     async def _run(self) -> None:
-        while time.monotonic() - self._asked < _IDLE_S:
+        while self._waiting or time.monotonic() - self._asked < _IDLE_S:
             begun = time.monotonic()
-            with_calls = begun - self._calls_asked < _IDLE_S
+            with_calls = bool(self._waiting_for_calls) or begun - self._calls_asked < _IDLE_S
             parts = [*_PARTS, "metrics"] if with_calls else list(_PARTS)
             self._number += 1
             try:
@@ -122,10 +131,18 @@ class Feed:
                 self._look = _failed(self._number, repr(error))
             self._published.set()
             self._published = asyncio.Event()
-            await asyncio.sleep(max(0.0, begun + self._every - time.monotonic()))
+            # What this process computes may be at the expense of the job: of a very large group, there are fewer looks.
+            await asyncio.sleep(max(begun + self._every - time.monotonic(), _REST * self._spent))
 
     def _take(self, number: int, parts: list[str], before: FeedLook | None) -> FeedLook:
         """Take a look, on a thread of its own."""
+        begun = time.thread_time()
+        try:
+            return self._take_one(number, parts, before)
+        finally:
+            self._spent = time.thread_time() - begun
+
+    def _take_one(self, number: int, parts: list[str], before: FeedLook | None) -> FeedLook:
         try:
             seen = self._see(parts)
         except (RpcError, OSError) as error:

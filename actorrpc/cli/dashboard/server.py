@@ -63,7 +63,7 @@ _TYPES: Final = {
 # -- what stands before everything ---------------------------------------------------------------------------------
 
 
-class _Gate:
+class _RequestGuard:
     """Refuses requests that no page of this server has sent, and gives all answers the headers that browsers obey."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -254,7 +254,7 @@ def make_app(
     ]
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False  # it would leave out our part of the path
-    return _Gate(app, access)
+    return _RequestGuard(app, access)
 
 
 def _files() -> dict[str, bytes]:
