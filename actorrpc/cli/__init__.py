@@ -1,4 +1,4 @@
-"""The command line: ``actorrpc status``, ``stack``, ``describe``, ``logs``, ``doctor``, ``top``, ``trace``, ``profile``, ``dashboard``, ....
+"""The command line: ``actorrpc status``, ``stack``, ``describe``, ``logs``, ``trace``, ``profile``, ``dashboard`` and others.
 
 Nothing here imports torch: a command is there at once, also beside a job that keeps all processors busy.
 """

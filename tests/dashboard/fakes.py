@@ -115,7 +115,7 @@ class ServedPage:
 
 
 @contextlib.contextmanager
-def served(feed: Feed, **options: Any) -> Iterator[ServedPage]:
+def served(feed: Feed, host: str = "127.0.0.1", **options: Any) -> Iterator[ServedPage]:
     """A server at a port of its own."""
     links: list[str] = []
     said = threading.Event()
@@ -129,7 +129,7 @@ def served(feed: Feed, **options: Any) -> Iterator[ServedPage]:
         name: logging.getLogger(name).level
         for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
     }
-    dashboard = Dashboard(feed, "127.0.0.1", 0, say=say, **options)
+    dashboard = Dashboard(feed, host, 0, say=say, **options)
     thread = threading.Thread(target=dashboard.run, name="page")
     thread.start()
     try:

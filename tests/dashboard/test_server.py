@@ -9,6 +9,7 @@ import http.client
 import json
 import re
 import socket
+import ssl
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from actorrpc.cli.dashboard import server
 from actorrpc.cli.dashboard.access import Access, is_loopback
 from actorrpc.cli.dashboard.server import Dashboard, make_app
 from actorrpc.errors import ConfigError
+from tests import certificates
 from tests.actors.e2e.kit import until
 from tests.dashboard.fakes import SCRIPT, FakeGroup, ServedPage, actor_row, served
 
@@ -318,6 +320,25 @@ def test_other_hosts_are_served_over_tls_only(host: str, local: bool) -> None:
     if not local:
         with pytest.raises(ConfigError, match=r"--tls-cert.*ssh -L"):
             Dashboard(FakeGroup().feed(), host, 0, say=print)
+
+
+def test_over_tls() -> None:
+    made = certificates.files()
+    files = (made.cert, made.key)
+    with pytest.raises(ConfigError, match="--allow-host"):
+        Dashboard(FakeGroup().feed(), "0.0.0.0", 0, say=print, tls=files)
+    with served(FakeGroup().feed(), host="0.0.0.0", names=["page.example"], tls=files) as page:
+        assert page.links[0].startswith(f"https://page.example:{page.dashboard.port}/")
+        trusting = ssl.create_default_context()
+        trusting.check_hostname = False
+        trusting.verify_mode = ssl.CERT_NONE
+        for host, status in (("page.example", 200), ("127.0.0.1", 421)):
+            connection = http.client.HTTPSConnection(
+                "127.0.0.1", page.dashboard.port, timeout=30, context=trusting
+            )
+            with contextlib.closing(connection):
+                connection.request("GET", page.place, headers={"Host": host})
+                assert connection.getresponse().status == status
 
 
 def test_a_server_that_other_hosts_reach_has_no_name_of_its_own_accord() -> None:

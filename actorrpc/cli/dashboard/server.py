@@ -332,7 +332,7 @@ class Dashboard:
         say: is given the link, and the next one when that was used.
 
     Raises:
-        ConfigError: the address is one that other hosts reach, and there is no certificate.
+        ConfigError: the address is one that other hosts reach, and there is no certificate; or all of the host's, and no name.
         OSError: the address cannot be listened at, or a file cannot be read.
     """
 
@@ -351,6 +351,9 @@ class Dashboard:
                 f"--bind {host}: other hosts reach that address, and could read along: give --tls-cert and --tls-key, or leave "
                 "it at 127.0.0.1 and use a tunnel: ssh -L PORT:127.0.0.1:PORT HOST"
             )
+        names = tuple(names)
+        if host in ("0.0.0.0", "::") and not names:
+            raise ConfigError(f"--bind {host}: say with --allow-host by which name other hosts know this one")
         self._feed = feed
         self._say = say
         self.access = Access(host, names)
@@ -378,7 +381,8 @@ class Dashboard:
         self._server = uvicorn.Server(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=_CONNECTIONS)
-        shown = f"[{host}]" if ":" in host else host
+        named = names[0] if host in ("0.0.0.0", "::") else host
+        shown = f"[{named}]" if ":" in named else named
         scheme = "https" if tls else "http"
         self.port: int = self._socket.getsockname()[1]
         self.address = f"{scheme}://{shown}:{self.port}/{self.access.place}/"
