@@ -390,6 +390,14 @@ def test_looks_come_as_events() -> None:
         assert b'"workers":[{' in text
 
 
+def test_the_end_of_the_server_is_the_end_of_events() -> None:
+    with served(FakeGroup().feed()) as page, _stream(page, page.log_in()) as answer:
+        assert answer.readline()
+        page.dashboard.stop()
+        # It has come to its end, and was not cut, which http.client would raise.
+        assert answer.read().endswith(b"\n")
+
+
 def _socket(page: ServedPage) -> socket.socket:
     made = socket.create_connection(("127.0.0.1", page.dashboard.port))
     made.settimeout(30)

@@ -136,13 +136,19 @@ def _query(request: Request) -> dict[str, str]:
 
 
 def make_app(
-    feed: Feed, access: Access, *, secure: bool = False, logged_in: Callable[[], object] = bool
+    feed: Feed,
+    access: Access,
+    *,
+    secure: bool = False,
+    logged_in: Callable[[], object] = bool,
+    ends: Callable[[], bool] = bool,
 ) -> ASGIApp:
     """Return the application.
 
     Args:
         secure: it is served over TLS.
         logged_in: is called when the link was used.
+        ends: says whether the server is to end: then pages are sent nothing more.
     """
     streams = 0
 
@@ -195,7 +201,7 @@ def make_app(
             streams += 1
             try:
                 number = 0
-                while access.knows(cookie):
+                while access.knows(cookie) and not ends():
                     look = await feed.after(number)
                     number = look.number
                     data = json.dumps(look.now, separators=(",", ":")).encode("ascii")
@@ -357,7 +363,7 @@ class Dashboard:
         self._feed = feed
         self._say = say
         self.access = Access(host, names)
-        app = make_app(feed, self.access, secure=tls is not None, logged_in=self._say_link)
+        app = make_app(feed, self.access, secure=tls is not None, logged_in=self._say_link, ends=self._ends)
         config = uvicorn.Config(
             app,
             http=_BoundedProtocol,
@@ -370,7 +376,7 @@ class Dashboard:
             proxy_headers=False,
             limit_concurrency=_CONNECTIONS,
             timeout_keep_alive=int(_PATIENCE_S),
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=3,  # pages are sent one look more
             ssl_certfile=tls[0] if tls else None,
             ssl_keyfile=tls[1] if tls else None,
         )
@@ -399,6 +405,9 @@ class Dashboard:
             asyncio.run(self._server.serve(sockets=[self._socket]))
         finally:
             self._feed.hang_up()
+
+    def _ends(self) -> bool:
+        return self._server.should_exit
 
     def stop(self) -> None:
         """Have :meth:`run` return soon. Any thread may call it."""
