@@ -208,6 +208,7 @@ def _goes_in(phase: str, fault: str, goes: str, bystander: str) -> None:
     assert x.grad is None
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_a_worker_that_goes_in_a_pass(fault: str) -> None:

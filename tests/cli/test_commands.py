@@ -460,6 +460,7 @@ def test_metrics(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert 'actorrpc_workers{state="alive"} 3.0' in path.read_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("job")
 def test_metrics_over_http() -> None:
     with subprocess.Popen(

@@ -448,6 +448,7 @@ with init():
 """
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard_and_its_classes_travel(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("factor = 2\n")
     with script(tmp_path, _SCRIPT) as process:

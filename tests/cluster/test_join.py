@@ -246,6 +246,7 @@ def elsewhere() -> Iterator[str]:
         assert driver.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.limit(60)
 @pytest.mark.parametrize(
     ("case", "kind", "says"),

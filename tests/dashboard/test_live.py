@@ -47,6 +47,7 @@ class _Browser:
         return found
 
 
+@pytest.mark.slow
 def test_the_page_of_a_cluster(tmp_path: Path) -> None:
     gates = [tmp_path / "first", tmp_path / "second"]
     for gate in gates:

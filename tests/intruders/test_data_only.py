@@ -613,6 +613,7 @@ def _serve(rank: int, world_size: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lane", rest_is_slow(["0", "1"]))
 def test_a_group_of_data_only_workers(monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
     monkeypatch.setenv("ACTORRPC_DATA_ONLY", "1")

@@ -169,6 +169,7 @@ def test_a_key_of_a_file(tmp_path: Path) -> None:
         assert not found["keyless"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{"bind": "0.0.0.0"}, {"bind": "::", "transport": "tcp"}])
 def test_no_key_and_an_open_door_do_not_start(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(GroupError, match=r"ConfigError: this worker would listen on"):

@@ -203,6 +203,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", rest_is_slow(["raise", "thread"]))
 def test_a_process_that_ends_without_shutdown_ends(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script.py"

@@ -50,6 +50,9 @@ def calls(rank: int, world_size: int) -> None:
     if rank:
         return
     for to in ("worker1", "worker0"):
+        assert (
+            rpc.rpc_sync(to, operator.mul, (1, 1)) == 1
+        )  # there is a connection: the next calls have little time
         with testing.drop("call", function=operator.add, total=2) as lost:
             with pytest.raises(RpcTimeoutError) as caught:
                 rpc.rpc_sync(to, operator.add, (1, 2), timeout=0.03)

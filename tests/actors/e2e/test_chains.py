@@ -362,6 +362,7 @@ def test_a_sibling_does_not_enter_a_call_that_it_does_not_descend_from(gates: Ca
     assert actorrpc.get(found) == [None, ["hold", "held", "relayed"]]
 
 
+@pytest.mark.slow
 def test_without_reentrancy_a_cycle_is_reported() -> None:
     a, b = Node.options(reentrant=False, name="first").remote(), Node.options(name="second").remote()
     with pytest.raises(actorrpc.DeadlockError, match="first"):

@@ -149,6 +149,7 @@ def test_nested_calls_inherit_what_is_left() -> None:
     assert actorrpc.get(next(a.stream.options(timeout=100).remote())) <= 100
 
 
+@pytest.mark.slow
 def test_a_wait_inside_of_a_call_ends_with_the_call() -> None:
     actor, gate = Worker.remote(), Gate.remote()
     actorrpc.get([actor.all.remote(), gate.count.remote()])

@@ -99,6 +99,7 @@ print("pids", *pids, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", rest_is_slow([signal.SIGKILL, signal.SIGTERM]))
 def test_a_killed_driver_takes_everything_along(scripts: Any, how: int) -> None:
     script = scripts(_PIDS + "\nthreading.Event().wait()\n")
@@ -133,6 +134,7 @@ def test_hooks_run_at_a_graceful_end(scripts: Any) -> None:
     script.is_tidy(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wait",
     rest_is_slow(

@@ -95,6 +95,7 @@ class Faulty:
 # -- the constructor ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_the_constructor_raised_reaches_every_call() -> None:
     actor = Faulty.remote("of the constructor")
     early = actor.ping.remote()

@@ -295,6 +295,7 @@ def test_waiting_for_a_coroutine_that_another_call_has_begun() -> None:
     assert get(actor.tick.remote()) == "tick"
 
 
+@pytest.mark.slow
 def test_a_circle_through_other_actors_is_found() -> None:
     actor = _made()
     others = [Plain.remote(), Plain.remote()]
@@ -333,6 +334,7 @@ def test_a_plain_call_that_is_cancelled_before_its_turn_never_runs(gate: Path) -
     assert get(actor.all.remote()) == ["held"]
 
 
+@pytest.mark.slow
 def test_calls_end_with_their_actor_also_where_the_loop_is_held(place: str, gate: Path) -> None:
     actor = _made()
     held = actor.hold.remote(str(gate))

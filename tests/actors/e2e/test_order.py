@@ -250,6 +250,7 @@ def test_the_calls_of_one_actor_keep_their_order_from_method_to_method(gate: Pat
     assert actorrpc.get(recorder.all.remote()) == ["first", "second"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Caller, pytest.param(AsyncCaller, marks=pytest.mark.slow)])
 def test_a_call_behind_one_that_waits_for_it_is_a_deadlock_and_said_so(kind: Any) -> None:
     """``inner`` runs while ``outer`` waits: what it calls comes after what ``outer`` has called, which needs its result."""
@@ -494,6 +495,7 @@ def test_control_is_not_stuck_behind_work(gate: Path) -> None:
     assert actorrpc.get(actor.all.remote()) == [0, 1, 3, 4]
 
 
+@pytest.mark.slow
 def test_kill_while_it_is_busy_in_c(gate: Path) -> None:
     actor = Recorder.remote()
     busy = actor.block.remote(str(gate))

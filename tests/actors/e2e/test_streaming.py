@@ -136,6 +136,7 @@ def test_back_pressure() -> None:
         assert [actorrpc.get(ref) for ref in stream] == list(range(1, 1000))
 
 
+@pytest.mark.slow
 @both
 def test_early_ends(cls: Any) -> None:
     actor = cls.remote()

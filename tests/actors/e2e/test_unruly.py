@@ -198,6 +198,7 @@ class Crowded:
         return "coroutine"
 
 
+@pytest.mark.slow
 def test_calls_that_need_a_thread_are_refused_where_there_is_none() -> None:
     actor = Crowded.remote()
     actorrpc.get(actor.fill.remote(0))

@@ -291,6 +291,7 @@ def _correspond(mails: Any) -> Any:
     return get(received)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(60)
 def test_with_one_process_tasks_do_not_stand_in_each_others_way() -> None:
     with actorrpc.init(num_cpus=1):
