@@ -284,7 +284,7 @@ def test_who_was_not_told_is_told_the_next_time(
             blocking.step(None, timeout=_TINY)
         call_on(places[0], _blocking, "await_entered")
         # The other worker may get no processor in so little time.
-        with pytest.raises((errors.RpcTimeoutError, OptimizerError), match="timed out"):
+        with pytest.raises((errors.RpcTimeoutError, OptimizerError)):
             scheduler.step(timeout=_TINY)
         assert scheduler.get_last_lr() == [0.1]
     finally:
