@@ -33,6 +33,7 @@ _CALLS = {"pipelined": 4000, "sync": 2000}
 
 def _worker(rank: int, store: str, recorder: str, pipe: Connection | None) -> None:
     os.environ["ACTORRPC_RECORDER"] = recorder
+    os.sched_setaffinity(0, {0})  # where the two sides of a pair run decides more than anything else
     rpc.init_rpc(
         f"w{rank}",
         rank=rank,
