@@ -256,7 +256,7 @@ def test_a_call_that_fails(runtime: Runtime) -> None:
 def test_producers_wait_for_their_consumers(runtime: Runtime, limit: int) -> None:
     ticket = begin(logged, limit, 50)
     producer = runtime.streams.get(ticket.stream)
-    _log.wait_for(limit - 1)
+    _until_it_pauses(runtime, ticket)  # the log is written before the item is in the window
     waits = producer.room()
     assert waits is not None
     assert _log.lines == list(range(limit))
