@@ -453,13 +453,7 @@ def _trace(found: argparse.Namespace) -> int:
     recordings = []
     for made in _looks_at(groups, ["records"], found.timeout):
         for record, answer in made.answers.values():
-            if isinstance(answer, Silent):
-                recordings.append(
-                    Recording(worker=record.name, pid=record.pid, why=answer.reason or answer.state)
-                )
-                continue
             recording = Recording.of(record.name, record.pid, answer)
-            recording.offset, recording.error = answer["clock"]
             if found.seconds:
                 recording.since(begun)
             recordings.append(recording)

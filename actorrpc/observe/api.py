@@ -21,7 +21,7 @@ from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.protocol import merge
 from actorrpc.observe.startup import Observer
-from actorrpc.observe.trace import Recording, TraceSummary, write
+from actorrpc.observe.trace import CLOCK, Recording, TraceSummary, compare_clocks, write
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.validation import wait_limit
@@ -34,7 +34,6 @@ _SHARE: Final = 0.6  # of the time, for the first answers: what is left is for t
 _SOON_S: Final = 0.2  # then it is looked whether there are processes that cannot answer
 _DUMP_S: Final = 0.25  # of the time is kept for the stacks of processes that do not answer
 _TRACE_S: Final = 10.0
-_CLOCK_TRIES: Final = 7  # the fastest counts
 _AT_ONCE: Final = 16
 _PAGES: Final = 100
 
@@ -207,12 +206,10 @@ def recordings(seconds: float | None = None, timeout: float = _TRACE_S) -> list[
     collected = []
     for each in _ask_all(worker, ["records"], asked_at, until, 0.0):
         record, found = each.record, each.found()
-        if isinstance(found, Silent):
-            collected.append(Recording(worker=record.name, pid=record.pid, why=found.reason or found.state))
-            continue
+        if isinstance(found, dict):
+            is_here = record.host == worker.agent.record.host
+            found["clock"] = (0.0, 0.0) if is_here else _clock(worker, record, until)
         made = Recording.of(record.name, record.pid, found)
-        if record.host != worker.agent.record.host:
-            made.offset, made.error = _clock(worker, record, until)
         if wait:
             made.since(begun)
         collected.append(made)
@@ -247,22 +244,18 @@ def _ask_all(worker: Worker, parts: list[str], begun: float, until: float, rest:
 
 def _clock(worker: Worker, record: WorkerRecord, until: float) -> tuple[float, float]:
     """Return what is to be added to another host's moments to have them on this clock, and how far off that may be."""
-    best = (0.0, float("inf"))
-    for _ in range(_CLOCK_TRIES):
-        begun = _time.now()
-        inquiry = _Inquiry(worker.observer, worker.agent, record, ["records"], {"records": 1 << 62})
+
+    def ask() -> dict[str, Any]:
+        inquiry = _Inquiry(worker.observer, worker.agent, record, ["records"], CLOCK)
         inquiry.begin(until)
         worker.agent.flush()
         try:
             _wait([inquiry], until)
         finally:
             inquiry.give_up()
-        ended = _time.now()
-        recorder = inquiry.pages[0].get("recorder") if inquiry.pages else None
-        there = recorder.get("now") if isinstance(recorder, dict) else None
-        if type(there) is float and (ended - begun) / 2 < best[1]:
-            best = ((begun + ended) / 2 - there, (ended - begun) / 2)
-    return best
+        return inquiry.pages[0] if inquiry.pages else {}
+
+    return compare_clocks(ask, _time.now)
 
 
 def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:

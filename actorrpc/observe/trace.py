@@ -15,18 +15,23 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
+from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import method_of
 
-__all__ = ["Recording", "TraceSummary", "events_of", "write"]
+__all__ = ["CLOCK", "Recording", "TraceSummary", "compare_clocks", "events_of", "write"]
+
+#: where a question for records begins that is for the clock alone: there are none
+CLOCK: Final = {"records": 1 << 62}
 
 _WAIT_S: Final = 20e-6  # a shorter time in a mailbox is not shown
 _COUNT_S: Final = 100e-6  # counters are shown at most this often
 _THIN_S: Final = 1e-6  # the slice of a call that nobody waits for: its arrow begins there
+_CLOCK_TRIES: Final = 7  # the fastest counts
 _LINE: Final = 2000  # events are put into text together
 
 
@@ -54,9 +59,16 @@ class Recording:
     why: str = ""
 
     @classmethod
-    def of(cls, worker: str, pid: int, found: dict[str, Any]) -> Recording:
-        """Return the recording that is in a worker's answer, which may be anything."""
+    def of(cls, worker: str, pid: int, found: dict[str, Any] | Silent) -> Recording:
+        """Return the recording that is in a worker's answer, which may be anything.
+
+        Where the answer has a ``clock``, that is what :func:`compare_clocks` has returned here.
+        """
         made = cls(worker=worker, pid=pid)
+        if isinstance(found, Silent):
+            made.why = found.reason or found.state
+            return made
+        made.offset, made.error = found.get("clock", (0.0, 0.0))
         recorder, rows = found.get("recorder"), found.get("records")
         if not isinstance(recorder, dict) or not isinstance(rows, list):
             made.why = str(found.get("error") or "it has no flight recorder: it runs another version")
@@ -79,6 +91,24 @@ class Recording:
     @staticmethod
     def _ended(record: list[Any]) -> float:
         return float(record[4] if record[1] == EXECUTED else record[3])
+
+
+def compare_clocks(ask: Callable[[], dict[str, Any]], now: Callable[[], float]) -> tuple[float, float]:
+    """Return what is to be added to a worker's moments to have them on the clock here, and how far off that may be, in seconds.
+
+    Args:
+        ask: asks the worker for :data:`CLOCK`, and returns its answer.
+        now: the clock here.
+    """
+    best = (0.0, float("inf"))
+    for _ in range(_CLOCK_TRIES):
+        begun = now()
+        recorder = ask().get("recorder")
+        ended = now()
+        there = recorder.get("now") if isinstance(recorder, dict) else None
+        if type(there) is float and (ended - begun) / 2 < best[1]:
+            best = ((begun + ended) / 2 - there, (ended - begun) / 2)
+    return best
 
 
 _SHAPES: Final[dict[int, tuple[type | tuple[type, ...], ...]]] = {

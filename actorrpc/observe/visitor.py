@@ -20,6 +20,7 @@ from typing import Any, Final
 from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.observe.protocol import ANSWER, ASK, merge, pack, unpack
+from actorrpc.observe.trace import CLOCK, compare_clocks
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import Stream, Tls, explain
 from actorrpc.wire import frames
@@ -35,7 +36,6 @@ __all__ = ["Target", "Visit"]
 _SLICE_S: Final = 0.1  # how often it is looked whether the process that is waited for has stopped
 _MAX_FRAME: Final = 16 << 20
 _PAGES: Final = 200
-_CLOCK_TRIES: Final = 7  # the fastest counts
 _SAY_EVERY: Final = 1 << 20
 
 
@@ -233,15 +233,7 @@ class Visit:
         """
         if self._target.local_pid:
             return 0.0, 0.0
-        best = (0.0, float("inf"))
-        for _ in range(_CLOCK_TRIES):
-            begun = time.monotonic()
-            found = self._ask(["records"], {"records": 1 << 62}, until).get("recorder")
-            ended = time.monotonic()
-            there = found.get("now") if isinstance(found, dict) else None
-            if type(there) is float and (ended - begun) / 2 < best[1]:
-                best = ((begun + ended) / 2 - there, (ended - begun) / 2)
-        return best
+        return compare_clocks(lambda: self._ask(["records"], CLOCK, until), time.monotonic)
 
     def _ask(self, parts: list[str], begin: dict[str, int], until: float) -> dict[str, Any]:
         self._numbers += 1

@@ -198,9 +198,8 @@ class ActorExecutor:
         """Begin the execution of a call: what descends from it may run within it from now on."""
         caller = self.hosted.caller
         if caller is None:
-            id = self.runtime.registry.new_execution(None)
-        else:
-            id = _OF_ACTOR | caller << CALLER_BIT | next(self._numbers) & _NUMBER
+            caller = self.runtime.registry.new_caller()
+        id = _OF_ACTOR | caller << CALLER_BIT | next(self._numbers) & _NUMBER  # no other worker has it
         execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id, entry.arrived)
         if entry.path:
             execution.path = (*entry.path, id)
@@ -397,7 +396,7 @@ class ActorExecutor:
         entry.opened = None
         loop.runner.entries.pop(execution.chain, None)
         try:
-            self.mailbox.end(execution.chain)
+            self.mailbox.running.pop(execution.chain, None)
             if entry.conn is not None and entry.conn.outbox:
                 entry.conn.flush()
             self.hosted.finished(queue, self.mailbox.done(queue))

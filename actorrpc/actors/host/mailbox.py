@@ -533,14 +533,6 @@ class Mailbox:
         """Return the runner that runs an execution, or runs something else within it; None where none does."""
         return self.running.get(execution)
 
-    def begin(self, execution: int, slot: ThreadSlot | None) -> None:
-        """Note that an execution has begun; what descends from it may run within it."""
-        self.running[execution] = slot
-
-    def end(self, execution: int) -> None:
-        """Note that an execution is over."""
-        self.running.pop(execution, None)
-
     def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
         """Note that an entry which :meth:`take` gave is over: others may run. What was left for it goes back."""
         with self._lock:

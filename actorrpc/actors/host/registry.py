@@ -142,12 +142,6 @@ class ActorRegistry:
         finally:
             entry.peer.running.pop(entry.frame.id, None)
 
-    def new_execution(self, caller: int | None) -> int:
-        """Return a number for an execution that no other worker has; ``caller``: see :meth:`new_caller`."""
-        if caller is None:
-            caller = self.new_caller()
-        return 1 << FRAME_BIT | caller << CALLER_BIT | next(self.executions) & ((1 << CALLER_BIT) - 1)
-
     def new_caller(self) -> int:
         """Return a number for one of those here who make calls, which are kept in order for each: an actor, or a task.
 

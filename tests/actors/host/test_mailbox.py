@@ -52,7 +52,7 @@ class Seat:
             world.make(path=self.path())
         elif choice < 0.8:
             entry, execution = self.frames.pop()
-            mailbox.end(execution)
+            mailbox.running.pop(execution, None)
             world.finished.append(entry)
             if world.random.random() < world.fails:
                 world.again(entry)
@@ -72,7 +72,7 @@ class Seat:
         world.started.append(entry)
         world.executions += 1
         self.frames.append((entry, world.executions))
-        world.mailbox.begin(world.executions, self)
+        world.mailbox.running[world.executions] = self
         slots = [slot for slot in world.slots if slot.queue is self.queue and not slot.resting]
         top = sum(1 for slot in slots if slot.frames) - world.waiting * self.queue.yielding
         assert top <= self.queue.limit, "more at a time than the limit allows"
@@ -344,7 +344,7 @@ def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
     slot = Seat(World(0, {"": 1}), queue)
     outer, _ = mailbox.take(queue, slot)
     assert outer is not None
-    mailbox.begin(17, slot)
+    mailbox.running[17] = slot
     mailbox.put(Entry("b", "sibling", path=(16,)), queue)
     todo = mailbox.put(Entry("b", "inner", path=(3, 17)), queue)
     assert todo is not None
@@ -361,10 +361,10 @@ def test_what_was_left_for_a_station_comes_back_in_order() -> None:
     mailbox.put(Entry("a", "outer"), queue)
     slot = Seat(World(0, {"": 1}), queue)
     mailbox.take(queue, slot)
-    mailbox.begin(17, slot)
+    mailbox.running[17] = slot
     mailbox.put(Entry("b", "inner", path=(17,)), queue)
     mailbox.put(Entry("b", "next"), queue)
-    mailbox.end(17)
+    mailbox.running.pop(17, None)
     mailbox.done(queue, slot)
     assert _run_all(mailbox, queue) == ["inner", "next"]
 
@@ -375,7 +375,7 @@ def test_without_reentrancy_a_descendant_queues() -> None:
     mailbox.put(Entry("a", "outer"), queue)
     slot = Seat(World(0, {"": 1}), queue)
     mailbox.take(queue, slot)
-    mailbox.begin(17, slot)
+    mailbox.running[17] = slot
     mailbox.put(Entry("b", "inner", path=(17,)), queue)
     assert not slot.work
     assert mailbox.counts() == (1, 1)
