@@ -235,19 +235,21 @@ class Admission:
                 del self._pending[out.fd]
             if not closed:
                 self._pending[pending.fd] = pending
-        if closed:  # while it was on its way from the door to here
-            pending.timer.cancel()
-            pending.close()
-            return
+                # In the same step: another thread may see it off and close it as soon as it is in the table. Then its number
+                # is that of the next connection, which nobody would read if this one were put under its number after that.
+                agent.pool.watch(pending.fd, partial(self._serve, pending))
+                try:
+                    agent.pool.epoll.register(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)
+                except (OSError, ValueError):  # the agent has been closed
+                    closed = True
+                    del self._pending[pending.fd]
+                    agent.pool.forget(pending.fd)
         if out is not None:
             self._see_off(out)
             out.close()
-        agent.pool.watch(pending.fd, partial(self._serve, pending))
-        try:
-            agent.pool.epoll.register(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)
-        except (OSError, ValueError):
-            # The next one has taken its place already, or the agent has been closed.
-            self._dismiss(pending)
+        if closed:  # while it was on its way from the door to here
+            pending.timer.cancel()
+            pending.close()
 
     def _acceptor(self, local: bool, binding: bytes = b"") -> Acceptor:
         record = self._agent.record

@@ -231,9 +231,15 @@ class Resumption:
 
     def _go_on(self, conn: Connection, sock: Stream, number: int, theirs: int) -> None:
         sock.settimeout(None)
-        old = conn.fd
+        pool = self._agent.pool
+
+        def move() -> None:
+            """Have the pool know the connection under its new number, as long as nobody can have closed that."""
+            pool.forget(conn.fd)
+            pool.watch(sock.fileno(), conn.turn)
+
         try:
-            resumed = conn.resume(sock, number, theirs, partial(self._agent.pool.forget, old))
+            resumed = conn.resume(sock, number, theirs, move)
         except ProtocolError as error:
             conn.close(error)
             resumed = False
@@ -349,6 +355,8 @@ class Connector:
             sock.close()
             raise
         conn.dialled = dialled
+        # Before anybody can find it, and close it: its number would be that of another one then, which nobody would read.
+        agent.pool.watch(conn.fd, conn.turn)
         return conn
 
     def _welcome(self, conn: Connection, answer: bytes) -> None:
@@ -363,6 +371,7 @@ class Connector:
                 conn.sock.sendall(answer)
         except OSError:
             conn.enter(CLOSED)
+            self._agent.pool.forget(conn.fd)
             self.forget(conn)
             conn.reap()  # the thread that closes the agent may be at it as well
             raise
@@ -375,12 +384,10 @@ class Connector:
 
     def watch(self, conn: Connection) -> None:
         """Have the pool read a connection, from what has come already."""
-        agent = self._agent
-        agent.pool.watch(conn.fd, conn.turn)
         if conn.fresh:
             frames = conn.begin()
             if frames:
-                agent.deliver(conn, frames, True)  # on any thread: others are woken for what came
+                self._agent.deliver(conn, frames, True)  # on any thread: others are woken for what came
         conn.register()
 
     def introduced(self, conn: Connection, body: bytes) -> None:

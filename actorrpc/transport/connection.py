@@ -582,13 +582,13 @@ class Connection(StateMachine):
             return self.replay.received
 
     @uninterruptible
-    def resume(self, sock: Stream, attempt: int, arrived: int, forget: Callable[[], None]) -> bool:
-        """Go on over another socket; say whether that was possible. The caller has the pool watch it, and flushes.
+    def resume(self, sock: Stream, attempt: int, arrived: int, move: Callable[[], None]) -> bool:
+        """Go on over another socket; say whether that was possible. The caller registers it, and flushes.
 
         Args:
             attempt: its number, which :meth:`standstill` was called with. After a later one's, it cannot come back.
             arrived: how many bytes of ours the other side has.
-            forget: takes the old socket out of the pool.
+            move: has the pool watch ``sock`` in place of the old one.
 
         Raises:
             ProtocolError: the other side cannot have had just so much.
@@ -600,7 +600,7 @@ class Connection(StateMachine):
                 return False
             with self.write_lock:
                 self._rest = self.replay.rewind(arrived) + self._rest
-                forget()
+                move()
                 self._poller.unregister(self.fd)
                 self.sock.close()
                 self.sock, self.fd, self._writer_poller = sock, sock.fileno(), None

@@ -113,7 +113,11 @@ class TlsSocket:
         sock.setblocking(False)
         # Several small messages go each way before anything else does: none waits for the last one's acknowledgement.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._ssl = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+        try:
+            self._ssl = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+        except OSError as error:
+            _close_half_made(error)
+            raise
         self._own = own
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -473,6 +477,19 @@ class Tls:
     def accept(self, sock: socket.socket) -> TlsSocket:
         """Return the server's end on an accepted socket; :meth:`TlsSocket.shake` is still to be called."""
         return TlsSocket(sock, self._server, self._own, True)
+
+
+def _close_half_made(error: OSError) -> None:
+    """Close the socket that ``wrap_socket`` has made of the given one before it has failed.
+
+    CPython 3.11 leaves it open, and in no hands but those of the error's frames, where the other side had reset the connection.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        made = trace.tb_frame.f_locals.get("self")
+        if isinstance(made, ssl.SSLSocket):
+            made.close()
+        trace = trace.tb_next
 
 
 def explain(error: ssl.SSLError, whom: str) -> RpcError:

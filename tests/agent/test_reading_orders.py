@@ -276,6 +276,7 @@ class _World:
         conn._writer_poller = cast(Any, _Poller(steps, "room in the kernel", select.POLLOUT, conn.fd))
         conn.peer, self.peer.conn = self.peer, conn
         self.peer.conns.append(conn)
+        made.pool.watch(conn.fd, conn.turn)
         made.connector.watch(conn)
         made.pool.start(2)
         steps.spawn(made.clock._run, "the clock")

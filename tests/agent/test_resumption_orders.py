@@ -156,7 +156,7 @@ class _World:
         # What Resumption asks of its agent and of its links.
         self.submit = self.steps.spawn
         self.clock = SimpleNamespace(at=lambda *_: None, after=lambda _, task: self.steps.spawn(task))
-        self.pool = SimpleNamespace(forget=lambda _: None)
+        self.pool = SimpleNamespace(forget=lambda _: None, watch=lambda *_: None)
         whole = cast(Any, self)
         self.resumption = Resumption(whole, whole)
         self.ends: list[_End] = []

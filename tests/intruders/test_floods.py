@@ -20,29 +20,42 @@ from actorrpc.agent.agent import Agent
 from actorrpc.errors import AuthenticationError
 from actorrpc.wire.handshake import MAX_MESSAGE, Dialler
 from tests.agent.agents import KEY
-from tests.intruders.doors import WRONG, dialler, knock, reset, tcp_agents, until
+from tests.intruders.doors import WRONG, dialler, door, knock, reset, tcp_agents, until
 
 
 def _works(caller: Agent, callee: Agent) -> bool:
     return bool(caller.call(caller.peer(callee.name), operator.add, (1, 2), {}, 20.0).result() == 3)
 
 
+def _shakes_hands(sock: socket.socket, side: Dialler) -> bool:
+    """Shake hands as a member; say whether that was possible."""
+    data = side.start()
+    with contextlib.suppress(ConnectionError):
+        while not side.done:
+            sock.sendall(data)
+            received = sock.recv(4096)
+            if not received:
+                break
+            data = side.feed(received)
+    return side.done
+
+
 def _comes_in(agent: Agent, source: str = "127.0.0.1") -> socket.socket:
     """Shake hands as a member that tries again when it has lost its place; fail after many tries."""
     for _ in range(200):
-        sock, side = knock(agent, source), dialler(agent)
-        data = side.start()
-        with contextlib.suppress(ConnectionError):
-            while not side.done:
-                sock.sendall(data)
-                received = sock.recv(4096)
-                if not received:
-                    break
-                data = side.feed(received)
-        if side.done:
+        sock = knock(agent, source)
+        if _shakes_hands(sock, dialler(agent)):
             return sock
         sock.close()
     raise AssertionError("a member was kept out")
+
+
+def _holds(what: Callable[[], bool]) -> bool:
+    """Wait a little for something that may not come."""
+    end = time.monotonic() + 0.2
+    while not what() and time.monotonic() < end:
+        threading.Event().wait(0.002)
+    return what()
 
 
 def _places(agent: Agent, count: int) -> None:
@@ -70,6 +83,33 @@ def test_those_that_say_nothing_keep_nobody_out(strangers: list[socket.socket], 
         _places(other, 8)
         assert _works(one, other)
         _comes_in(other).close()
+
+
+def test_who_is_seen_off_at_once_leaves_its_number_to_the_next(
+    strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place of a guest, and then its descriptor's number, go to others while the pool has still to hear of it."""
+    with tcp_agents(1, max_unauthenticated=1) as (agent,):
+        watch, admission, first = agent.pool.watch, agent.connector.admission, list[int]()
+        known = threading.Event()
+
+        def late(fd: int, ready: Callable[[], None]) -> None:
+            if not first:
+                first.append(fd)
+                strangers.append(knock(agent))  # takes its place
+                _holds(lambda: fd not in admission._pending)
+                third.connect(door(agent))  # is given its number
+                _holds(lambda: fd in agent.pool._sources)
+                watch(fd, ready)
+                known.set()
+            else:
+                watch(fd, ready)
+
+        monkeypatch.setattr(agent.pool, "watch", late)
+        third = socket.socket()  # made before: otherwise it would be given that number itself
+        strangers += [third, knock(agent)]
+        assert known.wait(20.0)
+        assert _shakes_hands(third, dialler(agent))
 
 
 def test_those_that_speak_slowly_keep_nobody_out(strangers: list[socket.socket]) -> None:

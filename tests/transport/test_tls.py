@@ -33,6 +33,7 @@ from actorrpc.transport.tls import Tls, TlsSocket
 from tests.agent.agents import agents
 from tests.agent.test_resumption import NIGHTLY, begin, behind, call
 from tests.certificates import files, foreign
+from tests.intruders.doors import reset
 from tests.ranks import Died, rpc_group, run_group
 
 # -- the socket -----------------------------------------------------------------------------------------
@@ -43,6 +44,22 @@ def pair() -> Iterator[tuple[TlsSocket, TlsSocket]]:
     """Return both ends of a TLS connection."""
     with _pair(files().options) as ends:
         yield ends
+
+
+def test_a_connection_that_was_reset_before_leaves_no_socket() -> None:
+    loaded = Tls.load(Settings(**files().options))
+    assert loaded is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for make in (lambda sock: loaded.dial(sock, _time.now() + 30), loaded.accept):
+            ours = socket.create_connection(listener.getsockname())
+            theirs = listener.accept()[0]
+            number = ours.fileno()
+            reset(theirs)
+            select.select([ours], [], [], 30)
+            with pytest.raises(ConnectionResetError):
+                make(ours)
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(number)
 
 
 @contextlib.contextmanager
