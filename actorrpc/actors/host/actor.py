@@ -20,7 +20,7 @@ from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.event_loop import EventLoop
 from actorrpc.actors.host.executor import ActorExecutor, died
 from actorrpc.actors.host.loop_thread import LoopThread
-from actorrpc.actors.host.mailbox import NOTHING, TAKEN, Entry, GroupQueue, Mailbox, Wakeups
+from actorrpc.actors.host.mailbox import NOTHING, Entry, GroupQueue, Mailbox, Wakeups
 from actorrpc.actors.host.threads import BYSTANDERS, ActorThread
 from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -631,12 +631,10 @@ class HostedActor:
                 ends.pop().add_done_callback(lambda _: over())
                 return
             self.state = "over"
-            for peer in (self.agent.self_peer, *self.agent.peers()):
-                for each in list(peer.running.values()):
-                    if type(each) is Envelope and each.hosted is self and each.state is TAKEN:
-                        # Whatever was to answer it, does not any more. One that has not been handed out is refused, as not
-                        # executed, by the thread that has found the mailbox closed.
-                        self.executor.fail(each, died(self, self.why))
+            for each in list(self.executor.answered_later):
+                # Whatever was to answer it, does not any more. One that has not been handed out is refused, as not
+                # executed, by the thread that has found the mailbox closed.
+                self.executor.fail(each, died(self, self.why))
             if self.over._claim():
                 self.over._finish(state, None)
 

@@ -109,6 +109,7 @@ class Checkpoints:
         if made is None:
             return False
         number = made[0]
+        self._hosted.executor.answered_later[entry] = None
         with self._lock:
             self._waiting[number] = entry, value
             last = made if self._next is None or self._next[0] < number else self._next

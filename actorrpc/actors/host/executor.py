@@ -83,6 +83,8 @@ class ActorExecutor:
         self._numbers = hosted.runtime.registry.executions
         self._plain: set[str] = set()  # methods that have been called, and are neither async nor generators
         self.keeps_state = False  # the actor has checkpoints
+        #: calls that have had their turn, and are answered by something else than the runner that has had them
+        self.answered_later: dict[Envelope, None] = {}
 
     def run(self, entry: Any, runner: ActorThread) -> None:
         """Run one call on a runner, answer it, and see what came meanwhile. Never raises.
@@ -351,6 +353,7 @@ class ActorExecutor:
 
     def _answer_later(self, entry: Envelope, future: Any) -> None:
         assert entry.execution is not None
+        self.answered_later[entry] = None
         self.agent.executor.when_done(
             future, entry.conn, entry.execution, partial(self.answer, entry), partial(self._raised, entry)
         )
@@ -601,6 +604,8 @@ class ActorExecutor:
                 entry.conn.flush()
 
     def _claim(self, entry: Envelope) -> bool:
+        if self.answered_later:
+            self.answered_later.pop(entry, None)
         return entry.peer.running.pop(entry.frame.id, None) is entry
 
     def pump(self, queue: GroupQueue) -> None:
@@ -612,6 +617,7 @@ class ActorExecutor:
             if entry is None:
                 return
             assert isinstance(entry, Envelope)
+            self.answered_later[entry] = None
             try:
                 self._start(entry, queue)
             except BaseException as error:

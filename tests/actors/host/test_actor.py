@@ -1,16 +1,23 @@
-"""Hosted actors: orders to make one that come in pieces."""
+"""Hosted actors: orders to make one that come in pieces, and what an end costs."""
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 import actorrpc
+from actorrpc.actors import host
 from actorrpc.actors.host.mailbox import Mailbox
 from actorrpc.actors.host.registry import ActorRegistry
+from actorrpc.futures import Future
+from actorrpc.rpc.functions import async_execution
 from actorrpc.testing import InProcessCluster
+from tests.actors.alone import alone
 
 
 @actorrpc.remote
@@ -20,6 +27,10 @@ class Keeper:
 
     def count(self) -> int:
         return len(self.given)
+
+    @async_execution
+    def later(self) -> Future[int]:
+        return Future()
 
 
 def test_an_actor_whose_order_is_whole_only_when_its_thread_has_looked_for_it(
@@ -47,3 +58,48 @@ def test_an_actor_whose_order_is_whole_only_when_its_thread_has_looked_for_it(
         monkeypatch.setattr(ActorRegistry, "take", take)
         actorrpc.get(ready, timeout=30)
         assert actorrpc.get(keeper.count.remote(), timeout=30) == 20_000
+
+
+_FOLDER = os.path.dirname(str(host.__file__))
+
+
+def _lines_of_an_end(folder: Path, count: int) -> float:
+    """Return how many lines of the package the end of an actor takes, beside as many actors and calls under way."""
+    lines: list[None] = []
+
+    def step(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            lines.append(None)
+        return step
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        return step if frame.f_code.co_filename.startswith(_FOLDER) else None
+
+    folder.mkdir()
+    before = threading.gettrace()
+    threading.settrace(enter)
+    try:
+        with alone(folder) as runtime:
+            keepers = [Keeper.options(worker="w0").remote([]) for _ in range(count + 1)]
+            unanswered = [keepers[0].later.remote() for _ in range(count)]
+            actorrpc.get([each.count.remote() for each in keepers], timeout=30)
+            hosted = runtime.registry.all()[1:]
+            lines.clear()
+            for each in hosted:
+                each.end("now", "the test ends it").wait(30)
+            found = len(lines) / count
+            actorrpc.kill(keepers[0])
+            for call in unanswered:
+                with pytest.raises(actorrpc.ActorDiedError):  # whatever was to answer it, does not any more
+                    actorrpc.get(call, timeout=30)
+            del keepers, unanswered, hosted, each, call
+    finally:
+        threading.settrace(before)  # type: ignore[arg-type]
+    return found
+
+
+def test_the_end_of_an_actor_takes_no_more_steps_where_many_live_and_many_calls_are_under_way(
+    tmp_path: Path,
+) -> None:
+    few, many = (_lines_of_an_end(tmp_path / f"{count}", count) for count in (10, 150))
+    assert 0 < many < 1.5 * few
