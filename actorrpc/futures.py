@@ -524,7 +524,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
-        self.check_process()
+        if self._born != _generation:
+            self.check_process()
         self._callbacks.append(callback)
         if self._done:
             self._run_callbacks()

@@ -40,6 +40,7 @@ _RESULTS: Final = Path(__file__).resolve().parent / "results" / "counts.json"
 _CEILINGS: Final = Path(__file__).resolve().parent / "ceilings.json"
 _PEER: Final = "callee"
 _PIPELINED: Final = 100
+_CREATED: Final = 20
 
 # What was called since counting began, of all threads: appending is one step, whichever thread does it.
 _calls: list[Any] = []
@@ -169,8 +170,9 @@ def _creation() -> Callable[[], object]:
     kept: list[Any] = []
 
     def run() -> None:
-        kept.append(kind.remote())
-        actorrpc.ready(kept[-1])
+        made = [kind.remote() for _ in range(_CREATED)]
+        kept.extend(made)
+        actorrpc.get([actorrpc.ready(each) for each in made])
 
     return run
 
@@ -200,7 +202,7 @@ OPERATIONS: Final = {
     "forward": Operation(_forward),
     "hop": Operation(_hop),
     "RNN step": Operation(_rnn, 10),
-    "creation": Operation(_creation, 20),
+    "creation": Operation(_creation, 5, _CREATED),
 }
 
 

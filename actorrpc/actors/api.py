@@ -227,7 +227,7 @@ def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
     It fails with ActorDiedError if that is not to be; with what the constructor raised as its cause.
     """
     handle = as_handle(actor, "ready()")
-    located: Future[Any] = route_to(actor, "ready()").located()
+    located: Future[Any] = handle.__dict__["_actorrpc_route"].located()
 
     def nothing(done: Future[Any]) -> None:
         done.value()

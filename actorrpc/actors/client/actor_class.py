@@ -82,6 +82,7 @@ class _Making(type):
             _actorrpc_options=options if options is not None else options_of(actor),
             _actorrpc_shared=_shared(made, actor),
             _actorrpc_alias=None,
+            _actorrpc_info=None,
         )
         for name in functools.WRAPPER_ASSIGNMENTS:
             if name not in ("__annotations__", "__type_params__"):
@@ -153,6 +154,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
     _actorrpc_options: ActorOptions
     _actorrpc_shared: _Shared
     _actorrpc_alias: Any
+    _actorrpc_info: ClassInfo | None  # when it has been checked that the class and the options go together
 
     if TYPE_CHECKING:
 
@@ -183,13 +185,18 @@ class ActorClass(Generic[P, C], metaclass=_Making):
                 SerializationError: the class, or an argument, cannot be sent.
                 UnknownWorkerError: there is no such worker.
             """
-            actor, options = self.__actor_class__, self._actorrpc_options
-            info = ClassInfo.of(actor)
+            own = _own(self)  # what is looked up on the actor class itself takes a step more each time
+            info = own["_actorrpc_info"]
+            if info is None:
+                info = ClassInfo.of(own["__actor_class__"])
             info.constructor.check(args, kwargs)
-            self._check(actor, info, options)
+            if own["_actorrpc_info"] is None:
+                self._check(own["__actor_class__"], info, own["_actorrpc_options"])
+                own["_actorrpc_info"] = info
             in_force = runtime(start=True)
+            snapshot = own["_actorrpc_shared"].snapshot or self._snapshot()
             try:
-                card = in_force.supervisor.create(self._snapshot(), info, options, args, kwargs)
+                card = in_force.supervisor.create(snapshot, info, own["_actorrpc_options"], args, kwargs)
             except SerializationError as error:
                 info.constructor.signature.name_argument(error)
                 raise

@@ -114,14 +114,19 @@ _ASKED: Final[dict[str, Callable[..., Later]]] = {
 
 
 def create_detached(
-    actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
+    actor_id: int, cls: Snapshot, arguments: Snapshot | None, info: ClassInfo, options: ActorOptions
 ) -> Card:
     """Make an actor that belongs to nobody. Called by RPC on rank 0."""
     return runtime().supervisor.adopt(actor_id, cls, arguments, info, options)
 
 
 def ask_for_detached(
-    agent: Agent, actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
+    agent: Agent,
+    actor_id: int,
+    cls: Snapshot,
+    arguments: Snapshot | None,
+    info: ClassInfo,
+    options: ActorOptions,
 ) -> Card:
     """Have rank 0 make an actor that belongs to nobody; waits until it has taken note of it.
 

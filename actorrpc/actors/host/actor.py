@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -75,6 +74,9 @@ _ASYNC_LIMIT: Final = 1000  # coroutines of one actor at a time, by default (as 
 
 def _shown(instance: Any) -> str:
     """Return what the class's own ``__repr__`` says, in one short line; empty where it has none, or says nothing of use."""
+    says: Any = type(instance).__repr__
+    if says is object.__repr__:
+        return ""
     owner = next((each for each in type(instance).__mro__ if "__repr__" in vars(each)), object)
     if owner.__module__.partition(".")[0] in _NOT_THEIR_OWN:
         return ""
@@ -431,12 +433,13 @@ class HostedActor:
             self.title = spec.card.title
             assert isinstance(spec, ActorSpec)
             assert spec.cls is not None
-            assert spec.arguments is not None
             cls = spec.cls.open()
-            args, kwargs = spec.arguments.open_once()
-            resolved = resolve(args, kwargs)
-            if resolved is not None:
-                args, kwargs = resolved.wait()
+            args, kwargs = (), {}
+            if spec.arguments is not None:
+                args, kwargs = spec.arguments.open_once()
+                resolved = resolve(args, kwargs)
+                if resolved is not None:
+                    args, kwargs = resolved.wait()
             hooks.reach("actor.making")
             instance = cls(*args, **kwargs)
             if spec.state is not None:
@@ -455,7 +458,7 @@ class HostedActor:
         if self.shown and spec.alone and HostedActor.on_shown is not None:
             HostedActor.on_shown(self.shown)
         # What came with the order to make it is not kept alive by having been an argument.
-        self.spec = spec = replace(spec, cls=None, arguments=None, state=None)
+        spec.forget()
         self._open_mailbox(spec)
         return os.getpid()
 

@@ -324,9 +324,9 @@ class Mailbox:
         yielding: bool = False,
     ) -> None:
         self.queues = {name: GroupQueue(name, limit, yielding=yielding) for name, limit in limits.items()}
-        self.async_lanes = {
-            name: GroupQueue(name, limit, is_async=True) for name, limit in (async_limits or {}).items()
-        }
+        self.async_lanes: dict[str, GroupQueue] = {}
+        for name, limit in (async_limits or {}).items():
+            self.async_lanes[name] = GroupQueue(name, limit, is_async=True)
         self.reentrant = reentrant
         self.closed = False
         self._lock = threading.RLock()
@@ -350,7 +350,9 @@ class Mailbox:
         with self._lock:
             self.reentrant = reentrant
             for name, limit in limits.items():
-                queue = self.queues.setdefault(name, GroupQueue(name, limit))
+                queue = self.queues.get(name)
+                if queue is None:
+                    queue = self.queues[name] = GroupQueue(name, limit)
                 queue.limit, queue.yielding = limit, yielding
                 queue.loose = limit > 1 if loose is None else loose
             for name, limit in async_limits.items():

@@ -65,10 +65,11 @@ class Snapshot:
         self._tag = tag  # the recorder's
         #: its size in bytes
         self.nbytes: int = len(body)
-        if buffers or definitions:
+        if buffers:
             self._buffers = [memoryview(each).cast("B") for each in buffers]
             self.nbytes += sum(each.nbytes for each in self._buffers)
-            self.nbytes += sum(len(each) for each in definitions.values())
+        if definitions:
+            self.nbytes += sum(map(len, definitions.values()))
 
     @classmethod
     def of(cls, obj: object, *, remote_main: bool = True, context: int | None = None) -> Snapshot:
@@ -99,7 +100,8 @@ class Snapshot:
             SerializationError: it cannot be rebuilt here.
             RuntimeError: :meth:`open_once` has used it up.
         """
-        return self._decode([_copy_of(codec.TensorSpan.of(each)) for each in self._whole()])
+        buffers = self._whole()
+        return self._decode(buffers and [_copy_of(codec.TensorSpan.of(each)) for each in buffers])
 
     def open_once(self) -> Any:
         """Make the object from the snapshot's own memory, without a copy; the snapshot is used up.
@@ -117,37 +119,33 @@ class Snapshot:
         return buffers
 
     def _decode(self, buffers: Sequence[memoryview]) -> Any:
-        definitions = self._definitions
+        definitions, store = self._definitions, _definitions
         holder = LocalReferences(self._held)
         tensors: list[Any] = []
-        if not definitions:
-            opened = codec.decode(self._body, buffers, definitions=None, context=holder, tensors=tensors)
-            return self._recorded(opened, tensors)
-        store = _definitions
         for attempt in range(_ATTEMPTS):
             if attempt == _ATTEMPTS - 1:
                 store = codec.DefinitionStore()  # others push ours out as fast as we put them in
-            for key in store.missing(definitions):
-                store.add(key, definitions[key])
+            if attempt:
+                for key in store.missing(definitions):
+                    store.add(key, definitions[key])
             try:
                 opened = codec.decode(self._body, buffers, definitions=store, context=holder, tensors=tensors)
-                return self._recorded(opened, tensors)
             except codec.UnknownDefinitionError:
-                pass  # pushed out by others since; nothing has been unpickled yet
+                continue  # not put in yet, or pushed out by others since; nothing has been unpickled yet
+            if self._tag is not None and (runtime := current()) is not None:
+                runtime.agent.recorder.arrived(self._tag, tensors, None)
+            return opened
         raise RpcError(
             "a value with so many functions and classes that no module has cannot be opened: define them in a module"
         )
 
-    def _recorded(self, opened: Any, tensors: list[Any]) -> Any:
-        runtime = current()
-        if self._tag is not None and runtime is not None:
-            runtime.agent.recorder.arrived(self._tag, tensors, None)
-        return opened
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         context = codec.current_encoding()
-        runtime = current()
-        if self._tag is not None and runtime is not None and isinstance(context, MessageContext):
+        if (
+            self._tag is not None
+            and isinstance(context, MessageContext)
+            and (runtime := current()) is not None
+        ):
             runtime.agent.recorder.forwarded(self._tag, context.peer)
         if (
             self._by_name
@@ -162,7 +160,7 @@ class Snapshot:
             body = pickle.PickleBuffer(body)
         elif not isinstance(body, bytes):
             body = bytes(body)
-        buffers = tuple(pickle.PickleBuffer(each) for each in self._whole())
+        buffers = tuple(map(pickle.PickleBuffer, self._whole()))
         return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held), self._by_name, self._tag)
 
     def __repr__(self) -> str:

@@ -62,6 +62,11 @@ class Location:
     pid: int = 0
 
 
+def _restore(made: Any, state: tuple[Any, ...]) -> None:
+    for name, value in zip(made.__slots__, state, strict=True):
+        object.__setattr__(made, name, value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
     """An actor's visiting card: what a handle travels as.
@@ -85,8 +90,14 @@ class Card:
     def __getstate__(self) -> tuple[Any, ...]:
         return _card_state(self)
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _restore(self, state)
+    __setstate__ = _restore
+
+    def held_by(self, anchor: RRef[Any]) -> Card:
+        """Return the card of a handle that keeps the actor alive."""
+        made = object.__new__(Card)
+        _restore(made, _card_state(self))
+        object.__setattr__(made, "anchor", anchor)
+        return made
 
     @property
     def title(self) -> str:
@@ -105,7 +116,8 @@ class ActorSpec:
     Attributes:
         instance_id: names this incarnation.
         epoch: counts incarnations, from 0.
-        cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor; None when it has been made.
+        cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor; None when it has been made, or where
+            it takes none.
         state: Snapshot of what ``checkpoint()`` returned last; None for a first life.
         card: the actor's card without an anchor: what ``current_actor()`` gives inside.
         alone: the process has been started for this actor and ends with it.
@@ -125,13 +137,12 @@ class ActorSpec:
     def __getstate__(self) -> tuple[Any, ...]:
         return _spec_state(self)
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _restore(self, state)
+    __setstate__ = _restore
 
-
-def _restore(made: Card | ActorSpec, state: tuple[Any, ...]) -> None:
-    for name, value in zip(made.__slots__, state, strict=True):
-        object.__setattr__(made, name, value)
+    def forget(self) -> None:
+        """Let go of what only the making of the actor needs. For the worker that has made it."""
+        for name in ("cls", "arguments", "state"):
+            object.__setattr__(self, name, None)
 
 
 # What dataclasses do themselves takes a look at every field, for every handle and every actor that is made.

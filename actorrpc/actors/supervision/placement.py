@@ -68,7 +68,8 @@ class Placements:
         if options.resources and self._runtime.spawner is None:
             raise ConfigError("resources= needs a cluster (actorrpc.init())")
         place = peer.key
-        self._check(self.wish(label, options, 0, place))
+        if self._runtime.spawner is not None:
+            self._check(self.wish(label, options, 0, place))
         return place
 
     def _check(self, wish: ProcessSpec | None) -> None:

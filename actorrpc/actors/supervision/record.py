@@ -124,14 +124,14 @@ class ActorRecord:
         self,
         card: Card,
         cls: Snapshot,
-        arguments: Snapshot,
+        arguments: Snapshot | None,
         options: ActorOptions,
         place: Any,
         draw: Callable[[], float] | None = None,
     ) -> None:
         self.card = card
         self.cls: Snapshot | None = cls
-        self.arguments: Snapshot | None = arguments
+        self.arguments = arguments
         self.options = options
         self.place = place
         self.restarts = RestartPolicy(
@@ -175,7 +175,6 @@ class ActorRecord:
     def spec(self) -> ActorSpec:
         """Return what its worker needs to make the present incarnation."""
         assert self.cls is not None
-        assert self.arguments is not None
         return ActorSpec(
             actor_id=self.card.actor_id,
             instance_id=self.instance_id,

@@ -12,8 +12,8 @@ steps are atomic.
 from __future__ import annotations
 
 import itertools
+import os
 import random
-import secrets
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -108,15 +108,20 @@ class Supervisor:
         place = self._places.place(options, info.name)
         options, shown = self._prepared(options)
         snapshot = cls if isinstance(cls, Snapshot) else Snapshot.of(cls)
-        arguments = Snapshot.of((args, kwargs))
-        actor_id = secrets.randbits(63) | 1 << 63
+        arguments = Snapshot.of((args, kwargs)) if args or kwargs else None
+        actor_id = int.from_bytes(os.urandom(8), "little") | 1 << 63
         if options.lifetime != "detached" or agent.record.rank == 0:
             return self._adopt(actor_id, snapshot, arguments, info, options, shown, place)
         options = self._places.for_others(place, options)
         return ask_for_detached(agent, actor_id, snapshot, arguments, info, options)
 
     def adopt(
-        self, actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
+        self,
+        actor_id: int,
+        cls: Snapshot,
+        arguments: Snapshot | None,
+        info: ClassInfo,
+        options: ActorOptions,
     ) -> Card:
         """Do as :meth:`create` does, for a detached actor that another process wants."""
         options, shown = self._prepared(options)
@@ -140,7 +145,7 @@ class Supervisor:
         self,
         actor_id: int,
         cls: Snapshot,
-        arguments: Snapshot,
+        arguments: Snapshot | None,
         info: ClassInfo,
         options: ActorOptions,
         shown: ActorOptions,
@@ -174,16 +179,17 @@ class Supervisor:
         with self.lock:
             self._actors[actor_id] = actor
         if actor.options.lifetime != "detached":
-            card = replace(card, anchor=RRef(LifetimeToken(self.drop, actor_id)))
-        if self._is_near(actor.place):
+            card = card.held_by(RRef(LifetimeToken(self.drop, actor_id)))
+        near = self._near(actor.place)
+        if near is not None:
             # On this thread: the orders for many actors leave together, and no thread of the pool is woken for each.
-            self.begin(actor, flushes=False)
+            self.begin(actor, near)
         else:
             self._agent.submit(partial(self.begin, actor))
         return card
 
-    def _is_near(self, place: Any) -> bool:
-        """Say whether the order to make an actor can be sent at once, and as if no call, context or trace were in force."""
+    def _near(self, place: Any) -> Peer | None:
+        """Return the worker that can be told to make an actor at once, as if no call, context or trace were in force."""
         agent = self._agent
         if (
             type(place) is not WorkerKey
@@ -191,36 +197,39 @@ class Supervisor:
             or agent.interceptors
             or agent.recorder.live
         ):
-            return False
+            return None
         try:
             peer = peer_of(agent, place)
         except RpcError:
-            return False
+            return None
         conn = peer.conn
-        return peer.is_self or (conn is not None and conn.state is OPEN and not peer.full)
+        return peer if peer.is_self or (conn is not None and conn.state is OPEN and not peer.full) else None
 
-    def begin(self, actor: ActorRecord, *, flushes: bool = True) -> None:
+    def begin(self, actor: ActorRecord, near: Peer | None = None) -> None:
         """Make the next incarnation, unless that is under way, or is to wait.
 
-        On a pool thread, or where nothing has to be waited for; without ``flushes`` the order leaves with others, soon.
+        On a pool thread, or where nothing has to be waited for: the order to ``near`` leaves with others, soon.
         """
         with self.lock:
             if self._closed or not actor.is_due:
                 return
-            instance_id = actor.instance_id = secrets.randbits(63) | 1 << 63
+            instance_id = actor.instance_id = int.from_bytes(os.urandom(8), "little") | 1 << 63
             actor.killed = False
             actor.doomed = ""
             actor.worker, actor.process, actor.worker_name = None, None, ""
             place, options = actor.place, actor.options
         spawner = self._runtime.spawner
         try:
-            wish = self._places.wish(actor.card.info.name, options, instance_id, place)
+            wish = None
+            if spawner is not None or place is None:
+                wish = self._places.wish(actor.card.info.name, options, instance_id, place)
             if wish is not None:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
                 spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, instance_id))
             elif isinstance(place, WorkerKey):
-                self._construct(actor, instance_id, peer_of(self._agent, place), None, flushes=flushes)
+                peer = near or peer_of(self._agent, place)
+                self._construct(actor, instance_id, peer, None, flushes=near is None)
             elif place == "turn":
                 self._construct(actor, instance_id, self._places.next_worker(), None)
             else:
@@ -535,7 +544,7 @@ class Supervisor:
         """
         future: Future[Any] = Future()
         future.label = "the location of an actor"
-        future.add_done_callback(Future.acknowledge)
+        future.cover()
         with self.lock:
             actor = self._actors.get(actor_id)
             found: Location | Restarting | None = None
