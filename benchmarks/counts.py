@@ -41,6 +41,7 @@ _CEILINGS: Final = Path(__file__).resolve().parent / "ceilings.json"
 _PEER: Final = "callee"
 _PIPELINED: Final = 100
 _CREATED: Final = 20
+_STATE: Final = 200
 
 # What was called since counting began, of all threads: appending is one step, whichever thread does it.
 _calls: list[Any] = []
@@ -137,6 +138,11 @@ def _tensor(size: int) -> Callable[[], Callable[[], object]]:
     return made
 
 
+def _tensors() -> Callable[[], object]:
+    state = {f"layers.{number}.weight": torch.zeros(8, 8) for number in range(_STATE)}
+    return lambda: rpc.rpc_sync(_PEER, echo, (state,))
+
+
 def _pipelined() -> Callable[[], object]:
     return lambda: torch.futures.wait_all([rpc.rpc_async(_PEER, nothing) for _ in range(_PIPELINED)])
 
@@ -198,6 +204,7 @@ OPERATIONS: Final = {
     "rref": Operation(_rref),
     "echo 1 KiB": Operation(_tensor(1 << 10)),
     "echo 1 MiB": Operation(_tensor(1 << 20)),
+    "each of 200 tensors": Operation(_tensors, 5, _STATE),
     "pipelined": Operation(_pipelined, 5, _PIPELINED),
     "forward": Operation(_forward),
     "hop": Operation(_hop),

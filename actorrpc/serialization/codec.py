@@ -195,6 +195,7 @@ class Encoded:
         "outgoing",
         "reduced",
         "spans",
+        "stacks",
         "tensors",
     )
 
@@ -209,7 +210,8 @@ class Encoded:
         self.device_map = device_map
         self.inline = inline
         self.embeds = not inline and (device_map is None or "cpu" not in device_map)
-        self.embedded: set[int] = set()  # the storages whose bytes are in the pickle
+        self.embedded: set[int] = set()  # the storages whose bytes are in the pickle, or in a stack
+        self.stacks: dict[Any, Any] = {}  # by layout, the stack that takes more of it
         self.outgoing: Outgoing | None = None
         self.buffers: list[memoryview] | None = None
         self.reduced: dict[int, tuple[object, Any]] | None = None
@@ -217,7 +219,7 @@ class Encoded:
     def start_over(self) -> None:
         """Forget what was noted of tensors and buffers: the object is encoded once more, with all tensors in the table."""
         self.tensors, self.grad = [], False
-        self.embeds, self.embedded = False, set()
+        self.embeds, self.embedded, self.stacks = False, set(), {}
         self.outgoing = self.buffers = None
 
     @property
@@ -229,7 +231,7 @@ class Encoded:
 class _Decoding:
     """What hangs on the thread while a message is decoded."""
 
-    __slots__ = ("arrived", "context", "definitions", "tensors")
+    __slots__ = ("arrived", "context", "definitions", "stacks", "tensors")
 
     def __init__(
         self, context: object, definitions: DefinitionStore | None, tensors: list[Any] | None
@@ -238,6 +240,7 @@ class _Decoding:
         self.definitions = definitions
         self.tensors = tensors
         self.arrived: Sequence[list[Any]] = ()
+        self.stacks: dict[Any, list[Any]] = {}
 
 
 # -- reducers -----------------------------------------------------------------------------------

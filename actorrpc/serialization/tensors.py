@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import math
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 INLINE_BYTES: Final = 4096  # tensors up to this size ride in the body: a copy is cheaper than a section
+_FEW: Final = (
+    8  # small tensors of a message that are written each by itself; of further ones, those alike are stacked
+)
+_AT_ONCE: Final = 32 << 10  # elements: of fewer, torch makes a stack on the calling thread alone
 _WASTE: Final = 64 << 10  # so many unused bytes may travel for a lone tensor's strides to stay as they are
 _ALIGN: Final = 16  # ranges start on a multiple of the widest element, so that any dtype fits on them
 
@@ -53,6 +57,8 @@ _NAMES: Final = (
 _DTYPES: Final[list[torch.dtype | None]] = [getattr(torch, name, None) for name in _NAMES]
 _CODES: Final[dict[torch.dtype, int]] = {d: code for code, d in enumerate(_DTYPES) if d is not None}
 _QUANTISED: Final = _NAMES.index("qint8")  # codes from here on are only storages, never plain tensors
+_COMMON: Final = _NAMES.index("bfloat16")  # what torch stacks, in all of its versions: up to here,
+_COMPLEX_HALF: Final = _NAMES.index("complex32")  # but not without a warning
 
 
 class _Message(threading.local):
@@ -142,7 +148,7 @@ class SharedStorageError(Exception):
 
 
 # A storage of a message, as a list (an object costs a third of a microsecond): the range [low, high) of it
-# that is used, in bytes, and by whom.
+# that is used, in bytes, and by whom. In place of a storage: the members of a stack.
 _STORAGE, _LOW, _HIGH, _USED, _LONE, _DEVICE = range(6)
 
 
@@ -231,6 +237,10 @@ class Outgoing:
         small = []
         names = b""
         for storage, low, high, used, lone, device in self.pieces:
+            if type(storage) is list:
+                small.append(_stack(storage))
+                numbers += (_IN_BODY, len(small[-1]), 0)
+                continue
             if high > storage.nbytes():
                 raise SerializationError("a tensor's storage was freed or resized: it has no bytes to send")
             low &= -_ALIGN
@@ -256,6 +266,17 @@ class Outgoing:
                 names += bytes((len(device),)) + device.encode()
             numbers += (kind, size, low)
         return numbers, small[0] if len(small) == 1 else b"".join(small), names
+
+
+def _stack(members: list[torch.Tensor]) -> bytes:
+    """Return the bytes of tensors of one layout, one after the other."""
+    parts = []
+    most = (_AT_ONCE - 1) // members[0].numel()
+    for at in range(0, len(members), most):
+        with torch.no_grad():
+            part = torch.stack(members[at : at + most])
+        parts.append(_copy_out(part.data_ptr(), part.nbytes))
+    return b"".join(parts)
 
 
 def settle() -> None:
@@ -354,13 +375,40 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
         flags = _classify(t, keys)
     encoding = message.encoding
     encoding.tensors.append(t)
-    rebuild: tuple[Any, ...]
-    if flags == 0 and encoding.embeds and 0 < t.nbytes <= INLINE_BYTES and t.is_contiguous():
-        rebuild = _embed(encoding, t)
-    elif flags >= 0:
-        rebuild = (tensor, _describe(_outgoing(), t, flags))
-    else:
-        rebuild = _reduce_special(_outgoing(), t)
+    rebuild: tuple[Any, ...] | None = None
+    if flags == 0 and encoding.embeds and 0 < (size := t.nbytes) <= INLINE_BYTES and t.is_contiguous():
+        # By its bytes: most messages with a tensor need no table then.
+        storage = t.untyped_storage()
+        key = storage._cdata  # the storage is kept by its tensor, which the message keeps
+        if key in encoding.embedded:
+            raise SharedStorageError
+        out, shape = encoding.outgoing, t.shape
+        if (
+            (out is None or key not in out.by_storage)
+            and t.storage_offset() * t.itemsize + size <= storage.nbytes()
+            and (
+                1 not in shape or t.stride() == _packed(shape)
+            )  # any step will do where there is one element
+        ):
+            encoding.embedded.add(key)
+            code = _CODES[t.dtype]
+            if t.requires_grad:
+                code |= _GRAD
+                encoding.grad = True
+            if len(encoding.tensors) > _FEW:
+                layout = code, shape
+                stack = encoding.stacks.get(layout)
+                if stack is not None:
+                    append, rebuild = stack if stack is not _ALONE else _new_stack(encoding, layout)
+                    append(t)
+                elif code & 0xFF <= _COMMON and code & 0xFF != _COMPLEX_HALF:
+                    encoding.stacks[layout] = _ALONE
+            if rebuild is None:
+                rebuild = embedded, (bytearray(_memory_view(t.data_ptr(), size, _READ)), code, *shape)
+    if rebuild is None:
+        rebuild = (
+            (tensor, _describe(_outgoing(), t, flags)) if flags >= 0 else _reduce_special(_outgoing(), t)
+        )
     attributes = t.__dict__
     if attributes:
         return (*rebuild[:2], attributes, None, None, set_attributes)
@@ -375,25 +423,22 @@ def _packed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
-def _embed(encoding: Any, t: torch.Tensor) -> tuple[Any, ...]:
-    """Reduce a small tensor to its bytes: most messages with a tensor need no table then."""
-    storage = t.untyped_storage()
-    key = storage._cdata  # the storage is kept by its tensor, which the message keeps
-    if key in encoding.embedded:
-        raise SharedStorageError
-    out, size, shape = encoding.outgoing, t.nbytes, t.shape
-    if (
-        (out is not None and key in out.by_storage)
-        or t.storage_offset() * t.itemsize + size > storage.nbytes()
-        or (1 in shape and t.stride() != _packed(shape))  # any step will do where there is one element
-    ):
-        return tensor, _describe(_outgoing(), t, 0)
-    encoding.embedded.add(key)
-    code = _CODES[t.dtype]
-    if t.requires_grad:
-        code |= _GRAD
-        encoding.grad = True
-    return embedded, (bytearray(_memory_view(t.data_ptr(), size, _READ)), code, *shape)
+_ALONE: Final[
+    Any
+] = ()  # stands for the stack of a layout while there is one tensor of it, which is written by itself
+
+
+def _new_stack(encoding: Any, layout: tuple[int, torch.Size]) -> tuple[Callable[[torch.Tensor], None], Any]:
+    """Begin a stack; return what adds a tensor, and what each of them is reduced to.
+
+    That is the same object for all of them: the pickle has it once, and refers to it.
+    """
+    pieces = _outgoing().pieces
+    members: list[torch.Tensor] = []
+    rebuild = stacked, ((len(pieces), layout[0], *layout[1]),)
+    pieces.append([members, 0, 0, 0, None, ""])
+    stack = encoding.stacks[layout] = members.append, rebuild
+    return stack
 
 
 def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
@@ -610,10 +655,53 @@ def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
         raise ProtocolError(f"a tensor of sizes {shape} in {len(data)} bytes")
     t = torch.frombuffer(data, dtype=dtype)
     if len(shape) != 1:
-        t.resize_(shape)  # in place: the result is no view, as no tensor that arrives should be
+        # In place: the result is no view, as no tensor that arrives should be. A tuple takes torch half a microsecond more.
+        t.resize_(*shape or _SCALAR)
     if code & _GRAD:
         t.requires_grad_(True)
     return _arrives(t)
+
+
+_SCALAR: Final[Any] = ((),)
+
+
+# A stack of a message being decoded, as a list: where its next member begins, its bytes, and what all members have in common.
+_NEXT: Final = 0
+
+
+def stacked(layout: tuple[int, ...]) -> torch.Tensor:
+    """Rebuild the next one of the small tensors of a stack, which are alike (wire format).
+
+    The layout names the stack, and says what its members are.
+    """
+    decoding = message.decoding
+    stack = decoding.stacks.get(layout)
+    if stack is None:
+        stack = decoding.stacks[layout] = _open_stack(*layout)
+    start, data, size, dtype, shape, grad = stack
+    end = stack[_NEXT] = start + size
+    if end > len(data):
+        raise ProtocolError(f"a stack of {len(data)} bytes has no tensor at {start}")
+    t = torch.frombuffer(data[start:end], dtype=dtype)
+    if shape is not None:
+        t.resize_(*shape)
+    if grad:
+        t.requires_grad_(True)
+    if decoding.tensors is not None:
+        decoding.tensors.append(t)
+    return t
+
+
+def _open_stack(index: int, code: int, *shape: int) -> list[Any]:
+    dtype = _dtype(code & 0xFF)
+    size = math.prod(shape) * dtype.itemsize
+    piece = _piece(index)
+    data = piece[_DATA]
+    if piece[1:] != [0, _IN_BODY, "", None] or (shape and min(shape) <= 0) or not data or len(data) % size:
+        raise ProtocolError(f"tensors of sizes {shape} in a stack of {len(data)} bytes")
+    # It is taken once, and each byte of it: nobody makes much of a short message by taking it again in other sizes.
+    piece[_DATA] = b""
+    return [0, data, size, dtype, None if len(shape) == 1 else shape or _SCALAR, code & _GRAD]
 
 
 def parameter(requires_grad: bool, index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:

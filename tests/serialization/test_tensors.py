@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import struct
+import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -207,6 +209,72 @@ def test_small_tensors_that_share_memory_share_it_on_arrival(large: bool, first:
 def test_bytes_that_are_no_small_tensor(data: Any, code: int, shape: tuple[int, ...]) -> None:
     with pytest.raises(ProtocolError):
         tensors_module.embedded(data, code, *shape)
+
+
+SMALL = [(3,), (2, 2), (), (1, 3), (1,)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(SMALL), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 255)),
+        min_size=20,
+        max_size=60,
+    )
+)
+def test_small_tensors_that_are_alike_arrive_as_they_were(
+    given_: list[tuple[tuple[int, ...], torch.dtype, bool, int]],
+) -> None:
+    tensors = []
+    for shape, dtype, grad, seed in given_:
+        t = filled(torch.Size(shape).numel() * dtype.itemsize, dtype, seed).view(shape).clone()
+        tensors.append(t.requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex)))
+    seen: list[Any] = []
+    found = trip([*tensors, tensors[-1]], tensors=seen)
+    assert found.pop() is found[-1]
+    assert all(a is b for a, b in zip(seen, found, strict=True))
+    for sent, arrived in zip(tensors, found, strict=True):
+        same(sent, arrived)
+        assert sent.stride() == arrived.stride()
+        assert not arrived._is_view()
+        assert arrived.untyped_storage().nbytes() == arrived.nbytes
+    assert len({each.untyped_storage().data_ptr() for each in found}) == len(found)
+
+
+def test_the_layout_of_many_small_tensors_is_written_once() -> None:
+    tensors = [torch.full((4, 8), float(n)) for n in range(200)]
+    body = encode(tensors).body
+    assert body.count(b"stacked") == 1
+    assert len(body) < 200 * (4 * 8 * 4 + 12)
+    steps: list[str] = []
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            steps.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        decode(encode(tensors).body, definitions=None)
+    finally:
+        sys.setprofile(before)
+    assert len(steps) < 2.5 * len(tensors)
+
+
+def test_a_stack_is_as_large_as_it_gets() -> None:
+    tensors = [torch.full((4096,), n % 100, dtype=torch.int8) for n in range(60)]
+    for sent, arrived in zip(tensors, trip(tensors), strict=True):
+        same(sent, arrived)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_members_of_a_stack_that_share_memory_with_others_share_it_on_arrival(large: bool) -> None:
+    base = torch.zeros(5000 if large else 10)
+    alike = [torch.full((3,), float(n)) for n in range(20)]
+    found = trip([*alike, base[2:5], base])
+    found[-1].fill_(7)
+    assert found[-2].tolist() == [7.0] * 3
+    assert [each.tolist() for each in found[:-2]] == [each.tolist() for each in alike]
 
 
 def test_large_tensors_are_built_on_the_buffers() -> None:
@@ -440,6 +508,7 @@ class Decoding:
 
     def __init__(self, size: int, kind: int = 0, low: int = 0) -> None:
         self.arrived = [[bytearray(size), low, kind, "", None]]
+        self.stacks: dict[Any, Any] = {}
 
 
 @pytest.fixture
@@ -504,6 +573,43 @@ def test_lies_are_told_apart(piece: Any, meta: tuple[int, ...]) -> None:
         tensors_module.tensor(*meta)
 
 
+IN_BODY = tensors_module._IN_BODY
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "low"),
+    [
+        ((0, FLOAT, 0), IN_BODY, 0),
+        ((0, FLOAT, -2, -2), IN_BODY, 0),
+        ((0, FLOAT, 3), IN_BODY, 0),
+        ((0, FLOAT, 17), IN_BODY, 0),
+        ((0, FLOAT, 1 << 62, 1 << 62), IN_BODY, 0),
+        ((0, 99, 4), IN_BODY, 0),
+        ((0, -1, 4), IN_BODY, 0),
+        ((0, tensors_module._QUANTISED, 4), IN_BODY, 0),
+        ((1, FLOAT, 4), IN_BODY, 0),
+        ((-1, FLOAT, 4), IN_BODY, 0),
+        ((0, FLOAT, 4), 0, 0),
+        ((0, FLOAT, 4), IN_BODY | tensors_module._COMPACT, 0),
+        ((0, FLOAT, 4), IN_BODY, 16),
+    ],
+)
+def test_what_is_no_stack(piece: Any, layout: tuple[int, ...], kind: int, low: int) -> None:
+    piece(64, kind, low)
+    with pytest.raises(ProtocolError):
+        tensors_module.stacked(layout)
+
+
+def test_no_byte_of_a_stack_is_taken_twice(piece: Any) -> None:
+    piece(64, IN_BODY)
+    assert [tensors_module.stacked((0, FLOAT, 2, 4)).shape for _ in range(2)] == [(2, 4)] * 2
+    for again in ((0, FLOAT, 2, 4), (0, FLOAT, 16), (0, FLOAT, 4)):
+        with pytest.raises(ProtocolError):
+            tensors_module.stacked(again)
+    with pytest.raises(ProtocolError):
+        tensors_module.tensor(0, FLOAT, 0, 4, 1)
+
+
 def test_hostile_sparse_indices(piece: Any) -> None:
     piece(64)
     tensors_module.message.decoding.arrived[0][0][:8] = b"\xff" * 7 + b"\x7f"
@@ -517,7 +623,8 @@ def test_hostile_sparse_indices(piece: Any) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_damaged_bodies_raise_one_of_our_errors(data: Any) -> None:
-    encoded = encode((torch.arange(3000.0), torch.ones(3), torch.eye(3).to_sparse()))
+    alike = [torch.ones(2) for _ in range(data.draw(st.sampled_from([0, 20])))]
+    encoded = encode((torch.arange(3000.0), torch.ones(3), torch.eye(3).to_sparse(), alike))
     body = bytearray(encoded.body)
     table = len(body) - 200  # the table and the inline bytes: damage in a pickle may mean anything
     for _ in range(data.draw(st.integers(1, 4))):
