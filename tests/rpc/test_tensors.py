@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -447,3 +450,36 @@ def _many(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_many_and_large_tensors() -> None:
     rpc_group(_many, 2)
+
+
+def _kept() -> tuple[int, int]:
+    """Return what this process has: Python's blocks of memory, and KiB of its own."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    anonymous = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+    return sys.getallocatedblocks(), int(anonymous.split()[1])
+
+
+def _flat(rank: int, world_size: int) -> list[tuple[int, int]]:
+    if rank:
+        return []
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in (4 << 10, 128 << 10)]
+
+    def calls() -> list[tuple[int, int]]:
+        for number in range(_CALLS):
+            rpc.rpc_sync("worker1", back, (tensors[number % 2],))
+        return [_kept(), rpc.rpc_sync("worker1", _kept)]
+
+    calls()
+    return [(late[0] - early[0], late[1] - early[1]) for early, late in zip(calls(), calls(), strict=True)]
+
+
+_CALLS = 3_000
+
+
+@pytest.mark.slow
+def test_calls_with_tensors_leave_nothing_behind() -> None:
+    """Without the records of the last 32 768 calls, which are kept."""
+    for blocks, kilobytes in rpc_group(_flat, 2, env={"ACTORRPC_RECORDER": "0"})[0]:
+        assert blocks < _CALLS // 10  # one of a call would be ten times that
+        assert kilobytes < 500
