@@ -20,6 +20,7 @@ __all__ = [
     "AuthenticationError",
     "BackpressureError",
     "CancelledError",
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "DeadlockError",
@@ -263,6 +264,16 @@ class PendingCallsLimitExceeded(ActorError):
     """More calls are waiting for the actor than ``max_pending_calls`` allows; this one was not made.
 
     Remedy: get results before more calls are made, or raise ``max_pending_calls``.
+    """
+
+
+class CheckpointError(ActorError):
+    """The method has run, and the ``checkpoint()`` behind it raised, or returned what cannot be copied; the message says what.
+
+    Its result is withheld, as it is not in the state that a next incarnation of the actor begins with: that is the one before.
+    The actor goes on with what it has; where a later checkpoint succeeds, what this call has done is in it.
+
+    Remedy: mend ``checkpoint()``. Do not call again without a look at what the first call has done.
     """
 
 

@@ -37,6 +37,7 @@ from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
     CancelledError,
+    CheckpointError,
     DeadlockError,
     NotInitializedError,
     PeerDiedError,
@@ -61,7 +62,7 @@ _BARRIER_S: Final = 1.0  # how long new calls wait for the answers of a former i
 _CROWD: Final = 64  # more calls than that wait: callers are held up while the queue is being sent
 _HOLD_UP_S: Final = 1.0
 # Errors of a called method that say that it was not, or must not be, made to the end: never a reason to try again.
-_FINAL: Final = (CancelledError, DeadlockError, RpcTimeoutError, ShutdownError)
+_FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError, ShutdownError)
 
 
 class CallQueue:

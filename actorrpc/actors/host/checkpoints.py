@@ -21,14 +21,14 @@ from collections.abc import AsyncGenerator, Generator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc._exception_text import report
+from actorrpc._exception_text import line_of, report
 from actorrpc.actors.context import current
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.agent import hooks
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.timers import Tick
-from actorrpc.errors import ShutdownError
+from actorrpc.errors import CheckpointError, ShutdownError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
@@ -48,10 +48,12 @@ LAST: Final = 1 << 62  # the number of a state behind which there is none: the a
 class Checkpoints:
     """The checkpoints of one actor. Thread-safe.
 
-    Every way to save returns when the supervisor has the state, where one was due. What keeps it from being made or kept
-    is logged: the state before it stays.
+    Every way to save returns when the supervisor has the state, where one was due. What keeps it from being made is the
+    call's error: the state before it stays. What keeps it from the supervisor is only logged: there is to be no next
+    incarnation then.
 
     Raises:
+        CheckpointError: it cannot be made.
         HostedActorGoneError: the supervisor has given this incarnation up meanwhile, and keeps nothing of it.
     """
 
@@ -147,7 +149,8 @@ class Checkpoints:
         try:
             yield from generator
         except GeneratorExit:  # nobody wants more of it
-            self.save()
+            with self._keeping():
+                self.save()
             raise
         self.save()
 
@@ -163,7 +166,8 @@ class Checkpoints:
                 yield item
         except GeneratorExit:
             await generator.aclose()
-            await self.save_from_loop()
+            with self._keeping():
+                await self.save_from_loop()
             raise
         finally:
             await generator.aclose()  # of one that was cancelled: it ends before its wrapper does
@@ -189,8 +193,14 @@ class Checkpoints:
             hooks.reach("actor.checkpointing")
             return number, Snapshot.of(self._hosted.instance.checkpoint())
         except Exception as error:
-            self._lost(error)
-            return None
+            raise CheckpointError(
+                f"the method of actor {self._hosted.title} has run, and what it has done is not kept for a next incarnation: "
+                f"checkpoint() failed: {line_of(error)}",
+                maybe_executed=True,
+                worker=self._hosted.agent.name,
+                actor=self._hosted.title,
+                actor_id=spec.actor_id,
+            ) from error
 
     def _put(self, number: int, state: Snapshot, kept: Future[bool]) -> Future[bool] | None:
         """Have a checkpoint sent; return the call that sends it, where one does now."""
@@ -268,7 +278,7 @@ class Checkpoints:
         except HostedActorGoneError:
             raise
         except Exception as error:
-            self._lost(error)
+            report(_log, error, "the state of actor %s could not be kept", self._hosted.title)
 
     def _confirm(self, is_kept: bool) -> None:
         if not is_kept:
@@ -276,9 +286,6 @@ class Checkpoints:
             error.maybe_executed = True
             raise error
         hooks.reach("actor.checkpointed")
-
-    def _lost(self, error: Exception) -> None:
-        report(_log, error, "the state of actor %s could not be kept", self._hosted.title)
 
 
 def _keep(actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:

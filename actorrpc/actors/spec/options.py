@@ -399,8 +399,8 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         checkpoint_every: after how many calls that have not raised ``checkpoint()`` is called, where the class has it and
             ``restore(state)``. What it returns is copied, and given to ``restore`` of the next incarnation, behind the
             constructor. The answer (of a generator: its end) leaves when the process that has made the actor has that state:
-            what a caller has been told is not lost with the actor. Where ``checkpoint()`` raises, that is logged, and the
-            state before it is kept; where ``restore`` raises, that is as if the constructor had.
+            what a caller has been told is not lost with the actor. Where ``checkpoint()`` raises, the call fails with
+            CheckpointError, and the state before it is kept; where ``restore`` raises, that is as if the constructor had.
         timeout, priority, concurrency_group, max_buffered_items: see :class:`CallOptions`; for all of its methods.
         yielding: internal: calls that wait in one of our waits do not count as running.
         place: internal: the actor's place in its group.

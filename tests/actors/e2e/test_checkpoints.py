@@ -12,7 +12,7 @@ import pytest
 import actorrpc
 from actorrpc.actors.context import runtime
 from actorrpc.actors.supervision.supervisor import Supervisor
-from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError
+from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError, CheckpointError
 from tests.actors.e2e.kit import row_of, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(60)]
@@ -227,6 +227,83 @@ def test_answers_that_are_held_come_before_the_end_of_the_actor(gate: Gate, tmp_
     del actor
     gate.open.set()
     assert actorrpc.get(refs, timeout=20) == list(range(1, 12))
+
+
+class _Full(_Counting):
+    """Whose state cannot be kept from the second call on."""
+
+    full = 2
+
+    def checkpoint(self) -> Any:
+        if self.seen == self.full:
+            raise OSError("no room")
+        return self.seen if self.seen < self.full + 2 else threading.Lock()
+
+
+@actorrpc.remote(max_restarts=-1, max_task_retries=3)
+class Full(_Full):
+    def add(self) -> int:
+        self.seen += 1
+        return self.seen
+
+    def value(self) -> int:
+        return self.seen
+
+    @actorrpc.method(retry_exceptions=True)
+    def eager(self) -> int:
+        return self.add()
+
+    def count(self, more: int) -> Iterator[int]:
+        for _ in range(more):
+            self.seen += 1
+            yield self.seen
+
+    def wait(self, note: Path) -> int:
+        until(note.exists)
+        return 0
+
+
+@actorrpc.remote(max_restarts=-1)
+class AsyncFull(_Full):
+    async def add(self) -> int:
+        self.seen += 1
+        return self.seen
+
+    async def value(self) -> int:
+        return self.seen
+
+
+@pytest.mark.parametrize("cls", [Full, AsyncFull])
+def test_a_call_whose_state_cannot_be_kept_is_not_answered_as_if_it_were(cls: Any) -> None:
+    actor = cls.remote()
+    assert actorrpc.get(actor.add.remote()) == 1
+    with pytest.raises(CheckpointError, match="OSError: no room") as caught:
+        actorrpc.get(actor.add.remote())
+    assert caught.value.maybe_executed
+    assert actorrpc.get(actor.add.remote()) == 3  # it goes on, and what has been done is in it
+    with pytest.raises(CheckpointError, match="lock"):
+        actorrpc.get(actor.add.remote())
+    _die(actor)
+    assert _asked(actor.value.remote)[0] == 3
+
+
+def test_calls_behind_others_hear_of_it_as_well_and_are_not_made_again(tmp_path: Path) -> None:
+    actor = Full.remote()
+    first = actor.wait.remote(tmp_path / "note")
+    refs = [actor.eager.remote() for _ in range(3)]  # answers are held while others wait for the thread
+    (tmp_path / "note").touch()
+    assert actorrpc.get([first, refs[0], refs[2]]) == [0, 1, 3]
+    with pytest.raises(CheckpointError):
+        actorrpc.get(refs[1])
+
+
+def test_a_stream_whose_state_cannot_be_kept_ends_with_that() -> None:
+    actor = Full.remote()
+    items = actor.count.remote(2)
+    assert [actorrpc.get(next(items)) for _ in range(2)] == [1, 2]
+    with pytest.raises(CheckpointError):
+        actorrpc.get(next(items))
+    assert actorrpc.get(actor.add.remote()) == 3
 
 
 def test_every_so_many_calls_that_have_not_raised() -> None:
