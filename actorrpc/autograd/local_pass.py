@@ -408,8 +408,14 @@ class LocalPass:
             found = self._sums[node]
             if found.add(index, gradients):
                 del self._sums[node]
-                receipt = self._receipts[node]
-                complete.append((receipt.worker, self._gradient(receipt, list(found.total), terms)))
+                to, message, receipt = self._receipts[node].sink
+                gradients = list(found.total)
+                complete.append(
+                    (
+                        to,
+                        Gradient(self.context.id, self.id, message, receipt, gradients, terms.create_graph),
+                    )
+                )
         return complete
 
     def _engine(
@@ -458,11 +464,6 @@ class LocalPass:
                         outputs.append(edge)
                         gradients.append(gradient)
         return outputs, gradients
-
-    def _gradient(self, receipt: Receipt, gradients: Gradients, terms: Terms) -> Gradient:
-        return Gradient(
-            self.context.id, self.id, receipt.message, receipt.number, gradients, terms.create_graph
-        )
 
     def finish(self) -> None:
         """Finish all leaves that this part has reached.

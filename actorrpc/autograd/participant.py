@@ -281,7 +281,7 @@ class Participant:
             receipt = context.receipts.get(node)
             if receipt is None:
                 raise released(context)
-            found.append(Sink(receipt.worker, receipt.message, receipt.number))
+            found.append(receipt.sink)
         return tuple(found)
 
     def _join(self, context: Context, id: int, origin: WorkerKey | None) -> LocalPass | None:
