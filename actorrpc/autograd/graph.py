@@ -28,10 +28,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from actorrpc import _time
 from actorrpc.autograd.contexts import Node, Receipt
+from actorrpc.autograd.messages import make
 from actorrpc.errors import RpcTimeoutError
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 
 __all__ = [
+    "ACCUMULATE",
     "ANCHOR",
     "Borrowed",
     "ReachableGraph",
@@ -43,8 +45,8 @@ __all__ = [
     "capture",
     "edge_of",
     "finish",
-    "make",
     "nodes",
+    "place",
     "reach",
     "reach_if_small",
     "receive",
@@ -148,8 +150,6 @@ class RecvFunction(torch.autograd.Function):
         return None, None
 
 
-#: Makes a named tuple of a tuple: its class goes through a function in Python.
-make: Final = tuple.__new__
 _IN_PYTHON: Final[Any] = torch._C._FunctionBase
 
 #: The leaf that all these nodes hang from: a walk that gets to it has passed through one.
@@ -194,7 +194,8 @@ Tensors = list["torch.Tensor | None"]
 
 # What torch.autograd.backward and grad call at last, without the half of the time that they spend before it.
 _run: Final[Callable[..., tuple[torch.Tensor | None, ...]]] = Variable._execution_engine.run_backward
-_ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+#: The class of the nodes that stand for leaves.
+ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 
 # -- where edges lead -------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def reach_if_small(
         seen.add(node)
         following = node.next_functions
         if not following:
-            if type(node) is _ACCUMULATE:
+            if type(node) is ACCUMULATE:
                 if node.variable is ANCHOR:
                     return None
                 leaves.append(node)
@@ -364,12 +365,13 @@ def capture(
             inputs.append(make(GradientEdge, (node, index, None)))
     for node in leaves:
         inputs.append(make(GradientEdge, (node, 0, None)))
-    given = _placed(outputs, gradients) if torch.cuda._initialized else tuple(gradients)
     if leaves:
         _hush(leaves)
         before = _silence(True)  # a hook of an interior tensor may have led here from another capture
     try:
-        captured = _run(tuple(outputs), given, retain_graph, create_graph, tuple(inputs), True, False)
+        captured = _run(
+            tuple(outputs), tuple(gradients), retain_graph, create_graph, tuple(inputs), True, False
+        )
     finally:
         if leaves:
             _silence(before)
@@ -381,12 +383,10 @@ def capture(
     return of_receipts, list(captured[at:])
 
 
-def _placed(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return gradients on the devices of their tensors: the way there may have led from a GPU to a CPU, or back."""
-    return tuple(
-        gradient.to(edge.node._input_metadata[edge.output_nr].device)
-        for edge, gradient in zip(edges, gradients, strict=True)
-    )
+def place(edges: Sequence[GradientEdge], gradients: list[torch.Tensor]) -> None:
+    """Bring gradients to the devices of their tensors: the way there may have led from a GPU to a CPU, or back."""
+    for index, edge in enumerate(edges):
+        gradients[index] = gradients[index].to(edge.node._input_metadata[edge.output_nr].device)
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
@@ -452,11 +452,10 @@ def run(
         box: Tensors = []
         node.box = box
         boxes.append(box)
-    given = _placed(outputs, gradients) if torch.cuda._initialized else tuple(gradients)
     silent = _silence(False) if _has(_SILENCE) else False
     try:
         with Borrowed(leaves, deadline):
-            _run(tuple(outputs), given, retain_graph, False, (), True, True)
+            _run(tuple(outputs), tuple(gradients), retain_graph, False, (), True, True)
             found = _taken_from(leaves)
     finally:
         if silent:

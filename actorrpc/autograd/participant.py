@@ -37,6 +37,7 @@ from actorrpc.autograd.messages import (
     Sink,
     Transport,
     Verdict,
+    make,
 )
 from actorrpc.errors import RpcError, RpcTimeoutError
 from actorrpc.futures import Future
@@ -49,7 +50,7 @@ _Given = torch.Tensor | Sequence[torch.Tensor | None] | None
 
 def check_roots(
     roots: Sequence[torch.Tensor], gradients: _Given
-) -> tuple[tuple[GradientEdge, ...], tuple[torch.Tensor, ...]]:
+) -> tuple[tuple[GradientEdge, ...], Gradients]:
     """Return the edges of the roots and the gradient of each.
 
     Args:
@@ -67,9 +68,9 @@ def check_roots(
         )
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
-    given = _sequence(gradients, len(roots))
-    edges = []
-    found = []
+    given = (None,) * len(roots) if gradients is None else _sequence(gradients, len(roots))
+    edges: list[GradientEdge] = []
+    found: Gradients = []
     for index, (root, gradient) in enumerate(zip(roots, given, strict=True)):
         if not isinstance(root, torch.Tensor):
             raise TypeError(
@@ -84,14 +85,12 @@ def check_roots(
             )
         if root.grad_fn is None:
             raise RuntimeError(f"roots[{index}] does not have a valid gradient function.")
-        edges.append(GradientEdge(root.grad_fn, root.output_nr, None))
+        edges.append(make(GradientEdge, (root.grad_fn, root.output_nr, None)))
         found.append(_ones(root) if gradient is None else _fitting(gradient, root, index))
-    return tuple(edges), tuple(found)
+    return tuple(edges), found
 
 
 def _sequence(gradients: _Given, count: int) -> Sequence[Any]:
-    if gradients is None:
-        return (None,) * count
     if isinstance(gradients, torch.Tensor):
         gradients = (gradients,)
     if not isinstance(gradients, (list, tuple)):
@@ -261,7 +260,7 @@ class Participant:
             part.decided = Future()
         return part.decided
 
-    def sinks(self, context: Context, message: int) -> tuple[Sink, ...]:
+    def sinks(self, context: Context, message: int) -> list[Sink]:
         """Return which receipts can be reached from a message that was sent from here.
 
         Raises:
@@ -270,7 +269,7 @@ class Participant:
         """
         return self.sinks_of(context, reach_of(context, message))
 
-    def sinks_of(self, context: Context, reach: ReachableGraph) -> tuple[Sink, ...]:
+    def sinks_of(self, context: Context, reach: ReachableGraph) -> list[Sink]:
         """Return the receipts of a walk.
 
         Raises:
@@ -282,7 +281,7 @@ class Participant:
             if receipt is None:
                 raise released(context)
             found.append(receipt.sink)
-        return tuple(found)
+        return found
 
     def _join(self, context: Context, id: int, origin: WorkerKey | None) -> LocalPass | None:
         """Return, under the lock of the context, its pass of this number; None if it is over."""
@@ -302,7 +301,7 @@ class Participant:
             part = None if context.released else self._join(context, message.pass_id, None)
             if part is None:
                 return
-            part.arrive(sender, message.receipt, message.message, _taken(message.gradients))
+            part.arrive(sender, message.receipt, message.message, message.gradients)
         # The worker that waits for this worker's part is told what has gone wrong; the sender of a gradient has done its own.
         if self.transport.attends_another(part):
             self.transport.later(partial(self.advance, part))  # its hooks may wait for what this thread holds
@@ -324,7 +323,7 @@ class Participant:
                 part.begin(terms, message.strata)
                 with context.lock:
                     for each in message.gradients:
-                        part.arrive(sender, each.receipt, each.message, _taken(each.gradients))
+                        part.arrive(sender, each.receipt, each.message, each.gradients)
             except BaseException as error:
                 self.fail(part, error)
             self.advance(part)
@@ -339,7 +338,7 @@ class Participant:
         """Return, under the lock of the context, what is completed when the part comes to its end."""
         if part.answer is None:
             part.answer = Future()
-            part.answer.label = f"a part of a backward pass of {part.context}"
+            part.answer.label = part  # put into words only when somebody asks
         return part.answer
 
     def may_wait(self, notice: Notice) -> bool:
@@ -377,42 +376,37 @@ class Participant:
 
     # -- the part ------------------------------------------------------------------------------------------------
 
-    def advance(self, part: LocalPass) -> None:
-        """Work off what is there, unless another thread is at it; never raises."""
-        while self.step(part):
-            pass
-        self._settle(part)
-
-    def step(self, part: LocalPass, direct: dict[WorkerKey, list[Gradient]] | None = None) -> bool:
-        """Work off one stratum, or finish the leaves, if that can be done now; say whether it was. Never raises.
+    def advance(self, part: LocalPass, direct: dict[WorkerKey, list[Gradient]] | None = None) -> None:
+        """Work off strata, and finish the leaves, as far as that can be done now, unless another thread is at it; never raises.
 
         Args:
-            direct: gradients for other workers are put in here, not sent.
+            direct: one stratum alone is worked off, and gradients for other workers are put in here, not sent.
         """
         lock = part.context.lock
         with lock:
             index = part.take()
-        if index is None:
-            return False
-        done = False
-        try:
-            if index == FINISH:
-                part.finish()
-            else:
-                for to, gradient in (self.watch or LocalPass.work)(part, index):
-                    if to == self.me:
-                        with lock:
-                            part.arrive(to, gradient.receipt, gradient.message, gradient.gradients)
-                    elif direct is not None:
-                        direct.setdefault(to, []).append(gradient)
-                    else:
-                        self._send(part, to, gradient)
-            done = True
-        except BaseException as error:
-            self.fail(part, error)
-        with lock:
-            part.put(index, done)
-        return True
+        while index is not None:
+            done = False
+            try:
+                if index == FINISH:
+                    part.finish()
+                else:
+                    for to, gradient in self.watch(part, index) if self.watch else part.work(index):
+                        if to == self.me:
+                            with lock:
+                                part.arrive(to, gradient.receipt, gradient.message, gradient.gradients)
+                        elif direct is not None:
+                            direct.setdefault(to, []).append(gradient)
+                        else:
+                            self._send(part, to, gradient)
+                done = True
+            except BaseException as error:
+                self.fail(part, error)
+            with lock:
+                part.put(index, done)
+                index = None if direct is not None or part.finished else part.take()
+        if part.answer is not None:
+            self._settle(part)
 
     def _send(self, part: LocalPass, to: WorkerKey, gradient: Gradient) -> None:
         terms = part.terms
@@ -447,7 +441,8 @@ class Participant:
             awaited = list(part.awaited)
         for each in awaited:
             each.cancel()
-        _complete(answer, error)
+        if answer is not None:
+            _complete(answer, error)
 
     def decide(self, part: LocalPass, commit: bool) -> bool:
         """End a pass on this worker, and where it began here on those that take part; the first verdict counts.
@@ -460,8 +455,8 @@ class Participant:
                 return False
             part.over = True
             counts = commit and part.finished and part.error is None
-            told = sorted(part.told - {self.me})
-        for worker in told:
+            told = part.told
+        for worker in sorted(told):
             self.transport.tell(worker, Verdict(context.id, part.id, counts))
         try:
             if counts:
@@ -472,11 +467,12 @@ class Participant:
                 remember(context, part.id)
                 part.drop()
                 answer, part.answer = part.answer, None
-                decided = part.decided
-            _complete(
-                answer, RpcError(f"a backward pass of {context} was given up; no gradients were changed")
-            )
-            _complete(decided)
+            if answer is not None:
+                _complete(
+                    answer, RpcError(f"a backward pass of {context} was given up; no gradients were changed")
+                )
+            if part.decided is not None:
+                _complete(part.decided)
         return counts
 
     def release(self, context_id: int) -> None:
@@ -540,13 +536,7 @@ class Participant:
                 self._release(context.id, None, error, tell=False)
 
 
-def _taken(gradients: Gradients) -> Gradients:
-    found = list(gradients)
-    gradients.clear()
-    return found
-
-
-def _complete(future: Future[None] | None, error: BaseException | None = None) -> None:
-    if future is not None and future._claim():
+def _complete(future: Future[None], error: BaseException | None = None) -> None:
+    if future._claim():
         future._finish(None, error)
         future.acknowledge()  # the worker to which it matters hears it some other way, too

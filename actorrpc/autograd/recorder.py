@@ -34,8 +34,8 @@ from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Contexts, Receipt
-from actorrpc.autograd.graph import edge_of, make, receive
-from actorrpc.autograd.messages import Sink
+from actorrpc.autograd.graph import edge_of, receive
+from actorrpc.autograd.messages import Sink, make
 from actorrpc.errors import ProtocolError
 from actorrpc.wire.identity import WorkerKey
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms
+from actorrpc.autograd.local_pass import LocalPass, Terms
 from actorrpc.autograd.messages import (
     Contribution,
     Discover,
@@ -407,26 +407,23 @@ def test_gradients_may_come_before_the_plan_and_twice() -> None:
     part, (message,) = _part(group, 1)
     one = torch.ones(3, dtype=torch.float64)
     origin = group.worker(0).me
-    part.arrive(origin, 5, message, (one, None))
+    part.arrive(origin, 5, message, [one, None])
     assert part.take() is None
     part.begin(
         Terms(False, False, "context", 0.0),
         [Stratum({message: (Contribution(origin, 5), Contribution(origin, 6))})],
     )
     assert part.take() is None
-    part.arrive(origin, 5, message, (one * 100, one * 100))  # it has come already
-    part.arrive(origin, 9, message, (one, one))  # nobody waits for it
+    part.arrive(origin, 5, message, [one * 100, one * 100])  # it has come already
+    part.arrive(origin, 9, message, [one, one])  # nobody waits for it
     assert part.take() is None
-    part.arrive(origin, 6, message, (one, one))
+    part.arrive(origin, 6, message, [one, one])
     assert part.take() == 0
     assert part.take() is None  # a thread is busy with it
     assert part.work(0) == []
     part.put(0, True)
-    part.arrive(origin, 6, message, (one, one))
-    assert part.take() == FINISH
-    part.finish()
-    part.put(FINISH, True)
-    assert part.finished
+    part.arrive(origin, 6, message, [one, one])
+    assert part.finished  # no leaf is left to be finished
     assert part.take() is None
     assert not part.context.gradients
     part.commit()
