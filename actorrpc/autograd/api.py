@@ -132,7 +132,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     Raises:
         RuntimeError: this worker does not know the context.
     """
-    return participant().gradients(context_id, api.get_rpc_timeout())
+    return dict(participant().gradients(context_id, api.get_rpc_timeout()).values())
 
 
 def _backward_of(value: Any, context_id: int, retain_graph: bool) -> None:

@@ -64,7 +64,8 @@ class Context:
             where a backward pass has given the graph up.
         receipts: the messages that arrived here with such tensors, by the node that stands for them.
         peers: the workers that were sent a message of this context.
-        gradients: what backward passes have left for the leaves of this worker.
+        gradients: what backward passes have left for the leaves of this worker: leaf and gradient, by the leaf's ``id()``, as
+            torch computes hashes of tensors in Python.
         passes: the backward passes that are under way here, or wait for the verdict of their origin.
         ended: the numbers of those that are over: what comes late of them is ignored.
         reaches: what each of ``sends`` leads to, as far as somebody has asked.
@@ -82,7 +83,7 @@ class Context:
         self.sends: dict[int, tuple[GradientEdge, ...]] = {}
         self.receipts: dict[Node, Receipt] = {}
         self.peers: set[WorkerKey] = set()
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.passes: dict[int, LocalPass] = {}
         self.ended: OrderedDict[int, None] = OrderedDict()
         self.reaches: dict[int, ReachableGraph] = {}

@@ -509,21 +509,21 @@ class LocalPass:
         gradients = self.context.gradients
         present: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self.context.lock:
-            for leaf, gradient in self._results:
-                if gradients.setdefault(leaf, gradient) is not gradient:
-                    present.append((leaf, gradient))
+            for found in self._results:
+                if gradients.setdefault(id(found[0]), found) is not found:
+                    present.append(found)
         for leaf, gradient in present:
             self._add_to(leaf, gradient)
 
     def _add_to(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         gradients, lock = self.context.gradients, self.context.lock
         while True:
-            before = gradients.get(leaf)
+            before = gradients.get(id(leaf))
             # Not under the lock: it may be long.
-            total = gradient if before is None else graph.add(before, gradient)
+            total = gradient if before is None else graph.add(before[1], gradient)
             with lock:
-                if gradients.get(leaf) is before:
-                    gradients[leaf] = total
+                if gradients.get(id(leaf)) is before:
+                    gradients[id(leaf)] = leaf, total
                     return
 
 

@@ -197,8 +197,8 @@ class Participant:
             context.passes[part.id] = part
         return Coordinator(self, part, terms, edges, given)
 
-    def gradients(self, context_id: int, timeout: float) -> dict[torch.Tensor, torch.Tensor]:
-        """Return what passes have left in a context for the leaves of this worker.
+    def gradients(self, context_id: int, timeout: float) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return what passes have left in a context for the leaves of this worker: leaf and gradient, by the leaf's ``id()``.
 
         Where this worker's part of a pass is done and the verdict has not come, this waits for it.
 
@@ -213,9 +213,11 @@ class Participant:
         deadline = _time.now() + timeout if timeout else None
         while True:
             with context.lock:
-                pending = next((each for each in context.passes.values() if each.finished), None)
-                if pending is None:
-                    return dict(context.gradients)
+                for pending in context.passes.values():
+                    if pending.finished:
+                        break
+                else:
+                    return context.gradients.copy()
                 decided = self._verdict_on(pending)
             try:
                 decided.wait(None if deadline is None else max(0.0, deadline - _time.now()))

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,6 +25,8 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.autograd import graph, startup
 from actorrpc.optim.parameters import check_tensor
 from actorrpc.rpc.rref import RRef
+
+_NOTHING: Final = (None, None)
 
 __all__ = ["Account", "LocalOptimizer", "alone", "check_context", "clear", "create", "lent"]
 
@@ -78,15 +80,13 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
             yield gradients
             in_slots[:] = gradients
         return
-    # First: this may wait for the end of a pass, which may need the slots.
-    left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
-    found = startup.participant().gradients(context_id, left)
+    found = _gradients(context_id, deadline)
     with graph.Borrowed(parameters, deadline):
-        before = [found.get(parameter) for parameter in parameters]
+        before = [found.get(id(parameter), _NOTHING)[1] for parameter in parameters]
         gradients = before.copy()
         yield gradients
         replaced = {
-            parameter: gradient
+            id(parameter): (parameter, gradient)
             for parameter, gradient, old in zip(parameters, gradients, before, strict=True)
             if gradient is not None and gradient is not old
         }
@@ -94,6 +94,12 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
         context = startup.contexts().get(context_id)
         with context.lock:
             context.gradients.update(replaced)
+
+
+def _gradients(context_id: int, deadline: float | None) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the gradients of a context. Before they are borrowed: this may wait for the end of a pass, which may need them."""
+    left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
+    return startup.participant().gradients(context_id, left)
 
 
 def clear(parameters: Sequence[torch.Tensor], context_id: int | None, set_to_none: bool) -> None:
@@ -110,7 +116,7 @@ def clear(parameters: Sequence[torch.Tensor], context_id: int | None, set_to_non
         context = startup.contexts().get(context_id)
         with context.lock:
             for parameter in parameters:
-                context.gradients.pop(parameter, None)
+                context.gradients.pop(id(parameter), None)
 
 
 #: The parameters of one group on one worker, as they are sent: what the group sets, and RRefs to them.
@@ -219,14 +225,19 @@ class LocalOptimizer:
 
     # -- gradients -------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, context_id: int | None) -> None:
         """Make a step with the gradients of a context, or those in ``.grad``; ``.grad`` is left as it is found."""
-        parameters = self._parameters
-        with lent(parameters, context_id) as loans:
-            for parameter, gradient in zip(parameters, loans, strict=True):
-                parameter.grad = gradient
-            self._optimizer.step()
+        parameters, deadline = self._parameters, _deadline()
+        found = None if context_id is None else _gradients(context_id, deadline)
+        graded = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # its context manager is several functions in Python
+        try:
+            with graph.Borrowed(parameters, deadline) as in_slots:
+                for parameter, gradient in zip(parameters, in_slots, strict=True):
+                    parameter.grad = gradient if found is None else found.get(id(parameter), _NOTHING)[1]
+                self._optimizer.step()
+        finally:
+            torch._C._set_grad_enabled(graded)
 
     @torch.no_grad()
     def clear(self, context_id: int | None, set_to_none: bool) -> None:

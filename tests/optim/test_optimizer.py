@@ -57,7 +57,7 @@ def _attribute(value: Any, name: str) -> Any:
 def _fill_grad(module: torch.nn.Module, context_id: int) -> None:
     gradients = startup.contexts().get(context_id).gradients
     for each in module.parameters():
-        gradients[each] = torch.ones_like(each)
+        gradients[id(each)] = each, torch.ones_like(each)
 
 
 class Holder:
@@ -106,7 +106,7 @@ def test_local_modules_and_tensors(workers: list[str]) -> None:
     assert optimizer.workers == (workers[0],)
     with dist_autograd.context() as context_id:
         _fill_grad(module, context_id)
-        startup.contexts().get(context_id).gradients[tensor] = torch.ones(2)
+        startup.contexts().get(context_id).gradients[id(tensor)] = tensor, torch.ones(2)
         optimizer.step(context_id)
     for after, value in zip([*module.parameters(), tensor], before, strict=True):
         assert torch.equal(after.detach(), value - 0.5)
