@@ -63,8 +63,9 @@ class context:
         if id is None:
             return
         recorder.leave(token)
-        if api.is_initialized():
-            participant().release(id)
+        worker = current_worker()
+        if worker is not None and worker.autograd is not None:
+            worker.autograd.release(id)
 
 
 def backward(

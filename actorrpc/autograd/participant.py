@@ -235,11 +235,13 @@ class Participant:
         Raises:
             Exception: what ended this worker's part of the pass: it is the answer.
         """
-        if isinstance(message, Gradient) and self.contexts.is_over(message.context):
-            return None  # the pass was given up here, which its sender is told in another way
-        context = self.contexts.get(message.context)
+        context = self.contexts.live.get(message.context)
+        if context is None:
+            if isinstance(message, Gradient) and self.contexts.is_over(message.context):
+                return None  # the pass was given up here, which its sender is told in another way
+            context = self.contexts.get(message.context)
         context.touched = _time.now()
-        if sender.rank == context.origin:
+        if context.maker is None and sender.rank == context.origin:
             context.maker = sender
         if isinstance(message, Gradient):
             return self._take(context, sender, message)

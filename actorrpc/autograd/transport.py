@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
@@ -26,6 +26,7 @@ from actorrpc.autograd.messages import (
     Settle,
     Stratum,
     Verdict,
+    make,
 )
 from actorrpc.errors import NotInitializedError, ProtocolError, RpcError
 from actorrpc.futures import WAITING, Future
@@ -70,14 +71,17 @@ def fields_of(message: Message) -> tuple[Any, ...]:
         return (_DISCOVER, *message)
     if isinstance(message, Settle):
         return (_SETTLE, *message)
-    strata = [
-        [
-            (number, [(*each.worker, each.receipt) for each in given])
-            for number, given in stratum.messages.items()
-        ]
-        for stratum in message.strata
-    ]
-    gradients = [(each.message, each.receipt, each.gradients) for each in message.gradients]
+    strata: list[dict[int, list[Any]]] = []
+    for (messages,) in message.strata:
+        flat: dict[int, list[Any]] = {}
+        for number, contributions in messages.items():
+            given = flat[number] = []
+            for worker, receipt in contributions:
+                given += (*worker, receipt)
+        strata.append(flat)
+    gradients: list[tuple[Any, ...]] = []
+    for each in message.gradients:
+        gradients.append(each[2:5])
     return (_RUN, message.context, message.pass_id, strata, *message[3:-1], gradients)
 
 
@@ -89,24 +93,20 @@ def message_of(kind: int, fields: tuple[Any, ...]) -> Message:
         return Discover(*fields)
     if kind == _SETTLE:
         return Settle(*fields)
-    context, pass_id, strata, retain_graph, create_graph, accumulate, timeout, gradients = fields
-    return Run(
-        context,
-        pass_id,
-        [
-            Stratum({number: tuple([_contribution(*each) for each in given]) for number, given in messages})
-            for messages in strata
-        ],
-        retain_graph,
-        create_graph,
-        accumulate,
-        timeout,
-        [Gradient(context, pass_id, *each) for each in gradients],
-    )
-
-
-def _contribution(rank: int, incarnation: str, receipt: int) -> Contribution:
-    return Contribution(WorkerKey(rank, incarnation), receipt)
+    context, pass_id, packed, retain_graph, create_graph, accumulate, timeout, sent = fields
+    strata: list[Stratum] = []
+    for flat in packed:
+        messages: dict[int, tuple[Contribution, ...]] = {}
+        for number, given in flat.items():
+            contributions: list[Contribution] = []
+            for at in range(0, len(given), 3):
+                contributions.append(make(Contribution, (make(WorkerKey, given[at : at + 2]), given[at + 2])))
+            messages[number] = tuple(contributions)
+        strata.append(make(Stratum, (messages,)))
+    gradients: list[Gradient] = []
+    for message, receipt, each in sent:
+        gradients.append(make(Gradient, (context, pass_id, message, receipt, each, create_graph)))
+    return Run(context, pass_id, strata, retain_graph, create_graph, accumulate, timeout, gradients)
 
 
 def pack_notice(notice: Notice) -> bytes:
@@ -192,7 +192,7 @@ class AgentTransport:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         outer = WAITING.posts
         WAITING.posts = _Posts(part)
-        return cast("_Posts | None", outer)
+        return outer  # type: ignore[return-value]
 
     def work_off(self) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
