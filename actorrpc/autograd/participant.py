@@ -209,7 +209,7 @@ class Participant:
             RpcError: this worker does not know the context.
             RpcTimeoutError: a verdict did not come in time.
         """
-        context = self.contexts.get(context_id)
+        context = self.contexts.live.get(context_id) or self.contexts.get(context_id)
         deadline = _time.now() + timeout if timeout else None
         while True:
             with context.lock:
@@ -415,7 +415,8 @@ class Participant:
     def _send(self, part: LocalPass, to: WorkerKey, gradient: Gradient) -> None:
         terms = part.terms
         assert terms is not None
-        terms.left()  # raises when no time is left
+        if terms.deadline is not None:
+            terms.left()  # raises when no time is left
         with part.context.lock:
             if part.over or part.error is not None:
                 return
@@ -495,8 +496,9 @@ class Participant:
             return
         with context.lock:
             parts = list(context.passes.values())
-            peers = context.peers.union(*(part.told for part in parts))
+            peers = context.peers.copy()
         for part in parts:
+            peers |= part.told
             self.fail(part, error)
             self.decide(part, False)
         with context.lock:

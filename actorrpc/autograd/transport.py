@@ -14,7 +14,6 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Later
 from actorrpc.agent.outbound import post
-from actorrpc.agent.peers import Peer
 from actorrpc.autograd.messages import (
     Contribution,
     Discover,
@@ -109,11 +108,8 @@ def message_of(kind: int, fields: tuple[Any, ...]) -> Message:
     return Run(context, pass_id, strata, retain_graph, create_graph, accumulate, timeout, gradients)
 
 
-def pack_notice(notice: Notice) -> bytes:
-    """Return a notice as bytes."""
-    if isinstance(notice, Verdict):
-        return msgpack.packb((notice.context, notice.pass_id, notice.commit))  # type: ignore[no-any-return]
-    return msgpack.packb((notice.context,))  # type: ignore[no-any-return]
+#: Gives a notice as bytes.
+pack_notice: Final[Callable[[Notice], bytes]] = msgpack.packb
 
 
 def unpack_notice(body: bytes) -> Notice:
@@ -157,7 +153,13 @@ class AgentTransport:
         future.label = label
         try:
             self._agent.call(
-                self._peer(to), serve, fields_of(message), {}, timeout, future=future, label=label
+                self._references.peer_of(to),
+                serve,
+                fields_of(message),
+                {},
+                timeout,
+                future=future,
+                label=label,
             )
             self._agent.flush()
         except Exception as error:
@@ -170,12 +172,19 @@ class AgentTransport:
 
     def post(self, to: WorkerKey, message: Gradient) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
-        post(self._agent, self._peer(to), serve, fields_of(message), "backward", record=message.create_graph)
+        post(
+            self._agent,
+            self._references.peer_of(to),
+            serve,
+            fields_of(message),
+            "backward",
+            record=message.create_graph,
+        )
 
     def tell(self, to: WorkerKey, notice: Notice) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         try:
-            peer = self._peer(to)
+            peer = self._references.peer_of(to)
         except RpcError:
             return
         lazily = isinstance(notice, Release) or notice.commit
@@ -184,7 +193,7 @@ class AgentTransport:
     def name(self, worker: WorkerKey) -> str:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         try:
-            return self._peer(worker).name
+            return (self._agent.self_peer if worker == self.me else self._references.peer_of(worker)).name
         except RpcError:
             return f"worker {worker.rank}"
 
@@ -215,6 +224,3 @@ class AgentTransport:
     def later(self, run: Callable[[], object]) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         self._agent.submit(run)
-
-    def _peer(self, worker: WorkerKey) -> Peer:
-        return self._agent.self_peer if worker == self.me else self._references.peer_of(worker)

@@ -29,7 +29,7 @@ from actorrpc.optim.parameters import Given, ParamGroup, StandIn, parse
 from actorrpc.optim.scheduler import DistributedLRScheduler
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from actorrpc.rpc.rref import RRef
+from actorrpc.rpc.rref import RRef, call_method
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = ["DistributedOptimizer", "OptimizerError", "gather"]
@@ -229,8 +229,7 @@ class DistributedOptimizer:
         try:
             for name, rref in list(self._optimizers.items()):
                 try:
-                    call = getattr(rref.rpc_async(seconds), method)
-                    calls[name] = call(*(args if each is None else each(name)))
+                    calls[name] = call_method(rref, method, args if each is None else each(name), seconds)
                 except Exception as error:
                     if is_of_handler(error):
                         raise

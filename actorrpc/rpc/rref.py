@@ -42,6 +42,7 @@ from actorrpc.wire.identity import WorkerInfo
 __all__ = [
     "RRef",
     "RRefProxy",
+    "call_method",
     "new_references",
     "reduce",
     "runtime",
@@ -581,6 +582,12 @@ class _Method:
             return future
         kept = (rref, *arguments)
         return rref._references.create(peer, _invoke_kept, kept, {}, seconds, self._name)
+
+
+def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], seconds: float) -> Future[Any]:
+    """Call a method of an RRef's value, as ``rref.rpc_async(seconds).name(*args)`` does; for internal callers."""
+    future: Future[Any] = _Method(rref, "rpc_async", seconds, name)(*args)
+    return future
 
 
 def _invoke_kept(
