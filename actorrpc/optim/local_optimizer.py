@@ -1,8 +1,9 @@
 """What lives on the workers that have parameters: one local optimizer for each DistributedOptimizer.
 
 It is kept by the RRef that its DistributedOptimizer has of it, and goes when that goes. Its methods are called by RPC,
-on threads of the pool: each has the parameters for itself while it works, so that there is never one at work in
-another's middle. What its user's code raises goes to the caller.
+on threads of the pool (and the step of torch's own optimizers by the thread that asks for it, where that is on this worker):
+each has the parameters for itself while it works, so that there is never one at work in another's middle. What its user's
+code raises goes to the caller.
 
 Gradients are lent (:func:`lent`) from an autograd context, or from ``.grad``: the one place where optimizers reach into
 contexts. While gradients are lent the ``.grad`` of the parameters belongs to the borrower, so that optimizers of overlapping
@@ -13,6 +14,7 @@ this runs in.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +29,10 @@ from actorrpc.optim.parameters import check_tensor
 from actorrpc.rpc.rref import RRef
 
 _NOTHING: Final = (None, None)
+_module: Final[Any] = sys.modules[torch.optim.Optimizer.__module__]
+_global_hooks: Final = (_module._global_optimizer_pre_hooks, _module._global_optimizer_post_hooks)
 
-__all__ = ["Account", "LocalOptimizer", "alone", "check_context", "clear", "create", "lent"]
+__all__ = ["Account", "LocalOptimizer", "alone", "check_context", "clear", "create", "lent", "within"]
 
 
 def check_context(context_id: int | None) -> None:
@@ -42,9 +46,12 @@ def check_context(context_id: int | None) -> None:
         startup.contexts().get(context_id)
 
 
-def _deadline() -> float | None:
+def within(deadline: float | None = None) -> float | None:
+    """Return until when code that was called here may wait, by its caller and by ``deadline``; None where nothing bounds it."""
     execution = CURRENT.get()
-    return None if execution is None or math.isinf(execution.deadline) else execution.deadline
+    if execution is None or math.isinf(execution.deadline):
+        return deadline
+    return execution.deadline if deadline is None else min(deadline, execution.deadline)
 
 
 @contextmanager
@@ -54,7 +61,7 @@ def alone(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     Raises:
         RpcTimeoutError: others have them for longer than the call may take.
     """
-    with graph.Borrowed(parameters, _deadline()):
+    with graph.Borrowed(parameters, within()):
         yield
 
 
@@ -73,7 +80,7 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
         RpcError: this worker does not know the context.
         RpcTimeoutError: others have the gradients for longer than the call may take.
     """
-    deadline = _deadline()
+    deadline = within()
     if context_id is None:
         with graph.Borrowed(parameters, deadline) as in_slots:
             gradients = list(in_slots)
@@ -225,9 +232,25 @@ class LocalOptimizer:
 
     # -- gradients -------------------------------------------------------------------------------------
 
-    def step(self, context_id: int | None) -> None:
-        """Make a step with the gradients of a context, or those in ``.grad``; ``.grad`` is left as it is found."""
-        parameters, deadline = self._parameters, _deadline()
+    def is_plain(self) -> bool:
+        """Say whether a step runs code of torch's alone, which waits for nothing."""
+        optimizer = self._optimizer
+        return not (
+            _global_hooks[0]
+            or _global_hooks[1]
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or "step" in optimizer.__dict__
+            or not type(optimizer).__module__.startswith("torch.optim.")
+        )
+
+    def step(self, context_id: int | None, deadline: float | None = None) -> None:
+        """Make a step with the gradients of a context, or those in ``.grad``; ``.grad`` is left as it is found.
+
+        Args:
+            deadline: how long to wait for others that use the gradients, where no call says it.
+        """
+        parameters, deadline = self._parameters, deadline or within()
         found = None if context_id is None else _gradients(context_id, deadline)
         graded = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # its context manager is several functions in Python

@@ -37,6 +37,7 @@ from actorrpc.rpc.refcount.protocol import Handle, Outcome
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.serialization import codec, exceptions, tensors
 from actorrpc.serialization.local_refs import LocalReferences
+from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
@@ -45,9 +46,11 @@ __all__ = [
     "call_method",
     "new_references",
     "reduce",
+    "run_here",
     "runtime",
     "set_backward",
     "set_class",
+    "value_here",
 ]
 
 T = TypeVar("T")
@@ -160,10 +163,14 @@ def _keep_error(references: References, rref_id: RRefId, error: BaseException) -
     if not isinstance(error, RemoteError):
         # Uses of the RRef on this worker raise what uses on others raise; and no frames are kept alive with it.
         cut_frames(error, __file__)
-        dumps = codec.dumper(references.agent.self_peer.same_main)
-        packed = exceptions.dump(error, worker=references.agent.name, dumps=dumps)
-        error = exceptions.load(packed, loads=codec.loads)
+        error = _as_others_get_it(references, error)
     references.carry_out(references.table.set_error(rref_id, error))
+
+
+def _as_others_get_it(references: References, error: BaseException) -> BaseException:
+    dumps = codec.dumper(references.agent.self_peer.same_main)
+    packed = exceptions.dump(error, worker=references.agent.name, dumps=dumps)
+    return exceptions.load(packed, loads=codec.loads)
 
 
 def _value_of(references: References, rref_id: RRefId) -> Any:
@@ -588,6 +595,30 @@ def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], seconds: floa
     """Call a method of an RRef's value, as ``rref.rpc_async(seconds).name(*args)`` does; for internal callers."""
     future: Future[Any] = _Method(rref, "rpc_async", seconds, name)(*args)
     return future
+
+
+def value_here(rref: RRef[Any]) -> Any:
+    """Return the value if it is on this worker, and calls of its methods need not go through the agent: nobody looks on.
+
+    Otherwise None.
+    """
+    references = rref._references
+    agent = references.agent
+    if agent.interceptors or agent.gate is not None or modern._is_profiler_enabled or profiled():
+        return None
+    known = references.table.known_outcome(rref._handle.rref_id) if rref.is_owner() else None
+    return None if known is None else known.value
+
+
+@uninterruptible
+def run_here(rref: RRef[Any], method: Callable[..., object], args: tuple[Any, ...]) -> Exception | None:
+    """Call a method of :func:`value_here` on this thread; return what it raised, as if it were on another worker."""
+    try:
+        method(*args)
+    except Exception as error:
+        cut_frames(error, __file__)
+        return _as_others_get_it(rref._references, error)  # type: ignore[return-value]
+    return None
 
 
 def _invoke_kept(

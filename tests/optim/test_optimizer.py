@@ -18,6 +18,7 @@ import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
 from actorrpc.autograd import startup
 from actorrpc.optim import DistributedOptimizer, OptimizerError
+from actorrpc.optim.local_optimizer import LocalOptimizer
 from tests.optim.things import (
     Blocking,
     FailingConstructor,
@@ -591,3 +592,59 @@ def test_the_interface_is_torchs() -> None:
     assert list(ours)[:3] == ["self", "optimizer_class", "params"]
     step = inspect.signature(DistributedOptimizer.step).parameters
     assert list(inspect.signature(torch_optim.DistributedOptimizer.step).parameters) == list(step)[:2]
+
+
+def test_the_step_of_this_worker_runs_on_the_thread_that_asks_for_it(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    step = LocalOptimizer.step
+
+    def noted(self: LocalOptimizer, *args: Any) -> None:
+        threads.append(threading.get_ident())
+        step(self, *args)
+
+    monkeypatch.setattr(LocalOptimizer, "step", noted)
+    tensor = weight(9, (2,))
+    before = tensor.detach().clone()
+    plain = DistributedOptimizer(SGD, tensor, lr=0.5)
+    Blocking.open()
+    users = DistributedOptimizer(Blocking, tensor)  # its code is the user's: it may take longer than it may
+    with dist_autograd.context() as context_id:
+        startup.contexts().get(context_id).gradients[id(tensor)] = tensor, torch.ones(2)
+        plain.step(context_id)
+        users.step(context_id)
+    assert threads[0] == threading.get_ident()
+    assert threads[1] != threading.get_ident()
+    assert torch.equal(tensor.detach(), before - 1.5)
+
+
+def test_a_step_here_that_is_the_users_code_times_out(workers: list[str]) -> None:
+    tensor = weight(9, (2,))
+    slow, other = DistributedOptimizer(Blocking, tensor), DistributedOptimizer(SGD, tensor, lr=1.0)
+    Blocking.close()
+    try:
+        with dist_autograd.context() as context_id:
+            with pytest.raises(errors.RpcTimeoutError):
+                slow.step(context_id, timeout=_TINY)
+            Blocking.await_entered()
+            with pytest.raises(
+                errors.RpcTimeoutError
+            ):  # the parameter is in use, and the wait for it has an end
+                other.step(context_id, timeout=_TINY)
+    finally:
+        Blocking.open()
+
+
+def test_what_torch_raises_in_a_step_here_is_what_it_raises_elsewhere(workers: list[str]) -> None:
+    tensor = weight(9, (2,))
+    optimizer = DistributedOptimizer(torch.optim.Adam, tensor)
+    with dist_autograd.context() as context_id:
+        sparse = torch.ones(2).to_sparse()
+        startup.contexts().get(context_id).gradients[id(tensor)] = tensor, sparse
+        with pytest.raises(RuntimeError, match="sparse gradients") as caught:
+            optimizer.step(context_id)
+    assert isinstance(caught.value, errors.RemoteError)
+    assert caught.value.worker == workers[0]
+    assert f"Error running optimizer on worker {workers[0]!r}." in caught.value.__notes__
+    assert tensor.grad is None
