@@ -432,6 +432,7 @@ class LocalPass:
         for node, found in zip(nodes, of_receipts, strict=True):
             total = found if len(self._order[node]) == 1 else self._add(node, index, found)
             if total:
+                self._sums.pop(node, None)
                 to, message, receipt = self._receipts[node].sink
                 sent = (context.id, self.id, message, receipt, total, terms.create_graph)
                 complete.append((to, make(Gradient, sent)))

@@ -77,9 +77,7 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception | None]) -> di
             if isinstance(error, Exception) and not is_of_handler(error):
                 failures[name] = error
                 continue
-            for each in calls.values():
-                if isinstance(each, Future):
-                    each.cover()  # nobody waits for them any more
+            _cover(calls)
             raise
     if not failures:
         return results
@@ -97,6 +95,13 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception | None]) -> di
     finally:
         # The traceback of what is raised leads here: it must not lead back from here.
         failures.clear()
+
+
+def _cover(calls: Mapping[str, Future[Any] | Exception | None]) -> None:
+    """Nobody waits for these any more."""
+    for each in calls.values():
+        if isinstance(each, Future):
+            each.cover()
 
 
 class _Time:
@@ -247,9 +252,13 @@ class DistributedOptimizer:
         finally:
             if token is not None:
                 recorder.leave(token)
-        for name, rref, local in own:
-            deadline = within(_time.now() + seconds if seconds else None)
-            calls[name] = run_here(rref, getattr(local, method), (*args, deadline))
+        try:
+            for name, rref, local in own:
+                deadline = within(_time.now() + seconds if seconds else None)
+                calls[name] = run_here(rref, getattr(local, method), (*args, deadline))
+        except BaseException:
+            _cover(calls)
+            raise
         return gather(what, calls)
 
     # -- steps and gradients ----------------------------------------------------------------------------

@@ -612,10 +612,16 @@ def value_here(rref: RRef[Any]) -> Any:
 
 @uninterruptible
 def run_here(rref: RRef[Any], method: Callable[..., object], args: tuple[Any, ...]) -> Exception | None:
-    """Call a method of :func:`value_here` on this thread; return what it raised, as if it were on another worker."""
+    """Call a method of :func:`value_here` on this thread; return what it raised, as if it were on another worker.
+
+    Raises:
+        BaseException: what a signal handler raised while the method waited.
+    """
     try:
         method(*args)
     except Exception as error:
+        if is_of_handler(error):
+            raise
         cut_frames(error, __file__)
         return _as_others_get_it(rref._references, error)  # type: ignore[return-value]
     return None

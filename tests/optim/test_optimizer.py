@@ -7,6 +7,7 @@ import inspect
 import operator
 import os
 import pickle
+import signal
 import threading
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed.optim as torch_optim
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
-from actorrpc.autograd import startup
+from actorrpc.autograd import graph, startup
 from actorrpc.optim import DistributedOptimizer, OptimizerError
 from actorrpc.optim.local_optimizer import LocalOptimizer
 from tests.optim.things import (
@@ -648,3 +649,28 @@ def test_what_torch_raises_in_a_step_here_is_what_it_raises_elsewhere(workers: l
     assert caught.value.worker == workers[0]
     assert f"Error running optimizer on worker {workers[0]!r}." in caught.value.__notes__
     assert tensor.grad is None
+
+
+def test_ctrl_c_ends_the_wait_of_a_step_here(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=1.0)
+    parameter = twins.rrefs[2].local_value()
+    before = parameter.detach().clone()
+    with twins.context(twins.random_gradients()) as context_id:
+        with graph.Borrowed([parameter]):  # as if somebody else were at it
+            main = threading.main_thread().ident
+            assert main is not None
+            waits = threading.Thread(target=_interrupt_once_it_waits, args=(main,))
+            waits.start()
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step(context_id)
+            waits.join()
+        assert torch.equal(parameter.detach(), before)
+        optimizer.step(context_id)
+    assert not torch.equal(parameter.detach(), before)
+
+
+def _interrupt_once_it_waits(thread: int) -> None:
+    pause = threading.Event()
+    while not graph._waiting:
+        pause.wait(0.001)
+    signal.pthread_kill(thread, signal.SIGINT)
