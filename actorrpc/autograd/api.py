@@ -35,9 +35,8 @@ class context:
         RuntimeError: the code is in a context already.
     """
 
-    def __init__(self) -> None:
-        self._id: int | None = None
-        self._token: Any = None
+    _id: int | None = None
+    _token: Any = None
 
     @uninterruptible
     def __enter__(self) -> int:

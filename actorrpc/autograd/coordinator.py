@@ -181,7 +181,7 @@ class Coordinator:
             terms.retain_graph,
             terms.create_graph,
             terms.accumulate,
-            terms.left(),
+            0.0 if terms.deadline is None else terms.left(),
             gradients,
         )
 
@@ -223,7 +223,8 @@ class Coordinator:
     # -- asking --------------------------------------------------------------------------------------------------
 
     def _ask(self, messages: Mapping[WorkerKey, Message]) -> None:
-        ask, left = self._participant.transport.ask, self._terms.left()
+        ask, terms = self._participant.transport.ask, self._terms
+        left = 0.0 if terms.deadline is None else terms.left()
         self._asked = {}
         for worker, message in messages.items():
             self._asked[worker] = ask(worker, message, left)

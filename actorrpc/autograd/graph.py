@@ -86,8 +86,13 @@ class Borrowed:
 
     @uninterruptible
     def __enter__(self) -> list[torch.Tensor | None]:
-        while not self._take():
+        with _lock:
+            free = self._ids.isdisjoint(_taken)
+            if free:
+                _taken.update(self._ids)
+        while not free:
             checkpoint()
+            free = self._take()
         for leaf in self._leaves:
             self._before.append(leaf.grad)
             leaf.grad = None

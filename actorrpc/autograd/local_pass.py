@@ -11,6 +11,7 @@ Nothing that a pass has found counts before its verdict: until then sums and res
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
@@ -142,7 +143,8 @@ def _grouped() -> bool:
     Its hooks put sums into the ``.grad`` of leaves when the last of them has been reached: that has to be in the same call
     of the engine.
     """
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return module is not None and module.is_initialized()
 
 
 class Terms:
@@ -256,7 +258,7 @@ class LocalPass:
             reaches: list[ReachableGraph] = []
             for message, contributions in stratum.messages.items():
                 if message not in self._edges:
-                    self._edges[message] = edges_of(context, message)
+                    self._edges[message] = context.sends.get(message) or edges_of(context, message)
                     self._reaches[message] = context.reaches.get(message) or reach_of(context, message)
                 reaches.append(self._reaches[message])
                 count += len(contributions)

@@ -345,12 +345,12 @@ class Participant:
             part.answer.label = part  # put into words only when somebody asks
         return part.answer
 
-    def may_wait(self, notice: Notice) -> bool:
-        """Say whether acting on a notice may have to wait for others: for the ``.grad`` of leaves that they use."""
-        if isinstance(notice, Release) or not notice.commit:
+    def may_wait(self, verdict: Verdict) -> bool:
+        """Say whether acting on a verdict may have to wait for others: for the ``.grad`` of leaves that they use."""
+        if not verdict.commit:
             return False
-        context = self.contexts.find(notice.context)
-        part = None if context is None else context.passes.get(notice.pass_id)
+        context = self.contexts.live.get(verdict.context)
+        part = None if context is None else context.passes.get(verdict.pass_id)
         return part is not None and part.terms is not None and part.terms.accumulate == "grad"
 
     def hear(self, sender: WorkerKey, notice: Notice) -> None:
@@ -362,7 +362,7 @@ class Participant:
                 RpcError(f"autograd context {notice.context} was released where it began"),
             )
             return
-        context = self.contexts.find(notice.context)
+        context = self.contexts.live.get(notice.context)
         if context is None:
             return
         with context.lock:

@@ -58,7 +58,8 @@ def serve(kind: int, *fields: Any) -> Any:
     participant: Participant | None = None if worker is None else worker.autograd
     if participant is None or execution is None:
         raise NotInitializedError("this worker has no distributed autograd: it has been shut down")
-    answer = participant.handle(execution.peer.key, message_of(kind, fields))
+    message = make(Gradient, fields) if kind == _GRADIENT else message_of(kind, fields)
+    answer = participant.handle(execution.peer.key, message)
     return Later(answer) if isinstance(answer, Future) else answer
 
 
@@ -124,18 +125,16 @@ def unpack_notice(body: bytes) -> Notice:
         raise ProtocolError(f"a notice of distributed autograd cannot be read: {error!r}") from error
     if isinstance(fields, list) and _WHOLE.issuperset(map(type, fields)):
         if len(fields) == 1:
-            return Release(fields[0])
+            return make(Release, fields)
         if len(fields) == 3:
-            return Verdict(fields[0], fields[1], bool(fields[2]))
+            return make(Verdict, (fields[0], fields[1], bool(fields[2])))
     raise ProtocolError("a notice of distributed autograd makes no sense")
 
 
 class _Posts(deque[Any]):
     """The posts that a thread has read while it waited for its part of a pass."""
 
-    def __init__(self, part: LocalPass) -> None:
-        super().__init__()
-        self.part = part
+    part: LocalPass
 
 
 class AgentTransport:
@@ -200,7 +199,8 @@ class AgentTransport:
     def attend(self, part: LocalPass) -> _Posts | None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         outer = WAITING.posts
-        WAITING.posts = _Posts(part)
+        WAITING.posts = posts = _Posts()
+        posts.part = part
         return outer  # type: ignore[return-value]
 
     def work_off(self) -> None:

@@ -43,7 +43,7 @@ def check_context(context_id: int | None) -> None:
         RpcError: this worker does not know such a context.
     """
     if context_id is not None:
-        startup.contexts().get(context_id)
+        startup.participant().contexts.get(context_id)
 
 
 def within(deadline: float | None = None) -> float | None:
