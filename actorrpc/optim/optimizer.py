@@ -269,7 +269,8 @@ class DistributedOptimizer:
         """Make a step on all workers, with the gradients that a context has for the parameters.
 
         Parameters without a gradient are left out, as torch does with those whose ``.grad`` is None. No other parameters
-        are touched, and the ``.grad`` of all is left as it is found.
+        are touched, and the ``.grad`` of all is left as it is found. The step of this worker's own parameters is made on the
+        calling thread where the optimizer is one of torch's own, without hooks of a user's.
 
         Args:
             context_id: what ``with context() as context_id`` gave; None for the gradients in ``.grad``, where backward
