@@ -600,10 +600,12 @@ def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], seconds: floa
 def value_here(rref: RRef[Any]) -> Any:
     """Return the value if it is on this worker, and calls of its methods need not go through the agent: nobody looks on.
 
-    Otherwise None.
+    Otherwise None: also where a call would be refused, and says why.
     """
-    references = rref._references
+    references, execution = rref._references, CURRENT.get()
     agent = references.agent
+    if agent.closed_down or (execution is not None and execution.cancelled):
+        return None
     if agent.interceptors or agent.gate is not None or modern._is_profiler_enabled or profiled():
         return None
     known = references.table.known_outcome(rref._handle.rref_id) if rref.is_owner() else None

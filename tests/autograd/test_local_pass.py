@@ -651,6 +651,36 @@ def test_hooks_of_a_leaf_see_the_sum_of_all_strata_once() -> None:
     torch.testing.assert_close(seen[0], (4 * a * w**3).detach())
 
 
+@pytest.mark.parametrize("how", ["alone", "with more", "twice", "two", "two strata"])
+def test_hooks_of_a_leaf_that_is_sent_itself_run_once_on_the_whole_gradient(how: str) -> None:
+    group = Group(2)
+    a, b = _leaf(), _leaf()
+    seen: list[Tensor] = []
+    a.register_hook(seen.append)
+    a.register_post_accumulate_grad_hook(seen.append)
+    if how == "alone":
+        loss, wanted = group.send(1, 0, group.send(0, 1, a) * 3), 3.0
+    elif how == "with more":
+        one, other = group.send(0, 1, a, a * 2)
+        loss, wanted = group.send(1, 0, one + other), 3.0
+    elif how == "twice":
+        kept = group.keep(0, a)
+        loss, wanted = group.send(1, 0, kept(1) + kept(1) * 2), 3.0
+    elif how == "two":
+        one, other = group.send(0, 1, a, b)
+        loss, wanted = group.send(1, 0, one * 3 + other), 3.0
+    else:
+        there = group.send(0, 1, group.send(1, 0, group.send(0, 1, a) * 2) + a)
+        loss, wanted = group.send(1, 0, there), 3.0
+    group.backward(loss.sum())
+    assert len(seen) == 2
+    assert seen[0].tolist() == [wanted] * 3
+    assert seen[1] is a
+    assert group.gradients(0)[a].tolist() == [wanted] * 3
+    assert a.grad is None
+    assert (b in group.gradients(0)) == (how == "two")
+
+
 # -- threads ---------------------------------------------------------------------------------------------------------
 
 

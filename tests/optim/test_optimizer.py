@@ -17,9 +17,11 @@ import torch.distributed.optim as torch_optim
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
+from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.autograd import graph, startup
 from actorrpc.optim import DistributedOptimizer, OptimizerError
 from actorrpc.optim.local_optimizer import LocalOptimizer
+from actorrpc.rpc.rref import runtime
 from tests.optim.things import (
     Blocking,
     FailingConstructor,
@@ -674,3 +676,34 @@ def _interrupt_once_it_waits(thread: int) -> None:
     while not graph._waiting:
         pause.wait(0.001)
     signal.pthread_kill(thread, signal.SIGINT)
+
+
+def _refused(_rank: int, _: int) -> None:
+    tensor = weight(9, (2,))
+    tensor.grad = torch.ones(2)
+    before = tensor.detach().clone()
+    optimizer = DistributedOptimizer(SGD, tensor, lr=1.0)
+    execution = Execution(runtime().agent.self_peer, 1, float("inf"), 0)
+    execution.cancelled = True
+    token = CURRENT.set(execution)
+    try:
+        with pytest.raises(errors.CancelledError):
+            optimizer.step(None)
+    finally:
+        CURRENT.reset(token)
+    child = os.fork()
+    if not child:
+        try:
+            optimizer.step(None)
+        except errors.NotInitializedError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(tensor.detach(), before)
+    optimizer.step(None)
+    assert torch.equal(tensor.detach(), before - 1)
+
+
+def test_a_step_here_is_refused_where_a_call_is() -> None:
+    rpc_group(_refused, 1)
