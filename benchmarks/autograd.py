@@ -2,12 +2,15 @@
 
 ``python -m benchmarks.autograd [--quick] [--only NAME ...] [--rounds N] [--out DIR]`` prints tables and writes
 ``autograd.json`` and ``autograd.png``. A quick or partial run writes ``autograd-quick`` or ``autograd-partial``.
+
+``python -m benchmarks.autograd --breakdown`` says what a step consists of instead (``autograd_breakdown.py``).
 """
 
 from __future__ import annotations
 
 import sys
 
+from benchmarks.autograd_breakdown import break_down
 from benchmarks.autograd_chart import draw_autograd
 from benchmarks.autograd_sections import AUTOGRAD_SECTIONS, GradientBench
 from benchmarks.autograd_targets import AUTOGRAD_TARGETS
@@ -28,6 +31,9 @@ AUTOGRAD = Suite(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run it."""
+    if (sys.argv[1:] if arguments is None else arguments) == ["--breakdown"]:
+        break_down()
+        return 0
     return run(AUTOGRAD, arguments)
 
 

@@ -81,10 +81,13 @@ def _remote(server: str, how: Callable[..., Any], *args: Any) -> tuple[Any, list
     return made
 
 
-def rnn_step(server: str, words: int, width: int, layers: int, length: int, batch: int) -> Step:
+def rnn_step(
+    server: str, words: int, width: int, layers: int, length: int, batch: int, until: str = ""
+) -> Step:
     """Return a step of torch's model-parallel RNN: embedding and decoder on the server, the LSTM here.
 
-    Each trainer has a model of its own: the decoder's weight must not change between forward and backward.
+    Each trainer has a model of its own: the decoder's weight must not change between forward and backward. ``until``: end with
+    ``"forward"`` or ``"backward"``, for those who count what each of them takes.
     """
     rpc, autograd = HERE.rpc, HERE.autograd
     torch.manual_seed(0)
@@ -102,8 +105,10 @@ def rnn_step(server: str, words: int, width: int, layers: int, length: int, batc
             output, _ = lstm(embedded)
             scores = rpc.rpc_sync(decoder.owner(), run_module, args=(decoder, output))
             loss = cross_entropy(scores.view(-1, words), wanted)
-            autograd.backward(context, [loss])
-            optimizer.step(context)
+            if until != "forward":
+                autograd.backward(context, [loss])
+                if until != "backward":
+                    optimizer.step(context)
         return loss.item()
 
     return step

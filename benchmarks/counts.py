@@ -12,6 +12,7 @@ there is one and it may attach. ``benchmarks/ceilings.json`` has what may not be
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -22,9 +23,9 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
@@ -34,14 +35,15 @@ import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from benchmarks import autograd_models as models
 
-__all__ = ["OPERATIONS", "Count", "count"]
+__all__ = ["OPERATIONS", "PEER", "Count", "Operation", "count", "count_all"]
 
 _RESULTS: Final = Path(__file__).resolve().parent / "results" / "counts.json"
 _CEILINGS: Final = Path(__file__).resolve().parent / "ceilings.json"
-_PEER: Final = "callee"
+PEER: Final = "callee"
 _PIPELINED: Final = 100
 _CREATED: Final = 20
 _STATE: Final = 200
+_PACKAGE: Final = Path(actorrpc.__file__).parent
 
 # What was called since counting began, of all threads: appending is one step, whichever thread does it.
 _calls: list[Any] = []
@@ -80,8 +82,14 @@ def stop_counting() -> tuple[dict[str, int], dict[str, int]]:
         if not hasattr(called, "co_qualname"):
             in_c[getattr(called, "__qualname__", repr(called))] += 1
         elif called not in own:
-            functions[f"{Path(called.co_filename).stem}.{called.co_qualname}"] += 1
+            functions[_name(called)] += 1
     return functions, in_c
+
+
+def _name(code: CodeType) -> str:
+    path = Path(code.co_filename)
+    where = str(path.relative_to(_PACKAGE).with_suffix("")) if _PACKAGE in path.parents else path.stem
+    return f"{where}.{code.co_qualname}"
 
 
 # -- the operations: each returns what does it once -------------------------------------------------------
@@ -116,16 +124,16 @@ class _Served:
 
 
 def _sync() -> Callable[[], object]:
-    return lambda: rpc.rpc_sync(_PEER, nothing)
+    return lambda: rpc.rpc_sync(PEER, nothing)
 
 
 def _actor() -> Callable[[], object]:
-    actor = Plain.options(worker=_PEER).remote()
+    actor = Plain.options(worker=PEER).remote()
     return lambda: actorrpc.get(actor.add.remote(1))
 
 
 def _rref() -> Callable[[], object]:
-    rref = rpc.remote(_PEER, _Served)
+    rref = rpc.remote(PEER, _Served)
     rref.to_here()
     return lambda: rref.rpc_sync().nothing()
 
@@ -133,18 +141,18 @@ def _rref() -> Callable[[], object]:
 def _tensor(size: int) -> Callable[[], Callable[[], object]]:
     def made() -> Callable[[], object]:
         tensor = torch.zeros(size // 4)
-        return lambda: rpc.rpc_sync(_PEER, echo, (tensor,))
+        return lambda: rpc.rpc_sync(PEER, echo, (tensor,))
 
     return made
 
 
 def _tensors() -> Callable[[], object]:
     state = {f"layers.{number}.weight": torch.zeros(8, 8) for number in range(_STATE)}
-    return lambda: rpc.rpc_sync(_PEER, echo, (state,))
+    return lambda: rpc.rpc_sync(PEER, echo, (state,))
 
 
 def _pipelined() -> Callable[[], object]:
-    return lambda: torch.futures.wait_all([rpc.rpc_async(_PEER, nothing) for _ in range(_PIPELINED)])
+    return lambda: torch.futures.wait_all([rpc.rpc_async(PEER, nothing) for _ in range(_PIPELINED)])
 
 
 def _forward() -> Callable[[], object]:
@@ -152,7 +160,7 @@ def _forward() -> Callable[[], object]:
 
     def run() -> None:
         with dist_autograd.context():
-            rpc.rpc_sync(_PEER, echo, (tensor,))
+            rpc.rpc_sync(PEER, echo, (tensor,))
 
     return run
 
@@ -162,17 +170,17 @@ def _hop() -> Callable[[], object]:
 
     def run() -> None:
         with dist_autograd.context() as context:
-            dist_autograd.backward(context, [rpc.rpc_sync(_PEER, echo, (tensor,)).sum()])
+            dist_autograd.backward(context, [rpc.rpc_sync(PEER, echo, (tensor,)).sum()])
 
     return run
 
 
 def _rnn() -> Callable[[], object]:
-    return models.rnn_step(_PEER, words=7, width=3, layers=4, length=3, batch=5)
+    return models.rnn_step(PEER, words=7, width=3, layers=4, length=3, batch=5)
 
 
 def _creation() -> Callable[[], object]:
-    kind = Plain.options(worker=_PEER)
+    kind = Plain.options(worker=PEER)
     kept: list[Any] = []
 
     def run() -> None:
@@ -221,24 +229,34 @@ class Count(dict[str, float]):
         self.names: dict[str, dict[str, float]] = {}
 
 
-def count(name: str, *, system: bool = True) -> Count:
-    """Count one operation. In the caller's process, with both workers in a group."""
-    operation = OPERATIONS[name]
+def count(
+    operation: Operation,
+    *,
+    system: bool = True,
+    also: Mapping[str, Callable[[Callable[[], object]], float]] = {},
+) -> Count:
+    """Count one operation. In the caller's process, with both workers in a group.
+
+    Args:
+        also: what else is counted, given what does the operation once.
+    """
     run = operation.make()
     for _ in range(operation.times):
         run()
     found = Count()
-    rpc.rpc_sync(_PEER, start_counting)
+    rpc.rpc_sync(PEER, start_counting)
     start_counting()
     for _ in range(operation.times):
         run()
     here = stop_counting()
-    there = rpc.rpc_sync(_PEER, stop_counting)
+    there = rpc.rpc_sync(PEER, stop_counting)
     total = operation.times * operation.each
     for index, what in enumerate(("functions", "C calls")):
         found[what] = (sum(here[index].values()) + sum(there[index].values())) / total
     for side, of in (("caller", here), ("callee", there)):
         found.names[side] = {function: times / total for function, times in of[0].items()}
+    for what, look in also.items():
+        found[what] = look(run) / operation.each
     if system:
         total *= 10
         calls = _system_calls(run, operation.times * 10)
@@ -251,7 +269,7 @@ def count(name: str, *, system: bool = True) -> Count:
 def _system_calls(run: Callable[[], object], times: int) -> Counter[str] | None:
     if shutil.which("strace") is None:
         return None
-    pids = [os.getpid(), rpc.rpc_sync(_PEER, os.getpid)]
+    pids = [os.getpid(), rpc.rpc_sync(PEER, os.getpid)]
     with tempfile.NamedTemporaryFile("r") as table:
         arguments = ["strace", "-f", "-c", "-o", table.name, *(f"-p{pid}" for pid in pids)]
         with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
@@ -278,20 +296,36 @@ def _system_calls(run: Callable[[], object], times: int) -> Counter[str] | None:
 
 def _worker(rank: int, rendezvous: str) -> None:
     _watch()
+    torch.set_num_threads(1)  # its own threads sleep and wake as well
     models.HERE.choose("actorrpc.rpc")
     options = rpc.RpcBackendOptions(init_method=f"file://{rendezvous}")
-    rpc.init_rpc(("caller", _PEER)[rank], rank=rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc(("caller", PEER)[rank], rank=rank, world_size=2, rpc_backend_options=options)
 
 
-def _serve(rendezvous: str) -> None:
+def serve(rendezvous: str) -> None:
+    """Be the other worker."""
     _worker(1, rendezvous)
     rpc.shutdown()
 
 
-def _measure(names: list[str], *, system: bool, rendezvous: str) -> dict[str, Count]:
+def count_all(operations: Mapping[str, Operation], **options: Any) -> dict[str, Count]:
+    """Start the other worker, join it, and count. The options are those of :func:`count`."""
+    os.environ.setdefault("ACTORRPC_SPIN_US", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"{folder}/rendezvous"
+        # Not as the main module: what counts there is what this process asks.
+        serve = f"from benchmarks.counts import serve; serve({rendezvous!r})"
+        arguments = [sys.executable, "-c", serve]
+        with subprocess.Popen(arguments) as callee:
+            found = _measure(operations, rendezvous, **options)
+            callee.wait(30)
+    return found
+
+
+def _measure(operations: Mapping[str, Operation], rendezvous: str, **options: Any) -> dict[str, Count]:
     _worker(0, rendezvous)
     try:
-        return {name: count(name, system=system) for name in names}
+        return {name: count(operation, **options) for name, operation in operations.items()}
     finally:
         rpc.shutdown()
         sys.setprofile(None)
@@ -305,17 +339,8 @@ def main() -> None:
     parser.add_argument("--names", action="store_true", help="say which they are")
     parser.add_argument("--no-system", action="store_true", help="count no system calls")
     parser.add_argument("--out", type=Path, help="where the results go")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        _serve(options.serve)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = f"{folder}/rendezvous"
-        arguments = [sys.executable, "-m", "benchmarks.counts", "--serve", rendezvous]
-        with subprocess.Popen(arguments) as callee:
-            found = _measure(options.only, system=not options.no_system, rendezvous=rendezvous)
-            callee.wait(30)
+    found = count_all({name: OPERATIONS[name] for name in options.only}, system=not options.no_system)
     ceilings = json.loads(_CEILINGS.read_text(encoding="utf-8")) if _CEILINGS.exists() else {}
     for name, counted in found.items():
         shown = ", ".join(
@@ -334,5 +359,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("ACTORRPC_SPIN_US", "0")
-    main()
+    importlib.import_module("benchmarks.counts").main()

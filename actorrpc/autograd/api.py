@@ -35,9 +35,8 @@ class context:
         RuntimeError: the code is in a context already.
     """
 
-    def __init__(self) -> None:
-        self._id: int | None = None
-        self._token: Any = None
+    _id: int | None = None
+    _token: Any = None
 
     @uninterruptible
     def __enter__(self) -> int:
@@ -63,8 +62,9 @@ class context:
         if id is None:
             return
         recorder.leave(token)
-        if api.is_initialized():
-            participant().release(id)
+        worker = current_worker()
+        if worker is not None and worker.autograd is not None:
+            worker.autograd.release(id)
 
 
 def backward(
@@ -132,7 +132,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     Raises:
         RuntimeError: this worker does not know the context.
     """
-    return participant().gradients(context_id, api.get_rpc_timeout())
+    return dict(participant().gradients(context_id, api.get_rpc_timeout()).values())
 
 
 def _backward_of(value: Any, context_id: int, retain_graph: bool) -> None:

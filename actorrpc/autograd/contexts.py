@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
+from _thread import RLock
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
+from actorrpc.autograd.messages import Sink
 from actorrpc.errors import RpcError
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.autograd.graph import ReachableGraph
     from actorrpc.autograd.local_pass import LocalPass
-    from actorrpc.autograd.messages import Sink
 
 __all__ = ["Context", "Contexts", "Node", "Receipt"]
 
@@ -41,20 +40,16 @@ _REMEMBERED: Final = 10_000  # released contexts whose ids are kept
 Node = Any
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """A message whose tensors have arrived here: where its gradient goes.
 
     Attributes:
-        worker: who sent it.
-        message: its number there.
-        number: the number of the receipt on this worker: the same message may be opened several times (a kept result).
+        sink: who sent it, its number there, and the number of the receipt on this worker: the same message may be opened
+            several times (a kept result).
         outputs: how many of its tensors require grad: the receiving node has as many outputs.
     """
 
-    worker: WorkerKey
-    message: int
-    number: int
+    sink: Sink
     outputs: int
 
 
@@ -69,7 +64,8 @@ class Context:
             where a backward pass has given the graph up.
         receipts: the messages that arrived here with such tensors, by the node that stands for them.
         peers: the workers that were sent a message of this context.
-        gradients: what backward passes have left for the leaves of this worker.
+        gradients: what backward passes have left for the leaves of this worker: leaf and gradient, by the leaf's ``id()``, as
+            torch computes hashes of tensors in Python.
         passes: the backward passes that are under way here, or wait for the verdict of their origin.
         ended: the numbers of those that are over: what comes late of them is ignored.
         reaches: what each of ``sends`` leads to, as far as somebody has asked.
@@ -82,12 +78,12 @@ class Context:
 
     def __init__(self, id: int) -> None:
         self.id = id
-        self.lock = threading.RLock()
-        self.engine = threading.RLock()
+        self.lock = RLock()
+        self.engine = RLock()
         self.sends: dict[int, tuple[GradientEdge, ...]] = {}
         self.receipts: dict[Node, Receipt] = {}
         self.peers: set[WorkerKey] = set()
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.passes: dict[int, LocalPass] = {}
         self.ended: OrderedDict[int, None] = OrderedDict()
         self.reaches: dict[int, ReachableGraph] = {}
@@ -116,10 +112,8 @@ class Context:
 
     def joined_by(self, peer: WorkerKey) -> None:
         """Note that a worker was sent a message of this context."""
-        self.touched = _time.now()
-        if peer not in self.peers:
-            with self.lock:
-                self.peers.add(peer)
+        with self.lock:
+            self.peers.add(peer)
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -137,26 +131,20 @@ class Contexts:
 
     def __init__(self, me: WorkerKey) -> None:
         self.me = me
-        self._lock = threading.RLock()
+        self._lock = RLock()
         #: contexts by their id; changed under the lock, looked at without
         self.live: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
         # A restarted worker must not give out ids that its former life has used; the low bits are the count.
         first = int.from_bytes(os.urandom(3), "big") << 20
         self._ids = itertools.count((me.rank & 0xFFFF) << _RANK_BITS | first)
-        self._messages = itertools.count((me.rank & 0xFFFF) << _RANK_BITS | 1)
-        self._receipts = itertools.count(1)
+        #: gives a number for a message
+        self.new_message: Callable[[], int] = itertools.count((me.rank & 0xFFFF) << _RANK_BITS | 1).__next__
+        #: gives a number for a receipt
+        self.new_receipt: Callable[[], int] = itertools.count(1).__next__
 
     def __len__(self) -> int:
         return len(self.live)
-
-    def new_message(self) -> int:
-        """Return a number for a message."""
-        return next(self._messages)
-
-    def new_receipt(self) -> int:
-        """Return a number for a receipt."""
-        return next(self._receipts)
 
     def create(self) -> Context:
         """Make a context whose origin is this worker."""

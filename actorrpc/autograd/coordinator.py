@@ -17,7 +17,7 @@ from actorrpc.autograd.errors import blame, late, released, timed_out
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import LocalPass, Terms
 from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message, Run, Settle, Sink, Stratum
-from actorrpc.autograd.planner import ROOTS, Send, make_plan, unknown
+from actorrpc.autograd.planner import ROOTS, Send, make_plan
 from actorrpc.errors import ProtocolError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
@@ -45,7 +45,7 @@ class Coordinator:
         part: LocalPass,
         terms: Terms,
         edges: tuple[GradientEdge, ...],
-        gradients: tuple[torch.Tensor, ...],
+        gradients: list[torch.Tensor | None],
     ) -> None:
         self._participant = participant
         self._part = part
@@ -101,29 +101,60 @@ class Coordinator:
 
     def _steps(self) -> Generator[list[Future[Any]], None, None]:
         """Run the pass; yields what is to be waited for: until all are complete, or one has failed."""
-        part = self._part
-        yield from self._work()
-        self._check()
+        part, participant, me, context = self._part, self._participant, self._me, self._context
+        reach = part.root(self._edges)
+        plan: Mapping[WorkerKey, Sequence[Stratum]]
+        if reach.receipts:
+            yield from self._discover(reach)
+            plan = make_plan(me, self._known)
+        else:
+            plan = {me: [Stratum({ROOTS: (Contribution(me, 0),)})]}
+        part.begin(self._terms, plan[me])
+        direct: dict[WorkerKey, list[Gradient]] = {}
+        with context.lock:
+            part.arrive(me, 0, ROOTS, self._gradients)
+        participant.advance(part, direct)
+        if part.error is not None:
+            raise part.error
+        runs: dict[WorkerKey, Message] = {}
+        for worker, strata in plan.items():
+            if worker != me:
+                runs[worker] = self._run(strata, direct.get(worker, ()))
+        direct.clear()
+        with context.lock:
+            part.told = set(runs)
+        self._ask(runs)
+        runs.clear()
+        if not part.finished:
+            participant.advance(part)
+        if self._asked:
+            yield from self._answers()
+            for worker, future in self._asked.items():
+                self._value(worker, future)
+        # Other threads may be working off the part of this worker.
+        with context.lock:
+            own = None if part.finished or part.error is not None else participant.answer_of(part)
+        if own is not None:
+            yield [own]
+        if part.error is not None:
+            raise part.error
         if not part.finished:
             raise ProtocolError(
                 f"a backward pass of {self._context} came to no end on the worker where it began, though all others are done; no "
                 f"gradients were changed. This is a fault of actorrpc"
             )
-        if not self._participant.decide(part, True):
-            self._check()
-            raise released(self._context)
+        if not participant.decide(part, True):
+            raise part.error or released(context)
         if self._terms.accumulate == "grad":  # .grad is looked at as soon as this is over
             yield from self._settle()
         if not (self._terms.retain_graph or self._terms.create_graph):
             for send in self._known:  # a worker that is asked again says that the graph is gone
-                self._context.sinks.pop(send, None)
+                context.sinks.pop(send, None)
 
     def _settle(self) -> Generator[list[Future[Any]], None, None]:
         """Wait until all have acted on the verdict. What goes wrong now changes it no more, and is not raised."""
         try:
-            self._ask(
-                {worker: Settle(self._context.id, self._part.id) for worker in self._part.told - {self._me}}
-            )
+            self._ask({worker: Settle(self._context.id, self._part.id) for worker in self._part.told})
         except RpcTimeoutError:
             return
         for future in self._asked.values():
@@ -141,40 +172,6 @@ class Coordinator:
             future.cancel()
             future.acknowledge()
 
-    def _check(self) -> None:
-        if self._part.error is not None:
-            raise self._part.error
-
-    def _work(self) -> Generator[list[Future[Any]], None, None]:
-        part, participant, me = self._part, self._participant, self._me
-        reach = part.root(self._edges)
-        if reach.receipts:
-            yield from self._discover(self._known, reach)
-            plan: Mapping[WorkerKey, Sequence[Stratum]] = make_plan(me, self._known)
-        else:
-            plan = {me: [Stratum({ROOTS: (Contribution(me, 0),)})]}
-        part.begin(self._terms, plan[me])
-        direct: dict[WorkerKey, list[Gradient]] = {}
-        with self._context.lock:
-            part.arrive(me, 0, ROOTS, list(self._gradients))
-        self._gradients = ()
-        participant.step(part, direct)
-        self._check()
-        runs = {
-            worker: self._run(strata, direct.pop(worker, []))
-            for worker, strata in plan.items()
-            if worker != me
-        }
-        with self._context.lock:
-            part.told = set(runs)
-        self._ask(runs)
-        participant.advance(part)
-        if runs:
-            yield from self._answers()
-            for worker, future in self._asked.items():
-                self._value(worker, future)
-        yield from self._own()
-
     def _run(self, strata: Sequence[Stratum], gradients: Sequence[Gradient]) -> Run:
         terms = self._terms
         return Run(
@@ -184,62 +181,61 @@ class Coordinator:
             terms.retain_graph,
             terms.create_graph,
             terms.accumulate,
-            terms.left(),
+            0.0 if terms.deadline is None else terms.left(),
             gradients,
         )
 
-    def _own(self) -> Generator[list[Future[Any]], None, None]:
-        """Wait for the part of this worker, which other threads may be working off."""
-        part = self._part
-        with self._context.lock:
-            future = None if part.finished or part.error is not None else self._participant.answer_of(part)
-        if future is not None:
-            yield [future]
-
-    def _discover(
-        self, answers: dict[Send, Sequence[Sink]], reach: ReachableGraph
-    ) -> Generator[list[Future[Any]], None, None]:
-        """Ask where messages lead to, from the roots on, until all are known."""
-        context, participant = self._context, self._participant
-        sinks = answers[self._me, ROOTS] = participant.sinks_of(context, reach)
-        wanted = unknown(answers, sinks)
-        while wanted:
-            asks: dict[WorkerKey, list[int]] = {}
+    def _discover(self, reach: ReachableGraph) -> Generator[list[Future[Any]], None, None]:
+        """Find out where messages lead to, from the roots on; others are asked for what is not known here."""
+        context, participant, known = self._context, self._participant, self._known
+        sinks: Sequence[Sink] = participant.sinks_of(context, reach)
+        known[self._me, ROOTS] = sinks
+        wanted: list[Send] = []
+        while True:
+            for worker, message, _ in sinks:
+                wanted.append((worker, message))
+            asks: dict[WorkerKey, set[int]] = {}
             while wanted:
                 send = wanted.pop()
-                if send in answers:
+                if send in known:
                     continue
                 worker, message = send
-                found = participant.sinks(context, message) if worker == self._me else context.sinks.get(send)
-                if found is not None:
-                    answers[send] = found
-                    wanted += unknown(answers, found)
-                elif message not in asks.setdefault(worker, []):
-                    asks[worker].append(message)
+                found = context.sinks.get(send)
+                if found is None:
+                    if worker != self._me:
+                        asks.setdefault(worker, set()).add(message)
+                        continue
+                    found = participant.sinks(context, message)
+                known[send] = found
+                for each in found:
+                    wanted.append((each.worker, each.message))
             if not asks:
-                break
+                return
             self._ask({worker: Discover(context.id, sorted(messages)) for worker, messages in asks.items()})
             yield from self._answers()
+            sinks = []
             for worker, future in self._asked.items():
                 for message, given in self._value(worker, future).items():
-                    found = tuple(Sink(WorkerKey(*each[0]), each[1], each[2]) for each in given)
-                    answers[worker, message] = context.sinks[worker, message] = found
-            for worker, messages in asks.items():
-                for message in messages:
-                    wanted += unknown(answers, answers[worker, message])
+                    found = [Sink(WorkerKey(*each[0]), each[1], each[2]) for each in given]
+                    known[worker, message] = context.sinks[worker, message] = found
+                    sinks += found
 
     # -- asking --------------------------------------------------------------------------------------------------
 
     def _ask(self, messages: Mapping[WorkerKey, Message]) -> None:
-        ask, left = self._participant.transport.ask, self._terms.left()
-        self._asked = {worker: ask(worker, message, left) for worker, message in messages.items()}
+        ask, terms = self._participant.transport.ask, self._terms
+        left = 0.0 if terms.deadline is None else terms.left()
+        self._asked = {}
+        for worker, message in messages.items():
+            self._asked[worker] = ask(worker, message, left)
         with self._context.lock:
             self._part.awaited = self._asked.values()
 
     def _answers(self) -> Generator[list[Future[Any]], None, None]:
-        self._check()  # from now on, an error of this worker's part cancels what was asked
-        yield list(self._asked.values())
-        self._check()
+        if self._part.error is None:  # from now on, one of this worker's part cancels what was asked
+            yield list(self._asked.values())
+        if self._part.error is not None:
+            raise self._part.error
 
     def _value(self, worker: WorkerKey, future: Future[Any]) -> Any:
         """Return what a worker has answered.

@@ -28,10 +28,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from actorrpc import _time
 from actorrpc.autograd.contexts import Node, Receipt
+from actorrpc.autograd.messages import make
 from actorrpc.errors import RpcTimeoutError
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 
 __all__ = [
+    "ACCUMULATE",
     "ANCHOR",
     "Borrowed",
     "ReachableGraph",
@@ -44,6 +46,7 @@ __all__ = [
     "edge_of",
     "finish",
     "nodes",
+    "place",
     "reach",
     "reach_if_small",
     "receive",
@@ -83,8 +86,13 @@ class Borrowed:
 
     @uninterruptible
     def __enter__(self) -> list[torch.Tensor | None]:
-        while not self._take():
+        with _lock:
+            free = self._ids.isdisjoint(_taken)
+            if free:
+                _taken.update(self._ids)
+        while not free:
             checkpoint()
+            free = self._take()
         for leaf in self._leaves:
             self._before.append(leaf.grad)
             leaf.grad = None
@@ -132,7 +140,7 @@ class RecvFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _anchor: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         ctx.box = None
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tuple(tensors)
 
     @staticmethod
@@ -146,6 +154,8 @@ class RecvFunction(torch.autograd.Function):
         box += gradients
         return None, None
 
+
+_IN_PYTHON: Final[Any] = torch._C._FunctionBase
 
 #: The leaf that all these nodes hang from: a walk that gets to it has passed through one.
 ANCHOR: Final = torch.empty(0, requires_grad=True)
@@ -166,13 +176,22 @@ def receive(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Return where the gradient of a tensor goes. torch's own function takes a view of leaves and of what nodes written in
-    Python give (:class:`RecvFunction` is one): sparse tensors have none."""
-    if tensor.layout is torch.strided:
-        return get_gradient_edge(tensor)
-    token: Any = tensor.clone().grad_fn  # keeps nodes alive that are written in Python
-    node, index = token.next_functions[0]
-    return GradientEdge(node, index, ownership_token=token)
+    """Return where the gradient of a tensor goes, as torch's ``get_gradient_edge`` does; grad mode is on.
+
+    That takes a view of what nodes written in Python give (:class:`RecvFunction` is one), to keep these alive: sparse tensors
+    have none.
+    """
+    node: Any = tensor.grad_fn
+    if node is not None and not isinstance(node, _IN_PYTHON):
+        return make(GradientEdge, (node, tensor.output_nr, None))
+    if tensor.layout is not torch.strided:
+        token: Any = tensor.clone().grad_fn
+        node, index = token.next_functions[0]
+        return make(GradientEdge, (node, index, token))
+    token = tensor.view_as(tensor).grad_fn
+    if node is None:
+        return make(GradientEdge, (token.next_functions[0][0], 0, None))
+    return make(GradientEdge, (node, tensor.output_nr, token))
 
 
 #: Gradients of some tensors, in order; None where there is none.
@@ -180,7 +199,8 @@ Tensors = list["torch.Tensor | None"]
 
 # What torch.autograd.backward and grad call at last, without the half of the time that they spend before it.
 _run: Final[Callable[..., tuple[torch.Tensor | None, ...]]] = Variable._execution_engine.run_backward
-_ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+#: The class of the nodes that stand for leaves.
+ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 
 # -- where edges lead -------------------------------------------------------------------------------------------------
@@ -198,52 +218,38 @@ class ReachableGraph(NamedTuple):
     leaves: tuple[Node, ...]
 
 
-def reach(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> ReachableGraph:
+def reach(
+    edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], seen: set[Node] | None = None
+) -> ReachableGraph:
     """Walk from edges to where their gradients end on this worker.
 
     Args:
         receipts: the nodes at which this context was entered.
+        seen: takes the nodes that the walk comes to.
 
     Raises:
         RuntimeError: the walk came to a tensor that was received in another context.
     """
-    ends = _walk(edges, receipts, set())
-    assert ends is not None
-    return _reach(ends, receipts)
+    found = reach_if_small(edges, receipts, 1 << 62, set() if seen is None else seen)
+    if found is None:
+        raise RuntimeError(
+            "a tensor that takes part in the backward pass was received in another context: detach() it, or call backward() "
+            "with the id of the context in which it was received"
+        )
+    return found
 
 
 def reach_if_small(
-    edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], most: int
+    edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], most: int, seen: set[Node] | None = None
 ) -> ReachableGraph | None:
     """Walk as :func:`reach` does; None where that is a way of more than ``most`` nodes, or leads elsewhere."""
-    try:
-        ends = _walk(edges, receipts, set(), most)
-    except RuntimeError:
-        return None
-    return None if ends is None else _reach(ends, receipts)
-
-
-def _reach(ends: list[Node], receipts: Mapping[Node, Receipt]) -> ReachableGraph:
-    leaves: list[Node] = []
-    found: list[Node] = []
-    for node in ends:
-        (found if node in receipts else leaves).append(node)
-    return ReachableGraph(tuple(found), tuple(leaves))
-
-
-def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> set[Node]:
-    """Return the nodes that a backward pass from some edges executes: those before where the gradients end."""
-    seen: set[Node] = set()
-    seen.difference_update(_walk(edges, receipts, seen) or ())
-    return seen
-
-
-def _walk(
-    edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], seen: set[Node], most: int = 1 << 62
-) -> list[Node] | None:
     # Nodes themselves are kept, never their id(): a node that nothing refers to in Python is a new object next time.
-    ends: list[Node] = []
-    stack: list[Node] = [edge.node for edge in reversed(edges)]
+    seen = set() if seen is None else seen
+    found: list[Node] = []
+    leaves: list[Node] = []
+    stack: list[Node] = []
+    for node, *_ in reversed(edges):
+        stack.append(node)
     while stack:
         node = stack.pop()
         if node in seen:
@@ -253,20 +259,24 @@ def _walk(
         seen.add(node)
         following = node.next_functions
         if not following:
-            if type(node) is _ACCUMULATE:
+            if type(node) is ACCUMULATE:
                 if node.variable is ANCHOR:
-                    raise RuntimeError(
-                        "a tensor that takes part in the backward pass was received in another context: detach() it, or "
-                        "call backward() with the id of the context in which it was received"
-                    )
-                ends.append(node)
+                    return None
+                leaves.append(node)
         elif node in receipts:
-            ends.append(node)
+            found.append(node)
         else:
             for after, _ in following:
                 if after is not None and after not in seen:
                     stack.append(after)
-    return ends
+    return make(ReachableGraph, (tuple(found), tuple(leaves)))
+
+
+def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> set[Node]:
+    """Return the nodes that a backward pass from some edges executes: those before where the gradients end."""
+    seen: set[Node] = set()
+    found = reach(edges, receipts, seen)
+    return seen.difference(found.receipts, found.leaves)
 
 
 # -- captures ---------------------------------------------------------------------------------------------------------
@@ -354,22 +364,22 @@ def capture(
     """
     if not outputs or not (receipts or leaves):
         return [[None] * count for _, count in receipts], [None] * len(leaves)
-    _hush(leaves)
-    inputs = [GradientEdge(node, index, None) for node, count in receipts for index in range(count)]
-    inputs += [GradientEdge(node, 0, None) for node in leaves]
-    before = _silence(True)  # a hook of an interior tensor may have led here from another capture
+    inputs: list[GradientEdge] = []
+    for node, count in receipts:
+        for index in range(count):
+            inputs.append(make(GradientEdge, (node, index, None)))
+    for node in leaves:
+        inputs.append(make(GradientEdge, (node, 0, None)))
+    if leaves:
+        _hush(leaves)
+        before = _silence(True)  # a hook of an interior tensor may have led here from another capture
     try:
         captured = _run(
-            tuple(outputs),
-            _placed(outputs, gradients),
-            retain_graph,
-            create_graph,
-            tuple(inputs),
-            True,
-            False,
+            tuple(outputs), tuple(gradients), retain_graph, create_graph, tuple(inputs), True, False
         )
     finally:
-        _silence(before)
+        if leaves:
+            _silence(before)
     at = 0
     of_receipts: list[Tensors] = []
     for _, count in receipts:
@@ -378,14 +388,10 @@ def capture(
     return of_receipts, list(captured[at:])
 
 
-def _placed(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return gradients on the devices of their tensors: the way there may have led from a GPU to a CPU, or back."""
-    if not torch.cuda.is_initialized():
-        return tuple(gradients)
-    return tuple(
-        gradient.to(edge.node._input_metadata[edge.output_nr].device)
-        for edge, gradient in zip(edges, gradients, strict=True)
-    )
+def place(edges: Sequence[GradientEdge], gradients: list[torch.Tensor]) -> None:
+    """Bring gradients to the devices of their tensors: the way there may have led from a GPU to a CPU, or back."""
+    for index, edge in enumerate(edges):
+        gradients[index] = gradients[index].to(edge.node._input_metadata[edge.output_nr].device)
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
@@ -451,13 +457,14 @@ def run(
         box: Tensors = []
         node.box = box
         boxes.append(box)
-    before = _silence(False)
+    silent = _silence(False) if _has(_SILENCE) else False
     try:
         with Borrowed(leaves, deadline):
-            _run(tuple(outputs), _placed(outputs, gradients), retain_graph, False, (), True, True)
+            _run(tuple(outputs), tuple(gradients), retain_graph, False, (), True, True)
             found = _taken_from(leaves)
     finally:
-        _silence(before)
+        if silent:
+            _silence(silent)
         for node, _ in receipts:
             node.box = None
     for box, (_, count) in zip(boxes, receipts, strict=True):

@@ -11,8 +11,9 @@ Nothing that a pass has found counts before its verdict: until then sums and res
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -23,7 +24,7 @@ from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Node, Receipt
 from actorrpc.autograd.errors import released
 from actorrpc.autograd.graph import ReachableGraph, Tensors
-from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratum
+from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratum, make
 from actorrpc.autograd.planner import ROOTS
 from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
@@ -35,22 +36,21 @@ __all__ = ["FINISH", "LocalPass", "Sum", "Terms", "edges_of", "reach_of", "remem
 class Sum:
     """The gradients that come to one node, added up in a given order, whatever the order in which they come.
 
+    Args:
+        order: the keys under which they come; of those that are added later, too.
+
     Attributes:
         total: the sum of what has been added up, for each tensor of the node; None where there is no gradient.
     """
 
     __slots__ = ("_at", "_held", "_order", "_own", "total")
 
-    def __init__(self) -> None:
-        self._order: list[int] = []
+    def __init__(self, order: list[int]) -> None:
+        self._order = order
         self._at = 0
         self._held: dict[int, Tensors] = {}
         self._own: list[bool] = []
         self.total: Tensors = []
-
-    def expect(self, key: int) -> None:
-        """Say that gradients will come under ``key``, after those under the keys before it."""
-        self._order.append(key)
 
     def add(self, key: int, gradients: Tensors) -> bool:
         """Take what comes under ``key``; say whether all is there."""
@@ -81,6 +81,9 @@ class Sum:
                 total[index] = graph.add_to(before, each) if own[index] else graph.add(before, each)
                 own[index] = True
 
+
+_node: Final[Callable[[GradientEdge], Node]] = attrgetter("node")
+_variable: Final[Callable[[Node], torch.Tensor]] = attrgetter("variable")
 
 #: Stands for the finishing of leaves, which comes after the last stratum.
 FINISH: Final = -1
@@ -127,13 +130,21 @@ def reach_of(context: Context, message: int) -> ReachableGraph:
     return known
 
 
+def _together(reaches: Sequence[ReachableGraph]) -> ReachableGraph:
+    """Return what one walk would have come to in place of several."""
+    receipts = dict.fromkeys(node for each in reaches for node in each.receipts)
+    leaves = dict.fromkeys(node for each in reaches for node in each.leaves)
+    return ReachableGraph(tuple(receipts), tuple(leaves))
+
+
 def _grouped() -> bool:
     """Say whether this process is in a process group, and so may have a DistributedDataParallel.
 
     Its hooks put sums into the ``.grad`` of leaves when the last of them has been reached: that has to be in the same call
     of the engine.
     """
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return module is not None and module.is_initialized()
 
 
 class Terms:
@@ -208,10 +219,14 @@ class LocalPass:
         self._reaches: dict[int, ReachableGraph] = {}
         self._ways: list[ReachableGraph] = []  # of each stratum
         self._receipts: dict[Node, Receipt] = {}
-        self._leaves: dict[Node, None] = {}
-        self._sums: dict[Node, Sum] = {}
+        self._leaves: dict[Node, None] = {}  # those that are still to be finished
+        self._order: dict[Node, list[int]] = {}  # the strata that reach a node
+        self._sums: dict[Node, Sum] = {}  # of nodes that several reach
         self._results: list[tuple[torch.Tensor, torch.Tensor]] = []  # each leaf once
-        self._whole: set[int] = set()  # strata whose leaves no other reaches: they finish them, too
+        self._whole: dict[int, bool] = {}  # see _alone
+
+    def __str__(self) -> str:
+        return f"a part of a backward pass of {self.context}"
 
     # -- beginning: on one thread, without the lock --------------------------------------------------------------
 
@@ -232,85 +247,80 @@ class LocalPass:
             RpcError: a message was not sent from here, or the context is over.
             RuntimeError: the graph of a message was given up.
         """
+        context = self.context
         where: dict[tuple[int, Contribution], int] = {}
         lacking: list[int] = []
         reaching: dict[int, Sequence[Node]] = {}
+        ends: set[Node] = set()
+        count_of_ends = 0
         for index, stratum in enumerate(strata):
             count = 0
+            reaches: list[ReachableGraph] = []
             for message, contributions in stratum.messages.items():
-                self._know(message)
+                if message not in self._edges:
+                    self._edges[message] = context.sends.get(message) or edges_of(context, message)
+                    self._reaches[message] = context.reaches.get(message) or reach_of(context, message)
+                reaches.append(self._reaches[message])
                 count += len(contributions)
                 for contribution in contributions:
                     where[message, contribution] = index
             lacking.append(count)
-            receipts, leaves = reached = self._reached(stratum)
+            receipts, leaves = reached = reaches[0] if len(reaches) == 1 else _together(reaches)
             self._ways.append(reached)
+            ends.update(receipts, leaves)
+            count_of_ends += len(receipts) + len(leaves)
             for node in receipts:
-                self._expect(node, index)
+                receipt = context.receipts.get(node)
+                if receipt is None:
+                    raise released(context)
+                self._receipts[node] = receipt
+                self._order.setdefault(node, []).append(index)
             if leaves:
                 reaching[index] = leaves
-        if not terms.create_graph and (len(reaching) < 2 or not _grouped()):
-            self._whole = self._alone(strata, reaching)
-        for index, nodes in reaching.items():
-            if index not in self._whole:
-                for node in nodes:
-                    self._expect(node, index)
+        if reaching:
+            if not terms.create_graph and (len(reaching) < 2 or not _grouped()):
+                self._whole = self._alone(strata, reaching)
+            for index, left in reaching.items():
+                if index not in self._whole:
+                    for node in left:
+                        self._leaves[node] = None
+                        self._order.setdefault(node, []).append(index)
         retained: set[int] = set()
-        if len(strata) > 1 and not (terms.retain_graph or terms.create_graph):
+        # What two of them pass through would lead both to the same ends.
+        if len(ends) < count_of_ends and not (terms.retain_graph or terms.create_graph):
             retained = self._shared(strata)
-        with self.context.lock:
+        with context.lock:
             self.terms = terms
             self._strata = list(strata)
             self._retained = retained
             self._where = where
             self._lacking = lacking
-            self._replay()
+            if self._arrived:
+                early, self._arrived = self._arrived, {}
+                for (message, contribution), gradients in early.items():
+                    self.arrive(contribution.worker, contribution.receipt, message, gradients)
 
-    def _alone(self, strata: Sequence[Stratum], reaching: Mapping[int, Sequence[Node]]) -> set[int]:
-        """Return the strata whose leaves no other one reaches; none where a gradient is sent to a leaf itself.
+    def _alone(self, strata: Sequence[Stratum], reaching: Mapping[int, Sequence[Node]]) -> dict[int, bool]:
+        """Return the strata that finish their leaves themselves, because no other reaches these: whether all of their
+        gradients are sent to leaves.
 
-        That would be copied by the engine: a capture hands it on as it is.
+        Where some are, and others not, the engine would copy those that are: a capture hands them on as they are.
         """
-        reached: Counter[int] = Counter()
-        variables: dict[int, list[int]] = {}
+        found: dict[int, bool] = {}
+        first: dict[int, int] = {}  # stratum, of each leaf
         for index, leaves in reaching.items():
-            ends = set(leaves)
-            for message in strata[index].messages:
-                for edge in self._edges[message]:
-                    if edge.node in ends:
-                        return set()
-            found = variables[index] = [id(node.variable) for node in leaves]
-            reached.update(found)
-        return {index for index, found in variables.items() if max(map(reached.__getitem__, found)) == 1}
-
-    def _know(self, message: int) -> ReachableGraph:
-        context = self.context
-        if message not in self._edges:
-            self._edges[message] = edges_of(context, message)
-            self._reaches[message] = reach_of(context, message)
-        reach = self._reaches[message]
-        for node in reach.receipts:
-            receipt = context.receipts.get(node)
-            if receipt is None:
-                raise released(context)
-            self._receipts[node] = receipt
-        for node in reach.leaves:
-            self._leaves[node] = None
-        return reach
-
-    def _expect(self, node: Node, key: int) -> None:
-        found = self._sums.get(node)
-        if found is None:
-            found = self._sums[node] = Sum()
-        found.expect(key)
-
-    def _reached(self, stratum: Stratum) -> ReachableGraph:
-        reaches = [self._reaches[message] for message in stratum.messages]
-        if len(reaches) == 1:
-            return reaches[0]
-        receipts = dict.fromkeys(node for each in reaches for node in each.receipts)
-        leaves = dict.fromkeys(node for each in reaches for node in each.leaves)
-        return ReachableGraph(tuple(receipts), tuple(leaves))
+            edges = direct = 0
+            before = len(first)
+            for node in leaves:
+                found.pop(first.setdefault(id(node.variable), index), None)
+            own = len(first) - before
+            for message, contributions in strata[index].messages.items():
+                for node, *_ in self._edges[message]:
+                    edges += len(contributions)
+                    direct += type(node) is graph.ACCUMULATE
+            if own == len(leaves) and (not direct or edges == direct == own):
+                found[index] = bool(direct)
+        return found
 
     def _shared(self, strata: Sequence[Stratum]) -> set[int]:
         """Return the strata that pass through nodes that later ones pass through as well."""
@@ -326,23 +336,18 @@ class LocalPass:
 
     # -- under the lock of the context ---------------------------------------------------------------------------
 
-    def _replay(self) -> None:
-        early, self._arrived = self._arrived, {}
-        for (message, contribution), gradients in early.items():
-            self.arrive(contribution.worker, contribution.receipt, message, gradients)
-
     def arrive(self, sender: WorkerKey, receipt: int, message: int, gradients: Gradients) -> None:
-        """Take in a gradient. One that has come before, or that nobody waits for, changes nothing."""
+        """Take in a gradient, out of the list. One that has come before, or that nobody waits for, changes nothing."""
         if self.over:
             return
-        key = message, Contribution(sender, receipt)
-        if self.terms is None:
-            self._arrived[key] = gradients
-        else:
+        key = message, make(Contribution, (sender, receipt))
+        if self.terms is not None:
             index = self._where.pop(key, None)
-            if index is not None:
-                self._arrived[key] = gradients
-                self._lacking[index] -= 1
+            if index is None:
+                return
+            self._lacking[index] -= 1
+        self._arrived[key] = gradients.copy()
+        gradients.clear()
 
     def take(self) -> int | None:
         """Return the number of the stratum to be run now, or ``FINISH``; None if there is none, or a thread is busy.
@@ -366,6 +371,7 @@ class LocalPass:
             self.finished = True
         elif done:
             self._next += 1
+            self.finished = self._next == len(self._strata) and not self._leaves
         if self.over:
             self._forget()
 
@@ -383,6 +389,7 @@ class LocalPass:
         for table in (self._arrived, self._where, self._edges, self._reaches, self._receipts, self._leaves):
             table.clear()
         self._sums.clear()
+        self._order.clear()
         self._ways, self._results = [], []
 
     # -- by the thread that is busy, without the lock ------------------------------------------------------------
@@ -399,47 +406,46 @@ class LocalPass:
         """
         terms = self.terms
         assert terms is not None
+        context, whole = self.context, self._whole.get(index)
         nodes, leaves = self._ways[index]
-        of_receipts, of_leaves = self._engine(index, nodes, leaves)
-        for node, gradient in of_leaves:
-            self._sums[node].add(index, [gradient])
-        complete = []
-        for node, gradients in zip(nodes, of_receipts, strict=True):
-            found = self._sums[node]
-            if found.add(index, gradients):
-                del self._sums[node]
-                receipt = self._receipts[node]
-                complete.append((receipt.worker, self._gradient(receipt, list(found.total), terms)))
+        outputs, gradients = self._given(self._strata[index])
+        retain = terms.retain_graph or terms.create_graph or index in self._retained
+        receipts: list[tuple[Node, int]] = []
+        for node in nodes:
+            receipts.append((node, self._receipts[node].outputs))
+        of_receipts: list[Tensors] = []
+        with context.engine:
+            if whole is None:
+                of_receipts, of_leaves = graph.capture(
+                    outputs, gradients, receipts, leaves, retain_graph=retain, create_graph=terms.create_graph
+                )
+                for node, gradient in zip(leaves, of_leaves, strict=True):
+                    self._add(node, index, [gradient])
+            else:
+                variables = list(map(_variable, map(_node, outputs) if whole else leaves))
+                if whole:
+                    results = graph.finish(variables, gradients, deadline=terms.deadline)
+                else:
+                    of_receipts, results = graph.run(
+                        outputs, gradients, receipts, variables, retain_graph=retain, deadline=terms.deadline
+                    )
+                self._results += results
+        complete: list[tuple[WorkerKey, Gradient]] = []
+        for node, found in zip(nodes, of_receipts, strict=True):
+            total = found if len(self._order[node]) == 1 else self._add(node, index, found)
+            if total:
+                self._sums.pop(node, None)
+                to, message, receipt = self._receipts[node].sink
+                sent = (context.id, self.id, message, receipt, total, terms.create_graph)
+                complete.append((to, make(Gradient, sent)))
         return complete
 
-    def _engine(
-        self, index: int, nodes: Sequence[Node], leaves: Sequence[Node]
-    ) -> tuple[list[Tensors], Iterable[tuple[Node, torch.Tensor | None]]]:
-        """Call the engine for a stratum; return what comes to received messages, and to leaves that are to be finished."""
-        terms, stratum = self.terms, self._strata[index]
-        assert terms is not None
-        receipts = [(node, self._receipts[node].outputs) for node in nodes]
-        retain = terms.retain_graph or terms.create_graph or index in self._retained
-        outputs, gradients = self._given(stratum)
-        if index in self._whole:
-            with self.context.engine:
-                found, results = graph.run(
-                    outputs,
-                    gradients,
-                    receipts,
-                    [node.variable for node in leaves],
-                    retain_graph=retain,
-                    deadline=terms.deadline,
-                )
-            self._results += results
-            for node in leaves:
-                del self._leaves[node]
-            return found, ()
-        with self.context.engine:
-            found, of_leaves = graph.capture(
-                outputs, gradients, receipts, leaves, retain_graph=retain, create_graph=terms.create_graph
-            )
-        return found, zip(leaves, of_leaves, strict=True)
+    def _add(self, node: Node, index: int, gradients: Tensors) -> Tensors | None:
+        """Add what a stratum has found for a node; return the sum once it is complete."""
+        total = self._sums.get(node)
+        if total is None:
+            total = self._sums[node] = Sum(self._order[node])
+        return total.total if total.add(index, gradients) else None
 
     def _given(self, stratum: Stratum) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Take the gradients that have come for a stratum."""
@@ -457,12 +463,9 @@ class LocalPass:
                     if gradient is not None:
                         outputs.append(edge)
                         gradients.append(gradient)
+        if torch.cuda._initialized:
+            graph.place(outputs, gradients)
         return outputs, gradients
-
-    def _gradient(self, receipt: Receipt, gradients: Gradients, terms: Terms) -> Gradient:
-        return Gradient(
-            self.context.id, self.id, receipt.message, receipt.number, gradients, terms.create_graph
-        )
 
     def finish(self) -> None:
         """Finish all leaves that this part has reached.
@@ -509,21 +512,21 @@ class LocalPass:
         gradients = self.context.gradients
         present: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self.context.lock:
-            for leaf, gradient in self._results:
-                if gradients.setdefault(leaf, gradient) is not gradient:
-                    present.append((leaf, gradient))
+            for found in self._results:
+                if gradients.setdefault(id(found[0]), found) is not found:
+                    present.append(found)
         for leaf, gradient in present:
-            self._add(leaf, gradient)
+            self._add_to(leaf, gradient)
 
-    def _add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _add_to(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         gradients, lock = self.context.gradients, self.context.lock
         while True:
-            before = gradients.get(leaf)
+            before = gradients.get(id(leaf))
             # Not under the lock: it may be long.
-            total = gradient if before is None else graph.add(before, gradient)
+            total = gradient if before is None else graph.add(before[1], gradient)
             with lock:
-                if gradients.get(leaf) is before:
-                    gradients[leaf] = total
+                if gradients.get(id(leaf)) is before:
+                    gradients[id(leaf)] = leaf, total
                     return
 
 

@@ -5,13 +5,16 @@ Messages are named tuples because these are pickled in C: one of them crosses fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
+
+#: Makes a named tuple of a tuple: its class goes through a function in Python.
+make: Final = tuple.__new__
 
 __all__ = [
     "Contribution",
@@ -27,6 +30,7 @@ __all__ = [
     "Stratum",
     "Transport",
     "Verdict",
+    "make",
 ]
 
 #: The gradients of one message: one for each of its tensors that require grad; None where there is none. The worker that works
@@ -64,7 +68,7 @@ class Stratum(NamedTuple):
         messages: message -> the contributions that it waits for, in the order in which they are added up.
     """
 
-    messages: Mapping[int, tuple[Contribution, ...]]
+    messages: dict[int, tuple[Contribution, ...]]
 
 
 class Run(NamedTuple):

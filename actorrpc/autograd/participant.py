@@ -37,6 +37,7 @@ from actorrpc.autograd.messages import (
     Sink,
     Transport,
     Verdict,
+    make,
 )
 from actorrpc.errors import RpcError, RpcTimeoutError
 from actorrpc.futures import Future
@@ -49,7 +50,7 @@ _Given = torch.Tensor | Sequence[torch.Tensor | None] | None
 
 def check_roots(
     roots: Sequence[torch.Tensor], gradients: _Given
-) -> tuple[tuple[GradientEdge, ...], tuple[torch.Tensor, ...]]:
+) -> tuple[tuple[GradientEdge, ...], Gradients]:
     """Return the edges of the roots and the gradient of each.
 
     Args:
@@ -67,9 +68,9 @@ def check_roots(
         )
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
-    given = _sequence(gradients, len(roots))
-    edges = []
-    found = []
+    given = (None,) * len(roots) if gradients is None else _sequence(gradients, len(roots))
+    edges: list[GradientEdge] = []
+    found: Gradients = []
     for index, (root, gradient) in enumerate(zip(roots, given, strict=True)):
         if not isinstance(root, torch.Tensor):
             raise TypeError(
@@ -84,14 +85,12 @@ def check_roots(
             )
         if root.grad_fn is None:
             raise RuntimeError(f"roots[{index}] does not have a valid gradient function.")
-        edges.append(GradientEdge(root.grad_fn, root.output_nr, None))
+        edges.append(make(GradientEdge, (root.grad_fn, root.output_nr, None)))
         found.append(_ones(root) if gradient is None else _fitting(gradient, root, index))
-    return tuple(edges), tuple(found)
+    return tuple(edges), found
 
 
 def _sequence(gradients: _Given, count: int) -> Sequence[Any]:
-    if gradients is None:
-        return (None,) * count
     if isinstance(gradients, torch.Tensor):
         gradients = (gradients,)
     if not isinstance(gradients, (list, tuple)):
@@ -198,8 +197,8 @@ class Participant:
             context.passes[part.id] = part
         return Coordinator(self, part, terms, edges, given)
 
-    def gradients(self, context_id: int, timeout: float) -> dict[torch.Tensor, torch.Tensor]:
-        """Return what passes have left in a context for the leaves of this worker.
+    def gradients(self, context_id: int, timeout: float) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return what passes have left in a context for the leaves of this worker: leaf and gradient, by the leaf's ``id()``.
 
         Where this worker's part of a pass is done and the verdict has not come, this waits for it.
 
@@ -210,13 +209,15 @@ class Participant:
             RpcError: this worker does not know the context.
             RpcTimeoutError: a verdict did not come in time.
         """
-        context = self.contexts.get(context_id)
+        context = self.contexts.live.get(context_id) or self.contexts.get(context_id)
         deadline = _time.now() + timeout if timeout else None
         while True:
             with context.lock:
-                pending = next((each for each in context.passes.values() if each.finished), None)
-                if pending is None:
-                    return dict(context.gradients)
+                for pending in context.passes.values():
+                    if pending.finished:
+                        break
+                else:
+                    return context.gradients.copy()
                 decided = self._verdict_on(pending)
             try:
                 decided.wait(None if deadline is None else max(0.0, deadline - _time.now()))
@@ -234,11 +235,13 @@ class Participant:
         Raises:
             Exception: what ended this worker's part of the pass: it is the answer.
         """
-        if isinstance(message, Gradient) and self.contexts.is_over(message.context):
-            return None  # the pass was given up here, which its sender is told in another way
-        context = self.contexts.get(message.context)
+        context = self.contexts.live.get(message.context)
+        if context is None:
+            if isinstance(message, Gradient) and self.contexts.is_over(message.context):
+                return None  # the pass was given up here, which its sender is told in another way
+            context = self.contexts.get(message.context)
         context.touched = _time.now()
-        if sender.rank == context.origin:
+        if context.maker is None and sender.rank == context.origin:
             context.maker = sender
         if isinstance(message, Gradient):
             return self._take(context, sender, message)
@@ -261,7 +264,7 @@ class Participant:
             part.decided = Future()
         return part.decided
 
-    def sinks(self, context: Context, message: int) -> tuple[Sink, ...]:
+    def sinks(self, context: Context, message: int) -> list[Sink]:
         """Return which receipts can be reached from a message that was sent from here.
 
         Raises:
@@ -270,7 +273,7 @@ class Participant:
         """
         return self.sinks_of(context, reach_of(context, message))
 
-    def sinks_of(self, context: Context, reach: ReachableGraph) -> tuple[Sink, ...]:
+    def sinks_of(self, context: Context, reach: ReachableGraph) -> list[Sink]:
         """Return the receipts of a walk.
 
         Raises:
@@ -281,8 +284,8 @@ class Participant:
             receipt = context.receipts.get(node)
             if receipt is None:
                 raise released(context)
-            found.append(Sink(receipt.worker, receipt.message, receipt.number))
-        return tuple(found)
+            found.append(receipt.sink)
+        return found
 
     def _join(self, context: Context, id: int, origin: WorkerKey | None) -> LocalPass | None:
         """Return, under the lock of the context, its pass of this number; None if it is over."""
@@ -302,7 +305,7 @@ class Participant:
             part = None if context.released else self._join(context, message.pass_id, None)
             if part is None:
                 return
-            part.arrive(sender, message.receipt, message.message, _taken(message.gradients))
+            part.arrive(sender, message.receipt, message.message, message.gradients)
         # The worker that waits for this worker's part is told what has gone wrong; the sender of a gradient has done its own.
         if self.transport.attends_another(part):
             self.transport.later(partial(self.advance, part))  # its hooks may wait for what this thread holds
@@ -324,7 +327,7 @@ class Participant:
                 part.begin(terms, message.strata)
                 with context.lock:
                     for each in message.gradients:
-                        part.arrive(sender, each.receipt, each.message, _taken(each.gradients))
+                        part.arrive(sender, each.receipt, each.message, each.gradients)
             except BaseException as error:
                 self.fail(part, error)
             self.advance(part)
@@ -339,15 +342,15 @@ class Participant:
         """Return, under the lock of the context, what is completed when the part comes to its end."""
         if part.answer is None:
             part.answer = Future()
-            part.answer.label = f"a part of a backward pass of {part.context}"
+            part.answer.label = part  # put into words only when somebody asks
         return part.answer
 
-    def may_wait(self, notice: Notice) -> bool:
-        """Say whether acting on a notice may have to wait for others: for the ``.grad`` of leaves that they use."""
-        if isinstance(notice, Release) or not notice.commit:
+    def may_wait(self, verdict: Verdict) -> bool:
+        """Say whether acting on a verdict may have to wait for others: for the ``.grad`` of leaves that they use."""
+        if not verdict.commit:
             return False
-        context = self.contexts.find(notice.context)
-        part = None if context is None else context.passes.get(notice.pass_id)
+        context = self.contexts.live.get(verdict.context)
+        part = None if context is None else context.passes.get(verdict.pass_id)
         return part is not None and part.terms is not None and part.terms.accumulate == "grad"
 
     def hear(self, sender: WorkerKey, notice: Notice) -> None:
@@ -359,7 +362,7 @@ class Participant:
                 RpcError(f"autograd context {notice.context} was released where it began"),
             )
             return
-        context = self.contexts.find(notice.context)
+        context = self.contexts.live.get(notice.context)
         if context is None:
             return
         with context.lock:
@@ -377,47 +380,43 @@ class Participant:
 
     # -- the part ------------------------------------------------------------------------------------------------
 
-    def advance(self, part: LocalPass) -> None:
-        """Work off what is there, unless another thread is at it; never raises."""
-        while self.step(part):
-            pass
-        self._settle(part)
-
-    def step(self, part: LocalPass, direct: dict[WorkerKey, list[Gradient]] | None = None) -> bool:
-        """Work off one stratum, or finish the leaves, if that can be done now; say whether it was. Never raises.
+    def advance(self, part: LocalPass, direct: dict[WorkerKey, list[Gradient]] | None = None) -> None:
+        """Work off strata, and finish the leaves, as far as that can be done now, unless another thread is at it; never raises.
 
         Args:
-            direct: gradients for other workers are put in here, not sent.
+            direct: one stratum alone is worked off, and gradients for other workers are put in here, not sent.
         """
         lock = part.context.lock
         with lock:
             index = part.take()
-        if index is None:
-            return False
-        done = False
-        try:
-            if index == FINISH:
-                part.finish()
-            else:
-                for to, gradient in (self.watch or LocalPass.work)(part, index):
-                    if to == self.me:
-                        with lock:
-                            part.arrive(to, gradient.receipt, gradient.message, gradient.gradients)
-                    elif direct is not None:
-                        direct.setdefault(to, []).append(gradient)
-                    else:
-                        self._send(part, to, gradient)
-            done = True
-        except BaseException as error:
-            self.fail(part, error)
-        with lock:
-            part.put(index, done)
-        return True
+        while index is not None:
+            done = False
+            try:
+                if index == FINISH:
+                    part.finish()
+                else:
+                    for to, gradient in self.watch(part, index) if self.watch else part.work(index):
+                        if to == self.me:
+                            with lock:
+                                part.arrive(to, gradient.receipt, gradient.message, gradient.gradients)
+                        elif direct is not None:
+                            direct.setdefault(to, []).append(gradient)
+                        else:
+                            self._send(part, to, gradient)
+                done = True
+            except BaseException as error:
+                self.fail(part, error)
+            with lock:
+                part.put(index, done)
+                index = None if direct is not None or part.finished else part.take()
+        if part.answer is not None:
+            self._settle(part)
 
     def _send(self, part: LocalPass, to: WorkerKey, gradient: Gradient) -> None:
         terms = part.terms
         assert terms is not None
-        terms.left()  # raises when no time is left
+        if terms.deadline is not None:
+            terms.left()  # raises when no time is left
         with part.context.lock:
             if part.over or part.error is not None:
                 return
@@ -447,7 +446,8 @@ class Participant:
             awaited = list(part.awaited)
         for each in awaited:
             each.cancel()
-        _complete(answer, error)
+        if answer is not None:
+            _complete(answer, error)
 
     def decide(self, part: LocalPass, commit: bool) -> bool:
         """End a pass on this worker, and where it began here on those that take part; the first verdict counts.
@@ -460,8 +460,8 @@ class Participant:
                 return False
             part.over = True
             counts = commit and part.finished and part.error is None
-            told = sorted(part.told - {self.me})
-        for worker in told:
+            told = part.told
+        for worker in sorted(told):
             self.transport.tell(worker, Verdict(context.id, part.id, counts))
         try:
             if counts:
@@ -472,11 +472,12 @@ class Participant:
                 remember(context, part.id)
                 part.drop()
                 answer, part.answer = part.answer, None
-                decided = part.decided
-            _complete(
-                answer, RpcError(f"a backward pass of {context} was given up; no gradients were changed")
-            )
-            _complete(decided)
+            if answer is not None:
+                _complete(
+                    answer, RpcError(f"a backward pass of {context} was given up; no gradients were changed")
+                )
+            if part.decided is not None:
+                _complete(part.decided)
         return counts
 
     def release(self, context_id: int) -> None:
@@ -495,8 +496,9 @@ class Participant:
             return
         with context.lock:
             parts = list(context.passes.values())
-            peers = context.peers.union(*(part.told for part in parts))
+            peers = context.peers.copy()
         for part in parts:
+            peers |= part.told
             self.fail(part, error)
             self.decide(part, False)
         with context.lock:
@@ -540,13 +542,7 @@ class Participant:
                 self._release(context.id, None, error, tell=False)
 
 
-def _taken(gradients: Gradients) -> Gradients:
-    found = list(gradients)
-    gradients.clear()
-    return found
-
-
-def _complete(future: Future[None] | None, error: BaseException | None = None) -> None:
-    if future is not None and future._claim():
+def _complete(future: Future[None], error: BaseException | None = None) -> None:
+    if future._claim():
         future._finish(None, error)
         future.acknowledge()  # the worker to which it matters hears it some other way, too

@@ -8,30 +8,20 @@ itself, however often gradients come back to a worker.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from actorrpc.autograd.messages import Contribution, Sink, Stratum
+from actorrpc.autograd.messages import Contribution, Sink, Stratum, make
 from actorrpc.errors import RpcError
 from actorrpc.wire.identity import WorkerKey
 
-__all__ = ["ROOTS", "Send", "levels", "make_plan", "unknown"]
+__all__ = ["ROOTS", "Send", "levels", "make_plan"]
 
 #: A message: who sent it, and its number there.
 Send = tuple[WorkerKey, int]
 
 #: The number of a message that nobody sends: its tensors are the roots. Messages are counted from 1.
 ROOTS: Final = 0
-
-
-def unknown(answers: Mapping[Send, Sequence[Sink]], sinks: Sequence[Sink]) -> list[Send]:
-    """Return the messages that ``sinks`` lead to and nobody has been asked about: each once, in order."""
-    found: dict[Send, None] = {}
-    for worker, message, _ in sinks:
-        if (worker, message) not in answers:
-            found[worker, message] = None
-    return list(found)
 
 
 def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
@@ -55,10 +45,16 @@ def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
                 raise RpcError(f"{_name(send)} leads to {_name(each)}, which nobody was asked about")
             sends[each] = None
             before[each] += 1
-    found = {send: 0 for send, count in before.items() if count == 0}
-    ready = list(found)
+    found: dict[Send, int] = {}
+    ready: list[Send] = []
+    for send, count in before.items():
+        if not count:
+            found[send] = 0
+            ready.append(send)
+    left = len(before)
     while ready:
         send = ready.pop()
+        left -= 1
         below = found[send] + 1
         for each in following[send]:
             if found.get(each, 0) < below:
@@ -66,9 +62,8 @@ def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
             before[each] -= 1
             if before[each] == 0:
                 ready.append(each)
-    left = [send for send, count in before.items() if count]
     if left:
-        some = ", ".join(_name(each) for each in sorted(left)[:5])
+        some = ", ".join(_name(each) for each in sorted(send for send, count in before.items() if count)[:5])
         raise RpcError(f"messages wait for each other's gradients in a circle: {some}")
     return found
 
@@ -89,26 +84,27 @@ def make_plan(origin: WorkerKey, answers: Mapping[Send, Sequence[Sink]]) -> dict
     contributions: dict[Send, set[Contribution]] = {(origin, ROOTS): {Contribution(origin, 0)}}
     seen: dict[Contribution, Send] = {}
     for (worker, _), sinks in answers.items():
-        for sink in sinks:
-            send, contribution = (sink.worker, sink.message), Contribution(worker, sink.receipt)
+        for to, message, receipt in sinks:
+            send, contribution = (to, message), make(Contribution, (worker, receipt))
             if seen.setdefault(contribution, send) != send:
                 raise RpcError(
-                    f"receipt {sink.receipt} of worker {worker.rank} is said to be of {_name(send)} and of "
+                    f"receipt {receipt} of worker {worker.rank} is said to be of {_name(send)} and of "
                     f"{_name(seen[contribution])}"
                 )
             contributions.setdefault(send, set()).add(contribution)
-    strata: defaultdict[WorkerKey, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    order: list[tuple[WorkerKey, int, int]] = []
     for (worker, message), level in levels(answers).items():
+        order.append((worker, level, message))
+    plan: dict[WorkerKey, list[Stratum]] = {}
+    last: tuple[WorkerKey, int] | None = None
+    for worker, level, message in sorted(order):
         if (worker, message) not in contributions:
             raise RpcError(f"nothing leads to {_name((worker, message))}, but it is to take part")
-        strata[worker][level].append(message)
-    return {
-        worker: [
-            Stratum({each: tuple(sorted(contributions[worker, each])) for each in sorted(messages)})
-            for _, messages in sorted(by_level.items())
-        ]
-        for worker, by_level in sorted(strata.items())
-    }
+        if last != (worker, level):
+            last = worker, level
+            plan.setdefault(worker, []).append(make(Stratum, ({},)))
+        plan[worker][-1].messages[message] = tuple(sorted(contributions[worker, message]))
+    return plan
 
 
 def _name(send: Send) -> str:

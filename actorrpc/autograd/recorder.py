@@ -27,6 +27,7 @@ from contextvars import ContextVar, Token
 from typing import Any, Final
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
 from actorrpc.agent.calls import CURRENT, Execution
@@ -34,7 +35,7 @@ from actorrpc.agent.peers import Peer
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Contexts, Receipt
 from actorrpc.autograd.graph import edge_of, receive
-from actorrpc.autograd.messages import Sink
+from actorrpc.autograd.messages import Sink, make
 from actorrpc.errors import ProtocolError
 from actorrpc.wire.identity import WorkerKey
 
@@ -45,36 +46,40 @@ _NEWS: Final = 100  # so many messages are told of at most
 _RANK_BITS: Final = 48
 
 
-def tell(context: Context, me: WorkerKey, message: int, peer: WorkerKey) -> list[Any]:
-    """Return what ``peer`` is to hear along with a message of ours that has been recorded."""
+def tell(
+    context: Context, me: WorkerKey, message: int, edges: tuple[GradientEdge, ...], peer: WorkerKey
+) -> list[Any]:
+    """Record a message of ours; return what ``peer`` is to hear along with it."""
+    news: list[Any] = []
+    lives: dict[int, str] = {}
     with context.lock:
-        edges = context.sends.get(message)
-        if edges is None:
-            return []
+        if context.released:
+            return news
+        context.sends[message] = edges
         found = graph.reach_if_small(edges, context.receipts, _NODES)
         if found is None:
-            return []
+            return news
         context.reaches[message] = found
-        receipts = [context.receipts[node] for node in found.receipts]
-        context.sinks[me, message] = tuple(
-            [Sink(each.worker, each.message, each.number) for each in receipts]
-        )
-        told = context.told.setdefault(peer, set())
-        news: list[Any] = []
-        lives: dict[int, str] = {}
+        sinks: list[Sink] = []
+        for node in found.receipts:
+            sinks.append(context.receipts[node].sink)
+        context.sinks[me, message] = sinks
+        told = context.told.get(peer)
+        if told is None:
+            told = context.told[peer] = set()
         left = [(me, message)]
         while left and len(news) < 2 * _NEWS:
             send = left.pop()
             worker, number = send
-            sinks = context.sinks.get(send)
-            if sinks is None or worker == peer or number in told:
+            leads = context.sinks.get(send)
+            if leads is None or worker == peer or number in told:
                 continue
             told.add(number)
             leads_to: list[int] = []
-            for sink in sinks:
-                leads_to += (sink.message, sink.receipt)
-                left.append((sink.worker, sink.message))
-                for each in (worker, sink.worker):
+            for of, to, receipt in leads:
+                leads_to += (to, receipt)
+                left.append((of, to))
+                for each in (worker, of):
                     if each not in (me, peer):
                         lives[each.rank] = each.incarnation
             news += (number, leads_to)
@@ -96,23 +101,24 @@ def hear(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError("what a message says of where it leads to cannot be read") from error
     with context.lock:
-        for send, sinks in found.items():
+        for send, sinks in found:
             context.sinks.setdefault(send, sinks)
 
 
 def _read_news(
     me: WorkerKey, sender: WorkerKey, news: Sequence[Any]
-) -> dict[tuple[WorkerKey, int], tuple[Sink, ...]]:
+) -> list[tuple[tuple[WorkerKey, int], list[Sink]]]:
     lives = {me.rank: me, sender.rank: sender}
     if len(news) % 2:
         for rank, incarnation in news[-1]:
             lives.setdefault(rank, WorkerKey(rank, incarnation))
-    found: dict[tuple[WorkerKey, int], tuple[Sink, ...]] = {}
+    found: list[tuple[tuple[WorkerKey, int], list[Sink]]] = []
     for index in range(0, len(news) - 1, 2):
         message, leads_to = news[index], news[index + 1]
-        pairs = zip(leads_to[::2], leads_to[1::2], strict=True)
-        sinks = tuple([Sink(lives[to >> _RANK_BITS], to, receipt) for to, receipt in pairs])
-        found[lives[message >> _RANK_BITS], message] = sinks
+        sinks: list[Sink] = []
+        for to, receipt in zip(leads_to[::2], leads_to[1::2], strict=True):
+            sinks.append(make(Sink, (lives[to >> _RANK_BITS], to, receipt)))
+        found.append(((lives[message >> _RANK_BITS], message), sinks))
     return found
 
 
@@ -164,21 +170,28 @@ class GraphRecorder:
             if not self._warned and CURRENT.get() is None and torch.is_grad_enabled():
                 self._warn(tensors)
             return None
-        found = self._contexts.find(id)
+        found = self.live.get(id)
         if found is None:
             return None
         to = None
         if peer is not None:
             to = peer.key
-            found.joined_by(to)
-        indices = [index for index, each in enumerate(tensors) if each.requires_grad]
-        if not indices or not torch.is_grad_enabled():
+            found.touched = _time.now()
+            if to not in found.peers:
+                found.joined_by(to)
+        indices: list[int] = []
+        edges: list[GradientEdge] = []
+        if tensors and torch.is_grad_enabled():
+            for index, each in enumerate(tensors):
+                if each.requires_grad:
+                    indices.append(index)
+                    edges.append(edge_of(each))
+        if not indices:
             return None if to is None else (id,)
-        message = self._contexts.new_message()
-        found.record_send(message, [edge_of(tensors[index]) for index in indices])
-        me = self._contexts.me
+        message, me = self._contexts.new_message(), self._contexts.me
         if to is not None:
-            return id, message, indices, tell(found, me, message, to)
+            return id, message, indices, tell(found, me, message, tuple(edges), to)
+        found.record_send(message, edges)
         return id, message, indices, me.rank, me.incarnation
 
     def _warn(self, tensors: Sequence[Any]) -> None:
@@ -193,8 +206,10 @@ class GraphRecorder:
     def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
         """Record a message that has been opened. See :class:`actorrpc.agent.hooks.Recorder`."""
         id, message, indices, source, news = _read(tag, len(tensors))
-        context = self._contexts.reach(id)
-        wanted = [tensors[index] for index in indices]
+        context = self.live.get(id) or self._contexts.reach(id)
+        wanted: list[Any] = []
+        for index in indices:
+            wanted.append(tensors[index])
         if context is None:
             # It is over: nobody can ask for gradients any more, but the call may matter for what else it does.
             for each in wanted:
@@ -206,13 +221,14 @@ class GraphRecorder:
                 assert peer is not None
                 source = peer.key
                 hear(context, self._contexts.me, source, news)
-            receipt = Receipt(source, message, self._contexts.new_receipt(), len(wanted))
-            context.record_receipt(receive(wanted), receipt)
+            sink = make(Sink, (source, message, self._contexts.new_receipt()))
+            context.record_receipt(receive(wanted), make(Receipt, (sink, len(wanted))))
 
     def forwarded(self, tag: Any, peer: Peer) -> None:
         """Note that what is kept in a context goes to a worker. See :class:`actorrpc.agent.hooks.Recorder`."""
-        context: Context | None = self._contexts.find(tag[0])
+        context = self.live.get(tag[0])
         if context is not None:
+            context.touched = _time.now()
             context.joined_by(peer.key)
 
 

@@ -10,6 +10,7 @@ from actorrpc.agent.context import Worker, current_worker
 from actorrpc.agent.hooks import NoRecorder
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd.contexts import Contexts
+from actorrpc.autograd.messages import Verdict
 from actorrpc.autograd.participant import Participant
 from actorrpc.autograd.recorder import GraphRecorder
 from actorrpc.autograd.transport import NOTICE, AgentTransport, unpack_notice
@@ -55,7 +56,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
 
     def noticed(peer: Peer, body: bytes) -> None:
         notice = unpack_notice(body)
-        if part.may_wait(notice):
+        if isinstance(notice, Verdict) and part.may_wait(notice):
             agent.submit(partial(part.hear, peer.key, notice))
         else:
             part.hear(peer.key, notice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
@@ -14,7 +14,6 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Later
 from actorrpc.agent.outbound import post
-from actorrpc.agent.peers import Peer
 from actorrpc.autograd.messages import (
     Contribution,
     Discover,
@@ -26,6 +25,7 @@ from actorrpc.autograd.messages import (
     Settle,
     Stratum,
     Verdict,
+    make,
 )
 from actorrpc.errors import NotInitializedError, ProtocolError, RpcError
 from actorrpc.futures import WAITING, Future
@@ -58,7 +58,8 @@ def serve(kind: int, *fields: Any) -> Any:
     participant: Participant | None = None if worker is None else worker.autograd
     if participant is None or execution is None:
         raise NotInitializedError("this worker has no distributed autograd: it has been shut down")
-    answer = participant.handle(execution.peer.key, message_of(kind, fields))
+    message = make(Gradient, fields) if kind == _GRADIENT else message_of(kind, fields)
+    answer = participant.handle(execution.peer.key, message)
     return Later(answer) if isinstance(answer, Future) else answer
 
 
@@ -70,14 +71,17 @@ def fields_of(message: Message) -> tuple[Any, ...]:
         return (_DISCOVER, *message)
     if isinstance(message, Settle):
         return (_SETTLE, *message)
-    strata = [
-        [
-            (number, [(*each.worker, each.receipt) for each in given])
-            for number, given in stratum.messages.items()
-        ]
-        for stratum in message.strata
-    ]
-    gradients = [(each.message, each.receipt, each.gradients) for each in message.gradients]
+    strata: list[dict[int, list[Any]]] = []
+    for (messages,) in message.strata:
+        flat: dict[int, list[Any]] = {}
+        for number, contributions in messages.items():
+            given = flat[number] = []
+            for worker, receipt in contributions:
+                given += (*worker, receipt)
+        strata.append(flat)
+    gradients: list[tuple[Any, ...]] = []
+    for each in message.gradients:
+        gradients.append(each[2:5])
     return (_RUN, message.context, message.pass_id, strata, *message[3:-1], gradients)
 
 
@@ -89,31 +93,24 @@ def message_of(kind: int, fields: tuple[Any, ...]) -> Message:
         return Discover(*fields)
     if kind == _SETTLE:
         return Settle(*fields)
-    context, pass_id, strata, retain_graph, create_graph, accumulate, timeout, gradients = fields
-    return Run(
-        context,
-        pass_id,
-        [
-            Stratum({number: tuple([_contribution(*each) for each in given]) for number, given in messages})
-            for messages in strata
-        ],
-        retain_graph,
-        create_graph,
-        accumulate,
-        timeout,
-        [Gradient(context, pass_id, *each) for each in gradients],
-    )
+    context, pass_id, packed, retain_graph, create_graph, accumulate, timeout, sent = fields
+    strata: list[Stratum] = []
+    for flat in packed:
+        messages: dict[int, tuple[Contribution, ...]] = {}
+        for number, given in flat.items():
+            contributions: list[Contribution] = []
+            for at in range(0, len(given), 3):
+                contributions.append(make(Contribution, (make(WorkerKey, given[at : at + 2]), given[at + 2])))
+            messages[number] = tuple(contributions)
+        strata.append(make(Stratum, (messages,)))
+    gradients: list[Gradient] = []
+    for message, receipt, each in sent:
+        gradients.append(make(Gradient, (context, pass_id, message, receipt, each, create_graph)))
+    return Run(context, pass_id, strata, retain_graph, create_graph, accumulate, timeout, gradients)
 
 
-def _contribution(rank: int, incarnation: str, receipt: int) -> Contribution:
-    return Contribution(WorkerKey(rank, incarnation), receipt)
-
-
-def pack_notice(notice: Notice) -> bytes:
-    """Return a notice as bytes."""
-    if isinstance(notice, Verdict):
-        return msgpack.packb((notice.context, notice.pass_id, notice.commit))  # type: ignore[no-any-return]
-    return msgpack.packb((notice.context,))  # type: ignore[no-any-return]
+#: Gives a notice as bytes.
+pack_notice: Final[Callable[[Notice], bytes]] = msgpack.packb
 
 
 def unpack_notice(body: bytes) -> Notice:
@@ -128,18 +125,16 @@ def unpack_notice(body: bytes) -> Notice:
         raise ProtocolError(f"a notice of distributed autograd cannot be read: {error!r}") from error
     if isinstance(fields, list) and _WHOLE.issuperset(map(type, fields)):
         if len(fields) == 1:
-            return Release(fields[0])
+            return make(Release, fields)
         if len(fields) == 3:
-            return Verdict(fields[0], fields[1], bool(fields[2]))
+            return make(Verdict, (fields[0], fields[1], bool(fields[2])))
     raise ProtocolError("a notice of distributed autograd makes no sense")
 
 
 class _Posts(deque[Any]):
     """The posts that a thread has read while it waited for its part of a pass."""
 
-    def __init__(self, part: LocalPass) -> None:
-        super().__init__()
-        self.part = part
+    part: LocalPass
 
 
 class AgentTransport:
@@ -157,7 +152,13 @@ class AgentTransport:
         future.label = label
         try:
             self._agent.call(
-                self._peer(to), serve, fields_of(message), {}, timeout, future=future, label=label
+                self._references.peer_of(to),
+                serve,
+                fields_of(message),
+                {},
+                timeout,
+                future=future,
+                label=label,
             )
             self._agent.flush()
         except Exception as error:
@@ -170,12 +171,19 @@ class AgentTransport:
 
     def post(self, to: WorkerKey, message: Gradient) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
-        post(self._agent, self._peer(to), serve, fields_of(message), "backward", record=message.create_graph)
+        post(
+            self._agent,
+            self._references.peer_of(to),
+            serve,
+            fields_of(message),
+            "backward",
+            record=message.create_graph,
+        )
 
     def tell(self, to: WorkerKey, notice: Notice) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         try:
-            peer = self._peer(to)
+            peer = self._references.peer_of(to)
         except RpcError:
             return
         lazily = isinstance(notice, Release) or notice.commit
@@ -184,15 +192,16 @@ class AgentTransport:
     def name(self, worker: WorkerKey) -> str:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         try:
-            return self._peer(worker).name
+            return (self._agent.self_peer if worker == self.me else self._references.peer_of(worker)).name
         except RpcError:
             return f"worker {worker.rank}"
 
     def attend(self, part: LocalPass) -> _Posts | None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         outer = WAITING.posts
-        WAITING.posts = _Posts(part)
-        return cast("_Posts | None", outer)
+        WAITING.posts = posts = _Posts()
+        posts.part = part
+        return outer  # type: ignore[return-value]
 
     def work_off(self) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
@@ -215,6 +224,3 @@ class AgentTransport:
     def later(self, run: Callable[[], object]) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         self._agent.submit(run)
-
-    def _peer(self, worker: WorkerKey) -> Peer:
-        return self._agent.self_peer if worker == self.me else self._references.peer_of(worker)

@@ -120,7 +120,7 @@ class DistAutogradContext:
 
     def _recv_functions(self) -> dict[int, Any]:
         with self._context.lock:
-            return {receipt.message: node for node, receipt in self._context.receipts.items()}
+            return {receipt.sink.message: node for node, receipt in self._context.receipts.items()}
 
 
 def _current_context() -> DistAutogradContext:

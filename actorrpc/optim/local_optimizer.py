@@ -1,8 +1,9 @@
 """What lives on the workers that have parameters: one local optimizer for each DistributedOptimizer.
 
 It is kept by the RRef that its DistributedOptimizer has of it, and goes when that goes. Its methods are called by RPC,
-on threads of the pool: each has the parameters for itself while it works, so that there is never one at work in
-another's middle. What its user's code raises goes to the caller.
+on threads of the pool (and the step of torch's own optimizers by the thread that asks for it, where that is on this worker):
+each has the parameters for itself while it works, so that there is never one at work in another's middle. What its user's
+code raises goes to the caller.
 
 Gradients are lent (:func:`lent`) from an autograd context, or from ``.grad``: the one place where optimizers reach into
 contexts. While gradients are lent the ``.grad`` of the parameters belongs to the borrower, so that optimizers of overlapping
@@ -13,10 +14,11 @@ this runs in.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,7 +28,11 @@ from actorrpc.autograd import graph, startup
 from actorrpc.optim.parameters import check_tensor
 from actorrpc.rpc.rref import RRef
 
-__all__ = ["Account", "LocalOptimizer", "alone", "check_context", "clear", "create", "lent"]
+_NOTHING: Final = (None, None)
+_module: Final[Any] = sys.modules[torch.optim.Optimizer.__module__]
+_global_hooks: Final = (_module._global_optimizer_pre_hooks, _module._global_optimizer_post_hooks)
+
+__all__ = ["Account", "LocalOptimizer", "alone", "check_context", "clear", "create", "lent", "within"]
 
 
 def check_context(context_id: int | None) -> None:
@@ -37,12 +43,15 @@ def check_context(context_id: int | None) -> None:
         RpcError: this worker does not know such a context.
     """
     if context_id is not None:
-        startup.contexts().get(context_id)
+        startup.participant().contexts.get(context_id)
 
 
-def _deadline() -> float | None:
+def within(deadline: float | None = None) -> float | None:
+    """Return until when code that was called here may wait, by its caller and by ``deadline``; None where nothing bounds it."""
     execution = CURRENT.get()
-    return None if execution is None or math.isinf(execution.deadline) else execution.deadline
+    if execution is None or math.isinf(execution.deadline):
+        return deadline
+    return execution.deadline if deadline is None else min(deadline, execution.deadline)
 
 
 @contextmanager
@@ -52,7 +61,7 @@ def alone(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     Raises:
         RpcTimeoutError: others have them for longer than the call may take.
     """
-    with graph.Borrowed(parameters, _deadline()):
+    with graph.Borrowed(parameters, within()):
         yield
 
 
@@ -71,22 +80,20 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
         RpcError: this worker does not know the context.
         RpcTimeoutError: others have the gradients for longer than the call may take.
     """
-    deadline = _deadline()
+    deadline = within()
     if context_id is None:
         with graph.Borrowed(parameters, deadline) as in_slots:
             gradients = list(in_slots)
             yield gradients
             in_slots[:] = gradients
         return
-    # First: this may wait for the end of a pass, which may need the slots.
-    left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
-    found = startup.participant().gradients(context_id, left)
+    found = _gradients(context_id, deadline)
     with graph.Borrowed(parameters, deadline):
-        before = [found.get(parameter) for parameter in parameters]
+        before = [found.get(id(parameter), _NOTHING)[1] for parameter in parameters]
         gradients = before.copy()
         yield gradients
         replaced = {
-            parameter: gradient
+            id(parameter): (parameter, gradient)
             for parameter, gradient, old in zip(parameters, gradients, before, strict=True)
             if gradient is not None and gradient is not old
         }
@@ -94,6 +101,12 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
         context = startup.contexts().get(context_id)
         with context.lock:
             context.gradients.update(replaced)
+
+
+def _gradients(context_id: int, deadline: float | None) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the gradients of a context. Before they are borrowed: this may wait for the end of a pass, which may need them."""
+    left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
+    return startup.participant().gradients(context_id, left)
 
 
 def clear(parameters: Sequence[torch.Tensor], context_id: int | None, set_to_none: bool) -> None:
@@ -110,7 +123,7 @@ def clear(parameters: Sequence[torch.Tensor], context_id: int | None, set_to_non
         context = startup.contexts().get(context_id)
         with context.lock:
             for parameter in parameters:
-                context.gradients.pop(parameter, None)
+                context.gradients.pop(id(parameter), None)
 
 
 #: The parameters of one group on one worker, as they are sent: what the group sets, and RRefs to them.
@@ -219,14 +232,35 @@ class LocalOptimizer:
 
     # -- gradients -------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, context_id: int | None) -> None:
-        """Make a step with the gradients of a context, or those in ``.grad``; ``.grad`` is left as it is found."""
-        parameters = self._parameters
-        with lent(parameters, context_id) as loans:
-            for parameter, gradient in zip(parameters, loans, strict=True):
-                parameter.grad = gradient
-            self._optimizer.step()
+    def is_plain(self) -> bool:
+        """Say whether a step runs code of torch's alone, which waits for nothing."""
+        optimizer = self._optimizer
+        return not (
+            _global_hooks[0]
+            or _global_hooks[1]
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or "step" in optimizer.__dict__
+            or not type(optimizer).__module__.startswith("torch.optim.")
+        )
+
+    def step(self, context_id: int | None, deadline: float | None = None) -> None:
+        """Make a step with the gradients of a context, or those in ``.grad``; ``.grad`` is left as it is found.
+
+        Args:
+            deadline: how long to wait for others that use the gradients, where no call says it.
+        """
+        parameters, deadline = self._parameters, deadline or within()
+        found = None if context_id is None else _gradients(context_id, deadline)
+        graded = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # its context manager is several functions in Python
+        try:
+            with graph.Borrowed(parameters, deadline) as in_slots:
+                for parameter, gradient in zip(parameters, in_slots, strict=True):
+                    parameter.grad = gradient if found is None else found.get(id(parameter), _NOTHING)[1]
+                self._optimizer.step()
+        finally:
+            torch._C._set_grad_enabled(graded)
 
     @torch.no_grad()
     def clear(self, context_id: int | None, set_to_none: bool) -> None:

@@ -24,12 +24,12 @@ from actorrpc._exception_text import is_of_handler
 from actorrpc.autograd import recorder
 from actorrpc.errors import RpcError
 from actorrpc.futures import Future
-from actorrpc.optim.local_optimizer import Account, LocalOptimizer, check_context, create
+from actorrpc.optim.local_optimizer import Account, LocalOptimizer, check_context, create, within
 from actorrpc.optim.parameters import Given, ParamGroup, StandIn, parse
 from actorrpc.optim.scheduler import DistributedLRScheduler
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from actorrpc.rpc.rref import RRef
+from actorrpc.rpc.rref import RRef, call_method, run_here, value_here
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = ["DistributedOptimizer", "OptimizerError", "gather"]
@@ -53,12 +53,12 @@ class OptimizerError(ExceptionGroup[Exception], RpcError):
         return OptimizerError(self.message, excs)
 
 
-def gather(what: str, calls: Mapping[str, Future[Any] | Exception]) -> dict[str, Any]:
+def gather(what: str, calls: Mapping[str, Future[Any] | Exception | None]) -> dict[str, Any]:
     """Wait for all calls; return their results by the names of the workers.
 
     Args:
         what: what is done, in words that begin an error's message.
-        calls: the call to each worker, or why it could not be made.
+        calls: the call to each worker, or why it could not be made; None where all is done.
 
     Raises:
         Exception: the error of the only worker that failed, with a note that names it.
@@ -67,8 +67,9 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception]) -> dict[str,
     results: dict[str, Any] = {}
     failures: dict[str, Exception] = {}
     for name, call in calls.items():
-        if isinstance(call, Exception):
-            failures[name] = call
+        if not isinstance(call, Future):
+            if call is not None:
+                failures[name] = call
             continue
         try:
             results[name] = call.wait()
@@ -76,9 +77,7 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception]) -> dict[str,
             if isinstance(error, Exception) and not is_of_handler(error):
                 failures[name] = error
                 continue
-            for each in calls.values():
-                if isinstance(each, Future):
-                    each.cover()  # nobody waits for them any more
+            _cover(calls)
             raise
     if not failures:
         return results
@@ -96,6 +95,13 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception]) -> dict[str,
     finally:
         # The traceback of what is raised leads here: it must not lead back from here.
         failures.clear()
+
+
+def _cover(calls: Mapping[str, Future[Any] | Exception | None]) -> None:
+    """Nobody waits for these any more."""
+    for each in calls.values():
+        if isinstance(each, Future):
+            each.cover()
 
 
 class _Time:
@@ -184,7 +190,7 @@ class DistributedOptimizer:
         self, groups: Sequence[Given], left: _Time
     ) -> dict[str, tuple[RRef[LocalOptimizer], Account]]:
         """Make an optimizer on each worker that these groups are on."""
-        calls: dict[str, Future[Any] | Exception] = {}
+        calls: dict[str, Future[Any] | Exception | None] = {}
         args, kwargs = self._arguments
         for name, (info, shares) in _by_worker(groups).items():
             share = [(group.options, rrefs) for group, rrefs in zip(groups, shares, strict=True)]
@@ -216,6 +222,7 @@ class DistributedOptimizer:
         seconds: float,
         context: int | None = None,
         each: Callable[[str], tuple[Any, ...]] | None = None,
+        here: bool = False,
     ) -> dict[str, Any]:
         """Call a method of the optimizers on all workers; return the results by worker.
 
@@ -223,14 +230,21 @@ class DistributedOptimizer:
             what: begins the message of an error.
             context: whose gradients it is about.
             each: gives the arguments for a worker, in place of ``args``.
+            here: that of this worker may run on this thread, while the others do theirs, if it runs nobody's code but torch's: a
+                time-out could not end what is not waited for. It is given its deadline.
         """
-        calls: dict[str, Future[Any] | Exception] = {}
+        calls: dict[str, Future[Any] | Exception | None] = {}
+        own: list[tuple[str, RRef[LocalOptimizer], LocalOptimizer]] = []
         token = None if context is None else recorder.enter(context)
         try:
             for name, rref in list(self._optimizers.items()):
+                local = value_here(rref) if here else None
+                if local is not None and local.is_plain():
+                    calls[name] = None
+                    own.append((name, rref, local))
+                    continue
                 try:
-                    call = getattr(rref.rpc_async(seconds), method)
-                    calls[name] = call(*(args if each is None else each(name)))
+                    calls[name] = call_method(rref, method, args if each is None else each(name), seconds)
                 except Exception as error:
                     if is_of_handler(error):
                         raise
@@ -238,6 +252,13 @@ class DistributedOptimizer:
         finally:
             if token is not None:
                 recorder.leave(token)
+        try:
+            for name, rref, local in own:
+                deadline = within(_time.now() + seconds if seconds else None)
+                calls[name] = run_here(rref, getattr(local, method), (*args, deadline))
+        except BaseException:
+            _cover(calls)
+            raise
         return gather(what, calls)
 
     # -- steps and gradients ----------------------------------------------------------------------------
@@ -248,7 +269,8 @@ class DistributedOptimizer:
         """Make a step on all workers, with the gradients that a context has for the parameters.
 
         Parameters without a gradient are left out, as torch does with those whose ``.grad`` is None. No other parameters
-        are touched, and the ``.grad`` of all is left as it is found.
+        are touched, and the ``.grad`` of all is left as it is found. The step of this worker's own parameters is made on the
+        calling thread where the optimizer is one of torch's own, without hooks of a user's.
 
         Args:
             context_id: what ``with context() as context_id`` gave; None for the gradients in ``.grad``, where backward
@@ -270,7 +292,9 @@ class DistributedOptimizer:
         if self._behind:
             with self._changing(left.left()):
                 pass
-        self._all("Error running optimizer", "step", context_id, seconds=left.left(), context=context_id)
+        self._all(
+            "Error running optimizer", "step", context_id, seconds=left.left(), context=context_id, here=True
+        )
         if self._scheduled:
             self._stand_in.step()
 

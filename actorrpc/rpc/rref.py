@@ -37,16 +37,20 @@ from actorrpc.rpc.refcount.protocol import Handle, Outcome
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.serialization import codec, exceptions, tensors
 from actorrpc.serialization.local_refs import LocalReferences
+from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
     "RRef",
     "RRefProxy",
+    "call_method",
     "new_references",
     "reduce",
+    "run_here",
     "runtime",
     "set_backward",
     "set_class",
+    "value_here",
 ]
 
 T = TypeVar("T")
@@ -159,10 +163,14 @@ def _keep_error(references: References, rref_id: RRefId, error: BaseException) -
     if not isinstance(error, RemoteError):
         # Uses of the RRef on this worker raise what uses on others raise; and no frames are kept alive with it.
         cut_frames(error, __file__)
-        dumps = codec.dumper(references.agent.self_peer.same_main)
-        packed = exceptions.dump(error, worker=references.agent.name, dumps=dumps)
-        error = exceptions.load(packed, loads=codec.loads)
+        error = _as_others_get_it(references, error)
     references.carry_out(references.table.set_error(rref_id, error))
+
+
+def _as_others_get_it(references: References, error: BaseException) -> BaseException:
+    dumps = codec.dumper(references.agent.self_peer.same_main)
+    packed = exceptions.dump(error, worker=references.agent.name, dumps=dumps)
+    return exceptions.load(packed, loads=codec.loads)
 
 
 def _value_of(references: References, rref_id: RRefId) -> Any:
@@ -581,6 +589,44 @@ class _Method:
             return future
         kept = (rref, *arguments)
         return rref._references.create(peer, _invoke_kept, kept, {}, seconds, self._name)
+
+
+def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], seconds: float) -> Future[Any]:
+    """Call a method of an RRef's value, as ``rref.rpc_async(seconds).name(*args)`` does; for internal callers."""
+    future: Future[Any] = _Method(rref, "rpc_async", seconds, name)(*args)
+    return future
+
+
+def value_here(rref: RRef[Any]) -> Any:
+    """Return the value if it is on this worker, and calls of its methods need not go through the agent: nobody looks on.
+
+    Otherwise None: also where a call would be refused, and says why.
+    """
+    references, execution = rref._references, CURRENT.get()
+    agent = references.agent
+    if agent.closed_down or (execution is not None and execution.cancelled):
+        return None
+    if agent.interceptors or agent.gate is not None or modern._is_profiler_enabled or profiled():
+        return None
+    known = references.table.known_outcome(rref._handle.rref_id) if rref.is_owner() else None
+    return None if known is None else known.value
+
+
+@uninterruptible
+def run_here(rref: RRef[Any], method: Callable[..., object], args: tuple[Any, ...]) -> Exception | None:
+    """Call a method of :func:`value_here` on this thread; return what it raised, as if it were on another worker.
+
+    Raises:
+        BaseException: what a signal handler raised while the method waited.
+    """
+    try:
+        method(*args)
+    except Exception as error:
+        if is_of_handler(error):
+            raise
+        cut_frames(error, __file__)
+        return _as_others_get_it(rref._references, error)  # type: ignore[return-value]
+    return None
 
 
 def _invoke_kept(

@@ -444,8 +444,8 @@ class World:
         for name, (leaf, tensor) in self.leaves.items():
             worker = self.network.worker(leaf.worker)
             context = worker.contexts.find(self.context)
-            if worker.alive and context is not None and tensor in context.gradients:
-                found[name] = context.gradients[tensor]
+            if worker.alive and context is not None and id(tensor) in context.gradients:
+                found[name] = context.gradients[id(tensor)][1]
         return found
 
     def check_quiet(self) -> None:

@@ -13,9 +13,7 @@ def test_sums_are_the_same_in_whatever_order_their_parts_come() -> None:
     parts = {key: [torch.rand(5) / (key + 1), torch.rand(2) if key % 2 else None] for key in range(4)}
     found = []
     for order in itertools.permutations(parts):
-        total = Sum()
-        for key in (2, 0, 3, 1):
-            total.expect(key)
+        total = Sum([2, 0, 3, 1])
         given = {key: [None if each is None else each.clone() for each in parts[key]] for key in parts}
         complete = [total.add(key, list(given[key])) for key in order]
         assert complete == [False, False, False, True]
@@ -30,8 +28,7 @@ def test_sums_are_the_same_in_whatever_order_their_parts_come() -> None:
 
 
 def test_one_part_is_handed_on_as_it_is() -> None:
-    total = Sum()
-    total.expect(7)
+    total = Sum([7])
     gradient = torch.ones(3)
     assert total.add(7, [gradient, None])
     assert total.total[0] is gradient

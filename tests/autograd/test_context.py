@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from actorrpc.autograd import contexts as module
 from actorrpc.autograd.contexts import Contexts, Receipt
+from actorrpc.autograd.messages import Sink
 from actorrpc.errors import RpcError
 from actorrpc.wire.identity import WorkerKey
 
@@ -72,11 +73,11 @@ def test_what_is_over_records_nothing() -> None:
     context = contexts.create()
     leaf = torch.ones(2, requires_grad=True)
     context.record_send(1, [get_gradient_edge(leaf)])
-    context.record_receipt("node", Receipt(ME, 1, 1, 1))
+    context.record_receipt("node", Receipt(Sink(ME, 1, 1), 1))
     assert list(context.sends) == [1]
     contexts.release(context.id)
     context.record_send(2, [get_gradient_edge(leaf)])
-    context.record_receipt("other", Receipt(ME, 2, 2, 1))
+    context.record_receipt("other", Receipt(Sink(ME, 2, 2), 1))
     assert list(context.sends) == [1]
     assert list(context.receipts) == ["node"]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorrpc.autograd.messages import Contribution, Sink
-from actorrpc.autograd.planner import ROOTS, Send, levels, make_plan, unknown
+from actorrpc.autograd.planner import ROOTS, Send, levels, make_plan
 from actorrpc.errors import RpcError
 from actorrpc.wire.identity import WorkerKey
 
@@ -146,11 +146,6 @@ def test_a_message_that_was_opened_three_times_waits_for_all() -> None:
     assert make_plan(A, given)[B][0].messages == {
         1: (Contribution(A, 1), Contribution(A, 2), Contribution(C, 1))
     }
-
-
-def test_unknown_messages_are_named_once() -> None:
-    sinks = [Sink(B, 1, 1), Sink(C, 1, 1), Sink(B, 1, 2), Sink(B, 2, 1)]
-    assert unknown({(B, 2): []}, sinks) == [(B, 1), (C, 1)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from actorrpc.autograd import recorder
 from actorrpc.autograd.contexts import Context, Receipt
 from actorrpc.autograd.graph import edge_of, receive
 from actorrpc.autograd.messages import Sink
-from actorrpc.autograd.recorder import hear, tell
+from actorrpc.autograd.recorder import hear
 from actorrpc.errors import ProtocolError
 from actorrpc.wire.identity import WorkerKey
 
@@ -32,8 +32,12 @@ def send(context: Context, me: WorkerKey, count: int, tensor: torch.Tensor) -> i
 
 def arrive(context: Context, worker: WorkerKey, message: int, receipt: int) -> torch.Tensor:
     tensor = torch.ones(2)
-    context.record_receipt(receive([tensor]), Receipt(worker, message, receipt, 1))
+    context.record_receipt(receive([tensor]), Receipt(Sink(worker, message, receipt), 1))
     return tensor
+
+
+def tell(context: Context, me: WorkerKey, message: int, peer: WorkerKey) -> list[Any]:
+    return recorder.tell(context, me, message, context.sends[message], peer)
 
 
 def over_the_wire(news: list[Any]) -> list[Any]:
@@ -45,7 +49,7 @@ def test_a_message_says_where_it_leads_to() -> None:
     x = arrive(here, A, number(A, 1), 5)
     message = send(here, B, 1, x * 2)
     hear(there, A, B, over_the_wire(tell(here, B, message, A)))
-    assert there.sinks == {(B, message): (Sink(A, number(A, 1), 5),)}
+    assert there.sinks == {(B, message): [Sink(A, number(A, 1), 5)]}
     assert message in here.reaches  # a pass need not walk again
 
 
@@ -56,7 +60,7 @@ def test_and_what_is_not_known_of_what_it_leads_to() -> None:
     hear(at_b, B, C, over_the_wire(tell(at_c, C, from_c, B)))
     from_b = send(at_b, B, 1, arrive(at_b, C, from_c, 3) * 2)
     hear(at_a, A, B, over_the_wire(tell(at_b, B, from_b, A)))
-    assert at_a.sinks == {(B, from_b): (Sink(C, from_c, 3),), (C, from_c): ()}
+    assert at_a.sinks == {(B, from_b): [Sink(C, from_c, 3)], (C, from_c): []}
 
 
 def test_everything_is_told_once() -> None:
@@ -81,7 +85,17 @@ def test_large_graphs_and_foreign_ones_are_left_to_passes(monkeypatch: pytest.Mo
     other = Context(ID + 1)
     stranger = arrive(other, A, number(A, 1), 5)
     assert tell(context, B, send(context, B, 2, stranger * 2), A) == []
-    assert tell(context, B, number(B, 77), A) == []  # given up, or released
+    assert not context.sinks
+
+
+def test_nothing_is_told_of_a_context_that_is_over() -> None:
+    context = Context(ID)
+    message = send(context, B, 1, torch.ones(2, requires_grad=True) * 2)
+    edges = context.sends[message]
+    context.released = True
+    context.sends.clear()
+    assert recorder.tell(context, B, message, edges, A) == []
+    assert not context.sends
     assert not context.sinks
 
 

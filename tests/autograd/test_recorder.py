@@ -17,6 +17,7 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.autograd import recorder as recorder_module
 from actorrpc.autograd.contexts import Context, Contexts, Receipt
 from actorrpc.autograd.graph import receive
+from actorrpc.autograd.messages import Sink
 from actorrpc.autograd.recorder import GraphRecorder, current_context
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future
@@ -87,7 +88,7 @@ def test_arguments(pair: Pair) -> None:
         assert leads_to(edges[0], y)
         assert leads_to(edges[1], w)
         ((node, receipt),) = theirs.receipts.items()
-        assert receipt == Receipt(pair.here.me, message, receipt.number, 2)
+        assert receipt == Receipt(Sink(pair.here.me, message, receipt.sink.receipt), 2)
         arrived_y, arrived_x, arrived_w, again = seen
         assert again is arrived_y
         assert arrived_y.grad_fn is node
@@ -109,8 +110,8 @@ def test_results(pair: Pair) -> None:
         theirs = pair.there.get(mine.id)
         ((message, edges),) = theirs.sends.items()
         (receipt,) = mine.receipts.values()
-        assert receipt.worker == pair.there.me
-        assert receipt.message == message
+        assert receipt.sink.worker == pair.there.me
+        assert receipt.sink.message == message
         assert result.grad_fn in mine.receipts
         assert edges[0].node.name() == "MulBackward0"
         with pytest.raises(RuntimeError, match=r"call\s+actorrpc\.autograd\.backward"):
@@ -128,7 +129,7 @@ def test_only_the_result_requires_grad(pair: Pair) -> None:
         result = pair.call(parameter_there)
         assert not mine.sends
         (receipt,) = mine.receipts.values()
-        (edge,) = pair.there.get(mine.id).sends[receipt.message]
+        (edge,) = pair.there.get(mine.id).sends[receipt.sink.message]
         assert leads_to(edge, seen[0])
         assert result.grad_fn is not None
 
@@ -353,8 +354,8 @@ def test_what_is_kept_says_who_keeps_it() -> None:
         assert opened[1].grad_fn is not None
         assert not opened[0].requires_grad
     receipts = list(other.get(context.id).receipts.values())
-    assert [(each.worker, each.message) for each in receipts] == [(me, next(iter(context.sends)))] * 2
-    assert receipts[0].number != receipts[1].number
+    assert [each.sink[:2] for each in receipts] == [(me, next(iter(context.sends)))] * 2
+    assert receipts[0].sink.receipt != receipts[1].sink.receipt
 
 
 def test_receiving_gives_one_node_and_keeps_the_objects() -> None:

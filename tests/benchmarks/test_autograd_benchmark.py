@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import autograd, autograd_sections, report, run, series
+from benchmarks import autograd, autograd_breakdown, autograd_sections, report, run, series
 from benchmarks.autograd_sections import MODELS, GradientBench, GradientRig, slope
 from benchmarks.autograd_targets import AUTOGRAD_TARGETS
 from benchmarks.bench import Member
@@ -174,3 +174,14 @@ def test_both_backends_do_the_same_work(tmp_path: Path) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
         assert len(set(mine.values())) == 4  # it moves
+
+
+def test_the_breakdown_has_a_part_for_every_function_that_a_step_runs_of_the_package() -> None:
+    package = ROOT / "actorrpc"
+    for floor in ("agent", "autograd", "optim", "rpc", "serialization", "transport", "wire"):
+        for path in (package / floor).rglob("*.py"):
+            function = f"{path.relative_to(package).with_suffix('')}.something"
+            assert autograd_breakdown.part_of(function) != "user code", function
+    assert autograd_breakdown.part_of("sgd.SGD.step") == "user code"
+    assert autograd_breakdown.part_of("autograd/graph.receive") == "recording"
+    assert autograd_breakdown.part_of("autograd/graph.capture") == "engine"

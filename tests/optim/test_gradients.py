@@ -27,7 +27,7 @@ def context_id(workers: list[str], leaves: list[torch.Tensor]) -> Iterator[int]:
     """A context that has gradients for the first two leaves."""
     with dist_autograd.context() as found:
         context = startup.contexts().get(found)
-        context.gradients.update({leaf: torch.ones(2) for leaf in leaves[:2]})
+        context.gradients.update({id(leaf): (leaf, torch.ones(2)) for leaf in leaves[:2]})
         yield found
 
 

@@ -7,6 +7,7 @@ import inspect
 import operator
 import os
 import pickle
+import signal
 import threading
 from typing import Any
 
@@ -16,8 +17,11 @@ import torch.distributed.optim as torch_optim
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
-from actorrpc.autograd import startup
+from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.autograd import graph, startup
 from actorrpc.optim import DistributedOptimizer, OptimizerError
+from actorrpc.optim.local_optimizer import LocalOptimizer
+from actorrpc.rpc.rref import runtime
 from tests.optim.things import (
     Blocking,
     FailingConstructor,
@@ -57,7 +61,7 @@ def _attribute(value: Any, name: str) -> Any:
 def _fill_grad(module: torch.nn.Module, context_id: int) -> None:
     gradients = startup.contexts().get(context_id).gradients
     for each in module.parameters():
-        gradients[each] = torch.ones_like(each)
+        gradients[id(each)] = each, torch.ones_like(each)
 
 
 class Holder:
@@ -106,7 +110,7 @@ def test_local_modules_and_tensors(workers: list[str]) -> None:
     assert optimizer.workers == (workers[0],)
     with dist_autograd.context() as context_id:
         _fill_grad(module, context_id)
-        startup.contexts().get(context_id).gradients[tensor] = torch.ones(2)
+        startup.contexts().get(context_id).gradients[id(tensor)] = tensor, torch.ones(2)
         optimizer.step(context_id)
     for after, value in zip([*module.parameters(), tensor], before, strict=True):
         assert torch.equal(after.detach(), value - 0.5)
@@ -591,3 +595,115 @@ def test_the_interface_is_torchs() -> None:
     assert list(ours)[:3] == ["self", "optimizer_class", "params"]
     step = inspect.signature(DistributedOptimizer.step).parameters
     assert list(inspect.signature(torch_optim.DistributedOptimizer.step).parameters) == list(step)[:2]
+
+
+def test_the_step_of_this_worker_runs_on_the_thread_that_asks_for_it(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    step = LocalOptimizer.step
+
+    def noted(self: LocalOptimizer, *args: Any) -> None:
+        threads.append(threading.get_ident())
+        step(self, *args)
+
+    monkeypatch.setattr(LocalOptimizer, "step", noted)
+    tensor = weight(9, (2,))
+    before = tensor.detach().clone()
+    plain = DistributedOptimizer(SGD, tensor, lr=0.5)
+    Blocking.open()
+    users = DistributedOptimizer(Blocking, tensor)  # its code is the user's: it may take longer than it may
+    with dist_autograd.context() as context_id:
+        startup.contexts().get(context_id).gradients[id(tensor)] = tensor, torch.ones(2)
+        plain.step(context_id)
+        users.step(context_id)
+    assert threads[0] == threading.get_ident()
+    assert threads[1] != threading.get_ident()
+    assert torch.equal(tensor.detach(), before - 1.5)
+
+
+def test_a_step_here_that_is_the_users_code_times_out(workers: list[str]) -> None:
+    tensor = weight(9, (2,))
+    slow, other = DistributedOptimizer(Blocking, tensor), DistributedOptimizer(SGD, tensor, lr=1.0)
+    Blocking.close()
+    try:
+        with dist_autograd.context() as context_id:
+            with pytest.raises(errors.RpcTimeoutError):
+                slow.step(context_id, timeout=_TINY)
+            Blocking.await_entered()
+            with pytest.raises(
+                errors.RpcTimeoutError
+            ):  # the parameter is in use, and the wait for it has an end
+                other.step(context_id, timeout=_TINY)
+    finally:
+        Blocking.open()
+
+
+def test_what_torch_raises_in_a_step_here_is_what_it_raises_elsewhere(workers: list[str]) -> None:
+    tensor = weight(9, (2,))
+    optimizer = DistributedOptimizer(torch.optim.Adam, tensor)
+    with dist_autograd.context() as context_id:
+        sparse = torch.ones(2).to_sparse()
+        startup.contexts().get(context_id).gradients[id(tensor)] = tensor, sparse
+        with pytest.raises(RuntimeError, match="sparse gradients") as caught:
+            optimizer.step(context_id)
+    assert isinstance(caught.value, errors.RemoteError)
+    assert caught.value.worker == workers[0]
+    assert f"Error running optimizer on worker {workers[0]!r}." in caught.value.__notes__
+    assert tensor.grad is None
+
+
+def test_ctrl_c_ends_the_wait_of_a_step_here(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=1.0)
+    parameter = twins.rrefs[2].local_value()
+    before = parameter.detach().clone()
+    with twins.context(twins.random_gradients()) as context_id:
+        with graph.Borrowed([parameter]):  # as if somebody else were at it
+            main = threading.main_thread().ident
+            assert main is not None
+            waits = threading.Thread(target=_interrupt_once_it_waits, args=(main,))
+            waits.start()
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step(context_id)
+            waits.join()
+        assert torch.equal(parameter.detach(), before)
+        optimizer.step(context_id)
+    assert not torch.equal(parameter.detach(), before)
+
+
+def _interrupt_once_it_waits(thread: int) -> None:
+    pause = threading.Event()
+    while not graph._waiting:
+        pause.wait(0.001)
+    signal.pthread_kill(thread, signal.SIGINT)
+
+
+def _refused(_rank: int, _: int) -> None:
+    tensor = weight(9, (2,))
+    tensor.grad = torch.ones(2)
+    before = tensor.detach().clone()
+    optimizer = DistributedOptimizer(SGD, tensor, lr=1.0)
+    execution = Execution(runtime().agent.self_peer, 1, float("inf"), 0)
+    execution.cancelled = True
+    token = CURRENT.set(execution)
+    try:
+        with pytest.raises(errors.CancelledError):
+            optimizer.step(None)
+    finally:
+        CURRENT.reset(token)
+    child = os.fork()
+    if not child:
+        try:
+            optimizer.step(None)
+        except errors.NotInitializedError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(tensor.detach(), before)
+    optimizer.step(None)
+    assert torch.equal(tensor.detach(), before - 1)
+
+
+def test_a_step_here_is_refused_where_a_call_is() -> None:
+    rpc_group(_refused, 1)

@@ -52,9 +52,9 @@ class Pair(torch.nn.Module):
 def _put(context_id: int, parameter: Any, gradient: torch.Tensor | None) -> None:
     context = startup.contexts().get(context_id)
     if gradient is None:
-        context.gradients.pop(parameter, None)
+        context.gradients.pop(id(parameter), None)
     else:
-        context.gradients[parameter] = gradient.clone()
+        context.gradients[id(parameter)] = parameter, gradient.clone()
 
 
 def _gradient(parameter: Any, context_id: int) -> torch.Tensor | None:

@@ -70,6 +70,7 @@ class References:
         #: what has been promised and is not here: it says what the promise waits for
         self.promised: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
         self._collecting = False
+        self._peers: dict[WorkerKey, Peer] = {}  # those that peer_of() has found, while they live
         agent.on_notice[RECEIPT] = self._noticed
         agent.on_notice[_GIVEN_UP] = self._creation_given_up
         agent.on_peer_end.append(self._peer_ended)
@@ -123,11 +124,16 @@ class References:
         Raises:
             RRefError: that incarnation of the worker is gone.
         """
+        peer = self._peers.get(key)
+        if peer is not None and peer.state == "alive":
+            return peer
         peer = self._peer(key)
         if peer is None:
             raise RRefError(
                 f"the worker of rank {key.rank} that held the value of this RRef is gone: make the RRef anew"
             )
+        if peer.state == "alive":
+            self._peers[key] = peer
         return peer
 
     def _noticed(self, peer: Peer, body: bytes) -> None:
@@ -154,6 +160,7 @@ class References:
         self.carry_out(self.table.creation_given_up(rref_id, fork_id, peer.key, error))
 
     def _peer_ended(self, peer: Peer) -> None:
+        self._peers.pop(peer.key, None)
         if peer.record.is_visitor:
             return  # it has held nothing, and the deaths that are remembered are of workers
         error = peer.died("an RRef", maybe_executed=True)
