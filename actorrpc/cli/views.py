@@ -31,6 +31,10 @@ def trace_lines(summary: TraceSummary) -> list[str]:
         lines.append(f"{count(summary.dropped, 'record')} before them had been overwritten: see --seconds")
     if summary.clock_error:
         lines.append(f"the clocks of the hosts are compared to within {1e6 * summary.clock_error:.0f} us")
+    if summary.uncompared:
+        lines.append(
+            f"the clocks of {', '.join(summary.uncompared)} could not be compared: their events may stand anywhere"
+        )
     return lines + [f"{worker} is missing: {why}" for worker, why in summary.missing.items()]
 
 

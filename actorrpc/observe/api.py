@@ -242,7 +242,7 @@ def _ask_all(worker: Worker, parts: list[str], begun: float, until: float, rest:
     return asked
 
 
-def _clock(worker: Worker, record: WorkerRecord, until: float) -> tuple[float, float]:
+def _clock(worker: Worker, record: WorkerRecord, until: float) -> tuple[float, float | None]:
     """Return what is to be added to another host's moments to have them on this clock, and how far off that may be."""
 
     def ask() -> dict[str, Any]:

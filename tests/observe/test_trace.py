@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actorrpc
+from actorrpc.cli.views import trace_lines
 from actorrpc.errors import ConfigError, NotInitializedError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
 from actorrpc.observe import api
-from actorrpc.observe.trace import Recording, events_of, write
+from actorrpc.observe.trace import Recording, compare_clocks, events_of, write
 from tests.actors.e2e.kit import until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -104,7 +105,24 @@ def test_a_call_between_two_workers_whose_clocks_differ() -> None:
         "dropped": 5,
         "seconds": pytest.approx(0.010),
         "clock_error": _MS,
+        "uncompared": (),
     }
+
+
+def test_a_clock_that_nobody_tells_is_said_to_be_unknown(tmp_path: Path) -> None:
+    offset, error = compare_clocks(lambda: {"recorder": {}}, lambda: 1.0)
+    assert error is None
+    path = tmp_path / "trace.json"
+    made = _recording("w1", [_executed(0, 1.0, 1.0, 1.5, 1, "driver")], offset=offset, error=error)
+    summary = write(str(path), [made])
+    assert (summary.clock_error, summary.uncompared) == (0.0, ("w1",))
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    found = json.loads(path.read_text(), parse_constant=refuse)
+    assert found["otherData"]["uncompared"] == ["w1"]
+    assert "the clocks of w1 could not be compared: their events may stand anywhere" in trace_lines(summary)
 
 
 def test_coroutines_that_overlap_are_tracks() -> None:
