@@ -109,6 +109,32 @@ def test_a_call_between_two_workers_whose_clocks_differ() -> None:
     }
 
 
+_delays = st.integers(1, 10_000).map(lambda each: each * 1e-6)
+
+
+@given(st.lists(st.tuples(_delays, _delays), min_size=7, max_size=7), st.floats(-1e6, 1e6))
+def test_clocks_are_compared_to_within_what_is_said(delays: list[tuple[float, float]], ahead: float) -> None:
+    """However uneven the ways there and back are, no arrow points backwards by more than the error that is stated."""
+    clock, ways = [100.0], iter(delays)
+
+    def ask() -> dict[str, Any]:
+        there, back = next(ways)
+        clock[0] += there
+        found = {"recorder": {"now": clock[0] + ahead}}
+        clock[0] += back
+        return found
+
+    offset, error = compare_clocks(ask, lambda: clock[0])
+    assert error == pytest.approx(min(map(sum, delays)) / 2, abs=1e-9)
+    assert abs(offset + ahead) <= error + 1e-9
+    begun, taken_up = 500.0, 500.0 + 1e-6  # a call that is executed at once
+    here = _recording("driver", [_called(0, begun, begun + 1e-5, 3, "w1")])
+    row = _executed(0, *(each + ahead for each in (taken_up, taken_up, taken_up + 1e-6)), 3, "driver")
+    there = _recording("w1", [row], pid=200, offset=offset, error=error)
+    arrows = {each["ph"]: each["ts"] for each in events_of([here, there]) if each["name"] == "call"}
+    assert arrows["f"] - arrows["s"] >= -1e6 * error - 0.01
+
+
 def test_a_clock_that_nobody_tells_is_said_to_be_unknown(tmp_path: Path) -> None:
     offset, error = compare_clocks(lambda: {"recorder": {}}, lambda: 1.0)
     assert error is None
