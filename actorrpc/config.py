@@ -44,6 +44,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_FAULT": "faults, for tests: drop TYPES ...; delay TYPES seconds=...; kill POINT ... (actorrpc.testing)",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
     "ACTORRPC_RECORDER": "0: no record is kept of the last calls of each worker (default 1: of 32 768)",
+    "ACTORRPC_OTEL": "1: calls within a span of OpenTelemetry are spans, too (extra otel; default 0)",
     "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default that of SIGRTMIN+7; 0: none)",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: left alone)",
 }
@@ -127,6 +128,7 @@ class Settings:
     switch_interval: float | None = option(None, partial(_time, none=True))
     # -- looking inside --------------------------------------------------------------------
     recorder: bool = option(True, flag)
+    otel: bool = option(False, flag)
     dump_signal: int = option(signal.SIGRTMIN + 7, partial(integer, least=0, most=64))
     # -- threads ---------------------------------------------------------------------------
     max_threads: int = option(512, _several)

@@ -24,7 +24,7 @@ from actorrpc.wire.frames import REPLY
 if TYPE_CHECKING:
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLED", "EXECUTED", "KEPT", "NOTED", "FlightRecorder"]
+__all__ = ["CALLED", "EXECUTED", "KEPT", "NOTED", "FlightRecorder", "method_of"]
 
 KEPT: Final = 32768
 """Records; at about 400 bytes each, at most 13 MiB."""
@@ -38,6 +38,14 @@ EXECUTED: Final = 1
 
 NOTED: Final = 2
 """``(number, NOTED, begun, ended, kind, what, thread)``"""
+
+
+def method_of(actor: str, method: str) -> str:
+    """Return how metrics and traces name a method: ``Class/method``; of a function its name alone. Actors have no part in it."""
+    if actor:
+        return f"{actor.partition('#')[0].partition('(')[0]}/{method}"
+    kind, dot, name = method.rpartition(".")
+    return f"{kind}/{name}" if dot and not kind.endswith("<locals>") else method
 
 
 _NAMED: Final = frozenset({FunctionType, BuiltinFunctionType, MethodType, type})

@@ -1,7 +1,9 @@
-"""What looking inside costs: calls with the flight recorder and without, in turns.
+"""What looking inside costs: calls with the flight recorder and without, and with spans that are not sampled, in turns.
 
-``python -m benchmarks.observe [--rounds N]`` starts two pairs of workers, one of them with ``ACTORRPC_RECORDER=0``, has them make
-the same calls in turns, and writes medians and ratios to ``results/observe.json``. On an otherwise idle machine.
+``python -m benchmarks.observe [--rounds N]`` starts three pairs of workers, one of them with ``ACTORRPC_RECORDER=0`` and one with
+``ACTORRPC_OTEL=1``, has them make the same calls in turns, and writes medians and ratios to ``results/observe.json``: ``ratio``
+is that of the recorder, and ``otel_unsampled`` that of spans which are switched on and not sampled, each to the same without. On
+an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ from typing import Any
 from actorrpc import rpc
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.flight_recorder import FlightRecorder
+from actorrpc.rpc import spans
 
 __all__ = ["main"]
 
 _RESULTS = Path(__file__).parent / "results" / "observe.json"
+_PAIRS = {"on": {}, "off": {"ACTORRPC_RECORDER": "0"}, "otel": {"ACTORRPC_OTEL": "1"}}
 _CALLS = {"pipelined": 4000, "sync": 2000}
 
 
-def _worker(rank: int, store: str, recorder: str, pipe: Connection | None) -> None:
-    os.environ["ACTORRPC_RECORDER"] = recorder
+def _worker(rank: int, store: str, pair: str, pipe: Connection | None) -> None:
+    os.environ.update(_PAIRS[pair])
     os.sched_setaffinity(0, {0})  # where the two sides of a pair run decides more than anything else
     rpc.init_rpc(
         f"w{rank}",
@@ -58,6 +62,35 @@ def _measured(rpc: Any, what: str) -> float:
     return 1e6 * (time.perf_counter() - begun) / count
 
 
+def _of_no_span() -> float:
+    """Return what it takes to see that a call is no span, in microseconds."""
+
+    def send(
+        peer: Any,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        *,
+        future: Any = None,
+        keep: Any = None,
+        label: Any = None,
+        mail: Any = None,
+    ) -> None:
+        pass
+
+    agent: Any = SimpleNamespace(call=send)
+    client: Any = spans._SpanClient(agent, spans._OtelApi())
+    future = object()
+
+    def took(call: Callable[..., Any]) -> float:
+        return 10 * min(
+            timeit.repeat(lambda: call(None, None, (), {}, 0.0, future=future), number=100_000, repeat=7)
+        )
+
+    return took(client.call) - took(send)
+
+
 def _of_a_record() -> dict[str, float]:
     """Return what it takes to write one record of each kind, in microseconds."""
     peer: Any = SimpleNamespace(name="w1")
@@ -79,45 +112,51 @@ def _of_a_record() -> dict[str, float]:
     }
 
 
+def _compared(times: list[float], without: list[float]) -> dict[str, float]:
+    ratios = sorted(one / other for one, other in zip(times, without, strict=True))
+    return {"ratio": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args(arguments).rounds
+    parser.add_argument("--dry", action="store_true", help="print only")
+    given = parser.parse_args(arguments)
+    rounds = given.rounds
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
         pipes: dict[str, Connection] = {}
         workers = []
-        for recorder in ("1", "0"):
+        for pair in _PAIRS:
             ours, theirs = context.Pipe()
-            pipes[recorder] = ours
+            pipes[pair] = ours
             for rank in range(2):
-                given = (rank, f"{scratch}/{recorder}", recorder, None if rank else theirs)
-                workers.append(context.Process(target=_worker, args=given))
+                about = (rank, f"{scratch}/{pair}", pair, None if rank else theirs)
+                workers.append(context.Process(target=_worker, args=about))
                 workers[-1].start()
-        found: dict[str, dict[str, list[float]]] = {what: {"1": [], "0": []} for what in _CALLS}
+        found: dict[str, dict[str, list[float]]] = {what: {pair: [] for pair in _PAIRS} for what in _CALLS}
         for turn in range(rounds + 1):
             for what, times in found.items():
-                for recorder in ("1", "0") if turn % 2 else ("0", "1"):
-                    pipes[recorder].send(what)
-                    took = pipes[recorder].recv()
+                for pair in list(_PAIRS) if turn % 2 else reversed(_PAIRS):
+                    pipes[pair].send(what)
+                    took = pipes[pair].recv()
                     if turn:  # the first one warms up
-                        times[recorder].append(took)
+                        times[pair].append(took)
         for pipe in pipes.values():
             pipe.send(None)
         for worker in workers:
             worker.join()
-    results: dict[str, Any] = {"record_us": _of_a_record()}
+    results: dict[str, Any] = {"record_us": _of_a_record(), "no_span_us": _of_no_span()}
     for what, times in found.items():
-        ratios = sorted(on / off for on, off in zip(times["1"], times["0"], strict=True))
         results[what] = {
-            "on_us": statistics.median(times["1"]),
-            "off_us": statistics.median(times["0"]),
-            "ratio": statistics.median(ratios),
-            "lowest": ratios[0],
-            "highest": ratios[-1],
+            "on_us": statistics.median(times["on"]),
+            "off_us": statistics.median(times["off"]),
+            **_compared(times["on"], times["off"]),
+            "otel_unsampled": _compared(times["otel"], times["on"]),
         }
-    _RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if not given.dry:
+        _RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(results, indent=1))
 
 

@@ -54,6 +54,7 @@ _FIELDS: dict[str, Any] = {
     "cork_us": _COUNT,
     "switch_interval": ([0.1, 1, None], [0, -1, _NAN, _INF], ["1", True]),
     "recorder": _FLAG,
+    "otel": _FLAG,
     "dump_signal": ([0, 41, 64], [-1, 65], ["41", 41.0, True, None]),
     "max_threads": ([2, 1000], [1, 0, -1], ["8", 8.0, True, None]),
     "starvation_s": _TIME,

@@ -205,10 +205,12 @@ class Agent:
         keep: Any = None,
         label: str | None = None,
         mail: MailHeader | None = None,
+        header: Header | None = None,
     ) -> Call:
         """Make a call; it is on its way, or in the outbox, when this returns.
 
         Args:
+            header: fields that are to travel along.
             message: names a mailbox over there; what travels then is ``(args, kwargs)`` alone, ``function`` is not used.
             timeout: seconds; 0 means no bound but that of the call that this one is nested in.
             future: completed with the outcome; without one, the caller waits with ``Call.result``.
@@ -239,11 +241,11 @@ class Agent:
             peer.check_alive(f"cannot call {label}")
         message = outbound.MessageContext(peer)
         message.held = ()
-        header: Header | None = None
         encoded: codec.Encoded | bytes
         call: Call | None = None
         if current is not None and len(current.path) > 1:
-            header = {"path": current.path[:-1]}
+            header = {} if header is None else header
+            header["path"] = current.path[:-1]
         if self.interceptors:
             header = header or {}
             for interceptor in self.interceptors:

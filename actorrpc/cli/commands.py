@@ -28,7 +28,7 @@ from actorrpc.observe.visitor import Target
 
 __all__ = ["main"]
 
-_PARTS: Final = ["process", "actors", "supervised"]
+_PARTS: Final = ["process", "actors", "supervised", "holders"]
 _MAX_RATE_HZ: Final = 1000
 _FOUND: Final = 0
 _WRONG: Final = 1

@@ -18,6 +18,8 @@ __all__ = ["Picture", "separated", "trace_lines"]
 _STATES: Final = ("PENDING_CREATION", "ALIVE", "RESTARTING", "ENDING", "DEAD", "UNKNOWN")
 _LEAST: Final = 4  # characters of an id that name an actor
 _ROWS: Final = 64  # workers, and classes of actors, that status shows
+_OWNERS: Final = 16  # those who hold memory of others that it shows
+_SAID: Final = 1 << 20  # bytes; what holds less is not said
 
 
 def trace_lines(summary: TraceSummary) -> list[str]:
@@ -29,6 +31,10 @@ def trace_lines(summary: TraceSummary) -> list[str]:
         lines.append(f"{count(summary.dropped, 'record')} before them had been overwritten: see --seconds")
     if summary.clock_error:
         lines.append(f"the clocks of the hosts are compared to within {1e6 * summary.clock_error:.0f} us")
+    if summary.uncompared:
+        lines.append(
+            f"the clocks of {', '.join(summary.uncompared)} could not be compared: their events may stand anywhere"
+        )
     return lines + [f"{worker} is missing: {why}" for worker, why in summary.missing.items()]
 
 
@@ -93,6 +99,7 @@ class Picture:
         lines = [self._title(), "", *self._worker_lines()]
         if self.state.actors:
             lines += ["", *self._class_lines()]
+        lines += self._holder_lines()
         wrong = [each for each in self.findings if each.wrong]
         notes = [each for each in self.findings if not each.wrong]
         lines += ["", "Wrong:" if wrong else "Nothing is wrong."]
@@ -119,6 +126,7 @@ class Picture:
                 worker.descriptors or "",
                 worker.thread_count or "",
                 actors.get(worker.name, 0),
+                *_traffic(worker),
             )
             for worker in self.state.workers
         ]
@@ -126,7 +134,7 @@ class Picture:
         if len(rows) > _ROWS:
             rows = sorted(rows, key=lambda row: row[2] == "alive")[:_ROWS]
         head = ("rank", "worker", "state", "pid", "host", "age", "cpu", "memory", "fds", "threads", "actors")
-        lines = table(head, rows)
+        lines = table((*head, "sent", "received"), rows)
         if len(self.state.workers) > _ROWS:
             lines.append(f"... and {len(self.state.workers) - _ROWS} more workers, all alive")
         return lines
@@ -158,6 +166,30 @@ class Picture:
         )
         lines = table(head, rows[:_ROWS])
         return [*lines, f"... and {len(rows) - _ROWS} more classes"] if len(rows) > _ROWS else lines
+
+    def _holder_lines(self) -> list[str]:
+        """Return who keeps memory of whom: values that are referred to, and shared memory that is lent."""
+        held: dict[tuple[str, str], list[int]] = {}
+        for worker in self.state.workers:
+            for each in worker.holders:
+                row = held.setdefault((worker.name, each.holder), [0, 0, 0])
+                row[0] += each.references
+                row[1] += each.bytes
+            for connection in worker.connections:
+                if connection.lent:
+                    held.setdefault((worker.name, connection.worker), [0, 0, 0])[2] += connection.lent
+        rows = [
+            (owner, holder, references, amount(size) if size else "-", amount(lent) if lent else "-")
+            for (owner, holder), (references, size, lent) in sorted(
+                held.items(), key=lambda each: -each[1][1] - each[1][2]
+            )
+            if size + lent >= _SAID
+        ]
+        if not rows:
+            return []
+        lines = table(("memory of", "is held by", "references", "values", "shared"), rows[:_OWNERS])
+        more = len(rows) - _OWNERS
+        return ["", *lines, *([f"... and {more} more"] if more > 0 else [])]
 
     # -- stacks --------------------------------------------------------------------------------------------------
 
@@ -285,6 +317,11 @@ class Picture:
             ("looked after by", actor.supervisor or "-"),
             ("restarts", str(actor.restarts)),
         ]
+        if actor.handles:
+            held = sorted(actor.handles.items(), key=lambda each: (-each[1], each[0]))
+            more = f" and {len(held) - _OWNERS} more workers" if len(held) > _OWNERS else ""
+            text = ", ".join(f"{number} on {worker}" for worker, number in held[:_OWNERS])
+            rows.append(("handles", text + more))
         if actor.death_cause:
             rows.append(("died" if actor.state == "DEAD" else "died last", actor.death_cause))
         if actor.answered:
@@ -372,6 +409,13 @@ def _share(worker: ObservedWorker, before: ObservedWorker | None) -> str:
     if before is None or worker.age <= before.age:
         return "-"
     return f"{100 * (worker.cpu - before.cpu) / (worker.age - before.age):.0f}"
+
+
+def _traffic(worker: ObservedWorker) -> tuple[str, str]:
+    """Return how many bytes a worker has sent and received, through shared memory too."""
+    sent = sum(each.sent + each.placed for each in worker.connections)
+    received = sum(each.received + each.taken for each in worker.connections)
+    return amount(sent) if sent else "", amount(received) if received else ""
 
 
 def _said(finding: Finding) -> list[str]:

@@ -158,7 +158,7 @@ def state(timeout: float = _TIMEOUT_S, *, stacks: bool = False) -> GroupState:
     begun = _time.now()
     until = begun + wait_limit(timeout)
     worker = _worker("state() looks at")
-    parts = ["process", "actors", "supervised", *(["threads"] if stacks else [])]
+    parts = ["process", "actors", "supervised", "holders", *(["threads"] if stacks else [])]
     asked = _ask_all(worker, parts, begun, until, _DUMP_S if stacks else 0.0)
     late = [each for each in asked if not each.pages] if stacks else []
     if len(late) > 1:  # stacks may have to be dumped: of all at once
@@ -242,7 +242,7 @@ def _ask_all(worker: Worker, parts: list[str], begun: float, until: float, rest:
     return asked
 
 
-def _clock(worker: Worker, record: WorkerRecord, until: float) -> tuple[float, float]:
+def _clock(worker: Worker, record: WorkerRecord, until: float) -> tuple[float, float | None]:
     """Return what is to be added to another host's moments to have them on this clock, and how far off that may be."""
 
     def ask() -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from actorrpc.observe import dumps
 from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker, made_of
 from actorrpc.wire.identity import WorkerRecord
 
 __all__ = ["Silent", "assemble", "worker_of"]
+
+_HOLDERS: Final = 1000  # of one worker
 
 
 class Silent:
@@ -52,10 +55,30 @@ def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedW
         }
     else:
         process = found.get("process")
-        row = {**(process if isinstance(process, dict) else {}), "threads": found.get("threads", ())}
+        row = {
+            **(process if isinstance(process, dict) else {}),
+            "threads": found.get("threads", ()),
+            "holders": _holders(found),
+        }
         if "error" in found:
             row |= {"state": "alive", "reason": f"it could not say how it is: {found['error']}"}
     return made_of(ObservedWorker, {**row, "name": record.name, "rank": record.rank, "pid": record.pid})
+
+
+def _holders(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return who refers to values of a worker: what several pages say of one is one, and of actors, what is said of each."""
+    rows: dict[tuple[str, str], list[int]] = {}
+    for each in _rows(found, "holders"):
+        references, size = each.get("references"), each.get("bytes")
+        if type(references) is int and type(size) is int:
+            row = rows.setdefault((str(each.get("holder")), str(each.get("what"))), [0, 0])
+            row[0] += references
+            row[1] += size
+    most = sorted(rows.items(), key=lambda each: (-each[1][1], -each[1][0], each[0]))[:_HOLDERS]
+    return [
+        {"holder": holder, "what": what, "references": references, "bytes": size}
+        for (holder, what), (references, size) in most
+    ]
 
 
 def assemble(
@@ -65,6 +88,7 @@ def assemble(
     answers = sorted(answers, key=lambda each: (each[0].rank, each[0].name))
     hosted: dict[str, dict[str, Any]] = {}
     known: dict[str, dict[str, Any]] = {}
+    handles: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for record, found in answers:
         if isinstance(found, Silent):
             continue
@@ -77,12 +101,16 @@ def assemble(
             }
         for row in _rows(found, "supervised"):
             known[str(row.get("actor_id"))] = row
+        for row in _rows(found, "holders"):
+            if row.get("actor_id") and type(row.get("references")) is int:
+                handles[str(row["actor_id"])][str(row.get("holder"))] += row["references"]
     actors: dict[str, ObservedActor] = {}
     for actor_id, row in known.items():
         life = hosted.pop(str(row.get("instance")), {})
         told = {name: life[name] for name in _OF_ITS_WORKER if name in life}
         title = life.get("title") or _title(row)
-        actors[actor_id] = made_of(ObservedActor, {**row, **told, "title": title})
+        held = dict(handles.get(actor_id, ()))
+        actors[actor_id] = made_of(ObservedActor, {**row, **told, "title": title, "handles": held})
     for life in hosted.values():  # those who look after them have not answered
         row = {**life, "state": "ALIVE" if life.get("state") == "alive" else "UNKNOWN"}
         actors.setdefault(str(life.get("actor_id")), made_of(ObservedActor, row))

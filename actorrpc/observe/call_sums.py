@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc.agent.timers import Clock, Tick
-from actorrpc.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder
+from actorrpc.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder, method_of
 
 __all__ = ["BUCKETS", "OTHER", "CallSums", "CallTotals", "method_of"]
 
@@ -24,14 +24,6 @@ OTHER: Final = "_OTHER"
 _METHODS: Final = 200  # are told apart; what comes after is one
 _LOOK_S: Final = 0.25
 _KEEP_S: Final = 120.0
-
-
-def method_of(actor: str, method: str) -> str:
-    """Return how metrics name a method: ``Class/method``; of a function its name alone. Actors have no part in it."""
-    if actor:
-        return f"{actor.partition('#')[0].partition('(')[0]}/{method}"
-    kind, dot, name = method.rpartition(".")
-    return f"{kind}/{name}" if dot and not kind.endswith("<locals>") else method
 
 
 class CallSums:

@@ -12,17 +12,21 @@ import itertools
 import socket
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any, Final
 
+import torch
+
 from actorrpc import _time
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.streams.producer import Producer
 from actorrpc.actors.streams.stalls import Stall, awaited_by
+from actorrpc.actors.supervision.record import LifetimeToken
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
@@ -30,6 +34,7 @@ from actorrpc.cluster import resources
 from actorrpc.flight_recorder import EXECUTED
 from actorrpc.observe import processes
 from actorrpc.observe.protocol import PARTS
+from actorrpc.rpc.refcount.tables import Outcome
 from actorrpc.transport.connection_state import CLOSED
 
 __all__ = ["answer", "member_records"]
@@ -37,6 +42,7 @@ __all__ = ["answer", "member_records"]
 INFINITE: Final = float("inf")
 _ACTORS: Final = 500  # in one answer, as what follows
 _SUPERVISED: Final = 1000
+_VALUES: Final = 2000
 _THREADS: Final = 200
 _LINES: Final = 2000
 _RECORDS: Final = 8192
@@ -187,6 +193,7 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
     heard = max([each.heard for each in conns] + [peer.failure_detector.heard])
     lenders = [each.lender for each in conns if each.lender is not None]
     stats = [each.stats() for each in lenders]
+    borrowers = [each.borrower for each in conns if each.borrower is not None]
     return {
         "worker": peer.name,
         "state": state_of(peer),
@@ -196,8 +203,14 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "calls_out": len(peer.pending),
         "calls_in": len(peer.running),
         "unread": peer.charged,
+        "sent": sum(each.bytes_out for each in conns),
+        "received": sum(each.bytes_in for each in conns),
+        "chunks_sent": sum(each.chunk_bytes_out for each in conns),
+        "chunks_received": sum(each.chunk_bytes_in for each in conns),
         "lent": sum(each.lent_bytes for each in stats),
         "placed": sum(each.placed_bytes for each in stats),
+        "borrowed": sum(each.held_bytes for each in borrowers),
+        "taken": sum(each.taken_bytes for each in borrowers),
     }
 
 
@@ -228,7 +241,11 @@ def _name_of(function: object) -> str:
         return _text(function)
     if type(function) in _FUNCTIONS:
         return _text(function.__qualname__)  # type: ignore[attr-defined]
-    kind = function if type(function) is type else type(function)
+    return _name_of_class(function if type(function) is type else type(function))
+
+
+def _name_of_class(kind: type[Any]) -> str:
+    """Return the name of a class, without asking its metaclass."""
     return _text(type.__dict__["__qualname__"].__get__(kind))
 
 
@@ -407,6 +424,58 @@ def _supervised(worker: Worker, first: int, most: int) -> tuple[list[dict[str, A
     return found, more
 
 
+# -- references --------------------------------------------------------------------------------------------------
+
+
+def _holders(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], bool]:
+    """Return who refers to which values, of some of the values that live here; equal ones as one."""
+    if worker.references is None:
+        return [], False
+    agent = worker.agent
+    names = {each.key: each.name for each in (agent.self_peer, *agent.peers())}
+    rows: dict[tuple[str, str, str], list[int]] = {}
+    values, more = worker.references.table.held_values(first, most)
+    with torch._C.DisableTorchFunction():  # a mode of the user's may be on in this thread
+        for outcome, handles, holders in values:
+            what, actor, size = _value(outcome)
+            counts = Counter(holders)
+            if handles:
+                counts[agent.self_peer.key] += handles
+            for key, references in counts.items():
+                row = rows.setdefault((names.get(key) or f"rank {key.rank}", what, actor), [0, 0])
+                row[0] += references
+                row[1] += size
+    found = [
+        {"holder": holder, "what": what, "actor_id": actor, "references": references, "bytes": size}
+        for (holder, what, actor), (references, size) in rows.items()
+    ]
+    return found, more
+
+
+def _value(outcome: Outcome | None) -> tuple[str, str, int]:
+    """Return what a value is, the actor that it stands for, and its bytes, as far as that can be seen without asking it."""
+    if outcome is None:
+        return "nothing yet", "", 0
+    if outcome.error is not None:
+        return "an error", "", 0
+    value = outcome.value
+    kind = type(value)
+    if kind is LifetimeToken:
+        return "actor", f"{value.actor_id:016x}", 0  # type: ignore[attr-defined]
+    if kind is Snapshot:
+        return "a kept result", "", value.nbytes  # type: ignore[attr-defined]
+    size = 0
+    if kind in _TENSORS and value.layout is torch.strided:  # type: ignore[attr-defined]
+        size = value.untyped_storage().nbytes()  # type: ignore[attr-defined]
+    elif kind in _RAW:
+        size = len(value)  # type: ignore[arg-type]
+    return _name_of_class(kind), "", size
+
+
+_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_RAW: Final = frozenset({bytes, bytearray})
+
+
 # -- stacks ------------------------------------------------------------------------------------------------------
 
 
@@ -432,5 +501,6 @@ _Page = Callable[[Worker, int, int], tuple[list[dict[str, Any]], bool]]
 _PAGED: Final[tuple[tuple[str, _Page, int], ...]] = (
     ("actors", _hosted, _ACTORS),
     ("supervised", _supervised, _SUPERVISED),
+    ("holders", _holders, _VALUES),
     ("threads", _stacks, _THREADS),
 )

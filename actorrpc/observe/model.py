@@ -21,6 +21,7 @@ __all__ = [
     "ObservedActor",
     "ObservedCall",
     "ObservedConnection",
+    "ObservedHolder",
     "ObservedStream",
     "ObservedWorker",
     "OutgoingCall",
@@ -75,7 +76,10 @@ class ObservedConnection:
         calls_out: calls made to it that are not over.
         calls_in: calls of its that are not over here.
         unread: bytes of large calls that it has not taken up yet.
+        sent, received: bytes that have gone over its sockets, of all frames; ``chunks_sent`` and ``chunks_received`` are those
+            of them that belong to large tensors and messages. A socket that has ended for good is not counted any more.
         lent: bytes of shared memory that are lent to it, and ``placed`` bytes that have gone that way so far.
+        borrowed: bytes of its shared memory that are in use here, and ``taken`` bytes that have come that way so far.
     """
 
     worker: str = ""
@@ -86,8 +90,14 @@ class ObservedConnection:
     calls_out: int = 0
     calls_in: int = 0
     unread: int = 0
+    sent: int = 0
+    received: int = 0
+    chunks_sent: int = 0
+    chunks_received: int = 0
     lent: int = 0
     placed: int = 0
+    borrowed: int = 0
+    taken: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +186,24 @@ class ObservedStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedHolder:
+    """A worker that refers to values of a worker, of one kind.
+
+    Attributes:
+        holder: the name of the one that refers to them; their owner itself is one, too.
+        what: their class; ``"actor"``: they are actors, to which there are handles; ``"a kept result"``: copies of large
+            results, until they are fetched; ``"an error"`` and ``"nothing yet"`` say that there is no value.
+        references: how many there are.
+        bytes: of these values, each counted once; 0 where that is not known without asking the user's object.
+    """
+
+    holder: str = ""
+    what: str = ""
+    references: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorker:
     """A worker of the group.
 
@@ -196,6 +224,8 @@ class ObservedWorker:
         calls: plain calls (no actor's) that run here.
         outgoing: calls that it waits for, some of them; ``outgoing_count`` of all.
         references: RRefs held and owned, in numbers.
+        holders: who refers to the values that live here, as this worker, their owner, knows it: those first that keep the most
+            memory; at most 1000.
         memory_pool: bytes of the buffers that are in use and kept.
         streams: those produced here, the ones that pause first; ``stream_count`` of all.
         autograd: contexts and passes of distributed autograd, in numbers.
@@ -224,6 +254,7 @@ class ObservedWorker:
     outgoing: tuple[OutgoingCall, ...] = ()
     outgoing_count: int = 0
     references: dict[str, int] = field(default_factory=dict)
+    holders: tuple[ObservedHolder, ...] = ()
     memory_pool: dict[str, int] = field(default_factory=dict)
     streams: tuple[ObservedStream, ...] = ()
     stream_count: int = 0
@@ -249,6 +280,7 @@ class ObservedActor:
         restarts: how often it has been made again.
         death_cause: why it is dead, or how it died last; empty if it has not.
         detached: it does not end with its creator.
+        handles: how many handles each worker has to it, by the worker's name, as far as the one that looks after it knows.
         answered: the worker where it lives has answered: what follows is known.
         age: seconds since this incarnation was begun.
         calls_done: calls of methods that were begun and do not run any more, in this incarnation.
@@ -270,6 +302,7 @@ class ObservedActor:
     restarts: int = 0
     death_cause: str = ""
     detached: bool = False
+    handles: dict[str, int] = field(default_factory=dict)
     answered: bool = False
     age: float = 0.0
     calls_done: int = 0

@@ -18,14 +18,18 @@ ASK: Final = "observe"
 ANSWER: Final = "observed"
 
 #: ``process``: the process and its connections; ``actors``: those that live there; ``supervised``: the table of those that it
-#: looks after; ``threads``: stacks; ``members``: the records of the group's workers, as far as it knows them without asking;
+#: looks after; ``holders``: who refers to the values that it owns; ``threads``: stacks; ``members``: the records of the
+#: group's workers, as far as it knows them without asking;
 #: ``logs``: what the processes that it has started have printed; ``resources``: what the cluster has, where it is its driver;
 #: ``records``: what its flight recorder has, and what its clock says; ``metrics``: sums over its calls
 PARTS: Final = frozenset(
-    {"process", "actors", "supervised", "threads", "members", "logs", "resources", "records", "metrics"}
+    {
+        *("process", "actors", "supervised", "holders", "threads", "members", "logs", "resources", "records"),
+        "metrics",
+    }
 )
 
-PAGED: Final = ("actors", "supervised", "threads", "logs", "records")
+PAGED: Final = ("actors", "supervised", "holders", "threads", "logs", "records")
 _MOST: Final = 4 << 20
 
 

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
+from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, method_of
 from actorrpc.observe.assemble import Silent
-from actorrpc.observe.call_sums import method_of
 
 __all__ = ["CLOCK", "Recording", "TraceSummary", "compare_clocks", "events_of", "write"]
 
@@ -45,7 +44,7 @@ class Recording:
         dropped: how many there were before these, and are gone.
         threads: names by number.
         offset: what is to be added to its moments to have them on the clock of the one who collects, in seconds.
-        error: how far off that may be, in seconds.
+        error: how far off that may be, in seconds; None: its clock could not be compared.
         why: why there is nothing, where there is nothing.
     """
 
@@ -55,7 +54,7 @@ class Recording:
     dropped: int = 0
     threads: dict[int, str] = field(default_factory=dict)
     offset: float = 0.0
-    error: float = 0.0
+    error: float | None = 0.0
     why: str = ""
 
     @classmethod
@@ -93,20 +92,22 @@ class Recording:
         return float(record[4] if record[1] == EXECUTED else record[3])
 
 
-def compare_clocks(ask: Callable[[], dict[str, Any]], now: Callable[[], float]) -> tuple[float, float]:
+def compare_clocks(ask: Callable[[], dict[str, Any]], now: Callable[[], float]) -> tuple[float, float | None]:
     """Return what is to be added to a worker's moments to have them on the clock here, and how far off that may be, in seconds.
+
+    The latter is None where no question was answered: nothing is known of its clock then.
 
     Args:
         ask: asks the worker for :data:`CLOCK`, and returns its answer.
         now: the clock here.
     """
-    best = (0.0, float("inf"))
+    best: tuple[float, float | None] = (0.0, None)
     for _ in range(_CLOCK_TRIES):
         begun = now()
         recorder = ask().get("recorder")
         ended = now()
         there = recorder.get("now") if isinstance(recorder, dict) else None
-        if type(there) is float and (ended - begun) / 2 < best[1]:
+        if type(there) is float and (best[1] is None or (ended - begun) / 2 < best[1]):
             best = ((begun + ended) / 2 - there, (ended - begun) / 2)
     return best
 
@@ -138,7 +139,8 @@ class TraceSummary:
         arrows: calls whose two halves are both there.
         dropped: records that were overwritten before they could be collected.
         seconds: from the first moment to the last.
-        clock_error: how far the clocks of two workers may be apart, in seconds, at most.
+        clock_error: how far the clocks of two workers may be apart, in seconds, at most, of those that were compared.
+        uncompared: workers whose clocks could not be compared: where their events stand beside those of others means nothing.
     """
 
     path: str
@@ -149,6 +151,7 @@ class TraceSummary:
     dropped: int = 0
     seconds: float = 0.0
     clock_error: float = 0.0
+    uncompared: tuple[str, ...] = ()
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -241,7 +244,8 @@ def events_of(
         counts["missing"] = {each.worker: each.why for each in found if each.why}
         counts["dropped"] = sum(each.dropped for each in there)
         counts["seconds"] = max(moments, default=0.0) - begun
-        counts["clock_error"] = max((each.error for each in there), default=0.0)
+        counts["clock_error"] = max((each.error for each in there if each.error is not None), default=0.0)
+        counts["uncompared"] = tuple(each.worker for each in there if each.error is None)
 
 
 def _pids(recordings: list[Recording]) -> list[int]:

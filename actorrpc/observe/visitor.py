@@ -226,7 +226,7 @@ class Visit:
                 return merge(pages)
             wanted = list(at)
 
-    def clock(self, until: float) -> tuple[float, float]:
+    def clock(self, until: float) -> tuple[float, float | None]:
         """Return what is to be added to the worker's moments to have them on this process's clock, and how far off that may be.
 
         Both are seconds. The processes of a host have one clock. Raises what :meth:`ask` does.

@@ -6,6 +6,7 @@ defaults and error types are torch's; errors say more, waits heed Ctrl-C, and no
 
 from actorrpc.futures import Future
 from actorrpc.rpc import functions
+from actorrpc.rpc import spans as _wiring
 from actorrpc.rpc.api import (
     WorkerState,
     get_rpc_timeout,
@@ -51,3 +52,5 @@ __all__ = [
     "shutdown",
     "workers",
 ]
+
+_wired = _wiring.start  # what the import above is for

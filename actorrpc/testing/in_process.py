@@ -43,7 +43,7 @@ from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError
 from actorrpc.futures import Future, hush
 from actorrpc.group import group as groups
 from actorrpc.observe import startup as observe
-from actorrpc.rpc import api
+from actorrpc.rpc import api, spans
 from actorrpc.rpc import api as api_module
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.rpc.rref import RRef
@@ -293,7 +293,7 @@ class InProcessCluster:
         stack.callback(self._end, made)
         made.in_force = True
         with worker:
-            made.ends += [start(made) for start in (autograd.start, actors.start, observe.start)]
+            made.ends += [start(made) for start in (spans.start, autograd.start, actors.start, observe.start)]
 
     @staticmethod
     def _end(worker: Worker) -> None:

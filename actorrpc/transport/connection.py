@@ -130,6 +130,9 @@ class Connection(StateMachine):
         self.assemblies: dict[int, Any] = {}
         #: one entry for each batch that was read and is not delivered yet; put in under the read lock
         self.undelivered: deque[None] = deque()
+        #: bytes that have gone over its sockets, those of them that were chunks, and those that have come; counted under
+        #: the lock of the direction
+        self.bytes_out = self.chunk_bytes_out = self.bytes_in = self.chunk_bytes_in = 0
         self.goodbye: Goodbye | None = None
         # What is between hosts may break and go on over another socket; on one host, the end of a socket is a death.
         self.replay = Replay() if not local and settings.session_grace else None
@@ -325,6 +328,7 @@ class Connection(StateMachine):
             except BlockingIOError:
                 return
             self.heard = _time.now()
+            self.bytes_in += reader.count
             if self.replay is not None and self.replay.count(reader.count):
                 self.flush()
             if len(found) == 1 and not reader.more and found[0][0] <= FAILURE and not found[0][1]:
@@ -355,6 +359,7 @@ class Connection(StateMachine):
         if count == 0:
             raise EOFError("end of file")
         self.heard = _time.now()
+        self.bytes_in += count
         if self.replay is not None and self.replay.count(count):
             self.flush()
         self._sort(self._reader.fed(count), frames)
@@ -393,6 +398,7 @@ class Connection(StateMachine):
         assembly = self.assemblies.get(stream)
         if assembly is None:
             raise ProtocolError(f"a chunk of unknown stream {stream}")
+        self.chunk_bytes_in += length
         sink: memoryview = assembly.sink(position, length)
         return sink
 
@@ -423,6 +429,7 @@ class Connection(StateMachine):
                         count = self.sock.send(item, _SEND)
                     except BlockingIOError:
                         count = 0
+                    self.bytes_out += count
                     if count == len(item):
                         continue
                     self._rest = [memoryview(item)[count:]]
@@ -476,6 +483,7 @@ class Connection(StateMachine):
                     count = sock.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
                 except BlockingIOError:
                     return False
+                self.bytes_out += count
                 if replay is not None:
                     replay.note_parts(rest, count)
                 self._consume(count)
@@ -503,6 +511,7 @@ class Connection(StateMachine):
             except OSError:
                 self._rest = [memoryview(item)]  # another socket may take it
                 raise
+            self.bytes_out += count
             if count != len(item):
                 self._rest = [memoryview(item)[count:]]
                 item = item[:count]

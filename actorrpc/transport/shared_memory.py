@@ -422,6 +422,8 @@ class Borrower:
         self._loans: Loans[tuple[int, int]] = Loans(on_freed)
         self._closed = False
         self._forks: ForkGuard[tuple[int, int]] = ForkGuard()
+        #: bytes that were placed for this worker; of two threads that count at the same moment, one may be lost
+        self.taken_bytes = 0
 
     @property
     def freed(self) -> bool:
@@ -432,6 +434,11 @@ class Borrower:
     def lent(self) -> int:
         """How many placements were given out and not handed back yet."""
         return sum(segment.loan != 0 for segment in list(self._segments.values()))
+
+    @property
+    def held_bytes(self) -> int:
+        """How much of the peer's memory is in use here: all of each segment of which a part is."""
+        return sum(segment.size for segment in list(self._segments.values()) if segment.loan)
 
     def views(
         self, segment_id: int, loan: int, offsets: Sequence[int], sizes: Sequence[int]
@@ -456,6 +463,7 @@ class Borrower:
         if loan <= 0 or segment.loan:
             raise ProtocolError(f"segment {segment_id} is lent as {loan} while its loan {segment.loan} lives")
         segment.loan = loan
+        self.taken_bytes += sum(sizes)
         whole = self._loans.lend(segment.memory, segment.address, segment.size, (segment_id, loan))
         return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 

@@ -101,6 +101,7 @@ class ChunkSender:
                         return True
                     head = prefix if conn.seal is None else conn.seal.tagged(prefix)
                     conn._rest = [memoryview(head), piece]
+                    conn.chunk_bytes_out += len(piece)
                     begun = True
                     continue
                 conn._wait_writable(deadline)

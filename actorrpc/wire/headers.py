@@ -24,6 +24,7 @@ class Header(TypedDict, total=False):
     references: Any  # the references that it carries, as the protocol of reference counts packs them
     tag: Any  # the recorder's, of the tensors that it carries (hooks.Recorder)
     profile: list[Any]  # of a call: the profiled call's number and name, and the settings of what collects
+    trace: bytes  # of a call that belongs to a trace which is sampled: 16 bytes of its id, 8 of the caller's span's, 1 of flags
 
     # Notices
     notice: str  # the name of its handler

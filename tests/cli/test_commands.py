@@ -114,7 +114,7 @@ def test_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert _columns(_normal(text)) == _golden("""
 the driver of an embedded cluster (PROGRAM), pid PID: 3 workers, 2 actors; asked in TIME
 
-rank worker state pid host age cpu memory fds threads actors
+rank worker state pid host age cpu memory fds threads actors sent received
  0 driver alive FIGURES
  1 Store-1 alive FIGURES
  2 Reader-2 alive FIGURES
@@ -144,6 +144,37 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     (group,) = found["groups"]
     assert sorted(group) == ["actors", "findings", "pids", "program", "took", "what", "workers"]
     assert [each["name"] for each in group["workers"]] == ["driver", "Store-1", "Reader-2"]
+    driver = group["workers"][0]
+    assert _shape(driver["connections"]) == [
+        {
+            "worker": "str",
+            "state": "str",
+            "sockets": "int",
+            "local": "bool",
+            "silent": "float",
+            "calls_out": "int",
+            "calls_in": "int",
+            "unread": "int",
+            "sent": "int",
+            "received": "int",
+            "chunks_sent": "int",
+            "chunks_received": "int",
+            "lent": "int",
+            "placed": "int",
+            "borrowed": "int",
+            "taken": "int",
+        }
+    ]
+    assert sorted((each["holder"], each["what"], each["references"]) for each in driver["holders"]) == [
+        ("Reader-2", "actor", 1),
+        ("driver", "actor", 2),
+    ]
+    assert _shape(driver["holders"][0]) == {
+        "holder": "str",
+        "what": "str",
+        "references": "int",
+        "bytes": "int",
+    }
     reader = next(each for each in group["actors"] if each["class_name"] == "Reader")
     assert _shape(reader) == {
         "actor_id": "str",
@@ -158,6 +189,7 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "restarts": "int",
         "death_cause": "str",
         "detached": "bool",
+        "handles": {"driver": "int"},
         "answered": "bool",
         "age": "float",
         "calls_done": "int",
@@ -238,6 +270,7 @@ Reader('reader')
  worker Reader-2 (pid PID)
  looked after by driver
  restarts 0
+ handles 1 on driver
  age TIME
  calls done 0
  mailbox: 1 waiting, 1 of 1 running; the first, wait(), for TIME

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import actorrpc
+from actorrpc import rpc
 from actorrpc.agent.context import current_worker
 from actorrpc.observe import ObservedActor, collect, dumps, processes
 from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
@@ -48,6 +50,16 @@ class Busy:
     def hold_the_interpreter(self, path: str) -> int:
         """Wait at a gate in C code that does not release the interpreter's lock."""
         return int(ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY | os.O_CLOEXEC))
+
+    def zeros(self, count: int) -> Any:
+        return torch.zeros(count, dtype=torch.uint8)
+
+    def keep(self, what: Any) -> int:
+        self.kept = what
+        return len(what)
+
+    def size_of(self, what: Any) -> int:
+        return int(what.nbytes) if isinstance(what, torch.Tensor) else len(what)
 
     def take_away(self, number: int) -> int:
         faulthandler.unregister(number)
@@ -164,6 +176,101 @@ def test_a_process_is_seen() -> None:
     assert {each.name for each in state.workers} == {
         each.name for each in actorrpc.workers() if each.state == "alive"
     }
+
+
+@pytest.mark.usefixtures("embedded")
+def test_it_is_seen_who_holds_what() -> None:
+    keeper, reader = Busy.remote(), Busy.remote()
+    large = keeper.zeros.remote(1 << 20)
+    actorrpc.wait([large])  # otherwise the reader is given a promise of the driver's
+    assert actorrpc.get(reader.keep.remote([large])) == 1
+    theirs, its = _seen(keeper).worker, _seen(reader).worker
+    until(lambda: {each.holder for each in _holders(theirs, "Tensor")} == {"driver", its})
+    for each in _holders(theirs, "Tensor"):
+        assert (each.references, each.bytes) == (1, 1 << 20)
+    # Handles are seen where the one is that looks after the actor.
+    until(lambda: _seen(keeper).handles == {"driver": 1})
+    assert actorrpc.get(reader.keep.remote([keeper])) == 1
+    until(lambda: _seen(keeper).handles == {"driver": 1, its: 1})
+    kept = actorrpc.put(torch.zeros(1 << 18))
+    (held,) = _holders("driver", "a kept result")
+    assert (held.holder, held.references, held.bytes >> 20) == ("driver", 1, 1)
+    assert _holders("driver", "actor")
+    del kept
+    del large
+    until(lambda: not _holders(theirs, "Tensor"))
+
+
+def _holders(worker: str, what: str) -> list[actorrpc.observe.ObservedHolder]:
+    seen = actorrpc.state(30).worker(worker)
+    assert seen is not None
+    return [each for each in seen.holders if each.what == what]
+
+
+@pytest.mark.usefixtures("embedded")
+def test_of_values_of_users_only_the_class_is_looked_at() -> None:
+    worker = current_worker()
+    assert worker is not None
+    sparse = torch.zeros(2).to_sparse()
+    kept = [rpc.RRef(each) for each in (Trap(), Odd(), torch.zeros(1000), b"12345", sparse)]
+    found, more = collect._holders(worker, 0, 1 << 20)
+    assert not more
+    rows = {each["what"]: (each["references"], each["bytes"]) for each in found}
+    assert rows["Trap"] == rows["Odd"] == (1, 0)
+    assert rows["Tensor"] == (2, 4000)
+    assert rows["bytes"] == (1, 5)
+    first, more = collect._holders(worker, 0, 1)
+    assert more
+    assert len(first) == 1
+    del kept
+
+
+class Trap:
+    def __len__(self) -> int:
+        raise RuntimeError("nobody may ask for this")
+
+    @property
+    def nbytes(self) -> int:
+        raise RuntimeError("nobody may ask for this")
+
+    __class__ = nbytes  # type: ignore[assignment]
+
+
+class Odd(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise RuntimeError("nobody may ask for this")
+
+
+@pytest.mark.usefixtures("embedded")
+def test_bytes_are_counted_by_peer_and_lane() -> None:
+    actor = Busy.remote()
+    actorrpc.get(actorrpc.ready(actor))
+    before = _way_to(actor)
+    assert actorrpc.get(actor.size_of.remote(b"x" * 1000)) == 1000
+    small = _way_to(actor)
+    assert small.sent - before.sent >= 1000
+    assert (small.placed, small.chunks_sent) == (before.placed, before.chunks_sent)
+    assert actorrpc.get(actor.size_of.remote(torch.zeros(1 << 18))) == 1 << 20
+    through_memory = _way_to(actor)
+    assert through_memory.placed - small.placed >= 1 << 20
+    seen = next(each for each in actorrpc.state(30).workers if each.name == before.worker)
+    (back,) = [each for each in seen.connections if each.worker == "driver"]
+    assert back.taken - small.placed >= 1 << 20
+    assert back.received >= through_memory.sent
+    # A large pickle has no other way than chunks.
+    assert actorrpc.get(actor.size_of.remote(list(range(1 << 19)))) == 1 << 19
+    as_chunks = _way_to(actor)
+    assert as_chunks.chunks_sent - through_memory.chunks_sent >= 1 << 20
+    seen = next(each for each in actorrpc.state(30).workers if each.name == before.worker)
+    (back,) = [each for each in seen.connections if each.worker == "driver"]
+    assert back.chunks_received == as_chunks.chunks_sent
+
+
+def _way_to(actor: Any) -> actorrpc.observe.ObservedConnection:
+    state = actorrpc.state(30)
+    wanted = next(each.worker for each in state.actors if each.actor_id == f"{actor.actor_id:016x}")
+    return next(each for each in state.workers[0].connections if each.worker == wanted)
 
 
 @pytest.mark.usefixtures("embedded")

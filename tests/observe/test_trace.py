@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actorrpc
+from actorrpc.cli.views import trace_lines
 from actorrpc.errors import ConfigError, NotInitializedError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
 from actorrpc.observe import api
-from actorrpc.observe.trace import Recording, events_of, write
+from actorrpc.observe.trace import Recording, compare_clocks, events_of, write
 from tests.actors.e2e.kit import until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -104,7 +105,50 @@ def test_a_call_between_two_workers_whose_clocks_differ() -> None:
         "dropped": 5,
         "seconds": pytest.approx(0.010),
         "clock_error": _MS,
+        "uncompared": (),
     }
+
+
+_delays = st.integers(1, 10_000).map(lambda each: each * 1e-6)
+
+
+@given(st.lists(st.tuples(_delays, _delays), min_size=7, max_size=7), st.floats(-1e6, 1e6))
+def test_clocks_are_compared_to_within_what_is_said(delays: list[tuple[float, float]], ahead: float) -> None:
+    """However uneven the ways there and back are, no arrow points backwards by more than the error that is stated."""
+    clock, ways = [100.0], iter(delays)
+
+    def ask() -> dict[str, Any]:
+        there, back = next(ways)
+        clock[0] += there
+        found = {"recorder": {"now": clock[0] + ahead}}
+        clock[0] += back
+        return found
+
+    offset, error = compare_clocks(ask, lambda: clock[0])
+    assert error == pytest.approx(min(map(sum, delays)) / 2, abs=1e-9)
+    assert abs(offset + ahead) <= error + 1e-9
+    begun, taken_up = 500.0, 500.0 + 1e-6  # a call that is executed at once
+    here = _recording("driver", [_called(0, begun, begun + 1e-5, 3, "w1")])
+    row = _executed(0, *(each + ahead for each in (taken_up, taken_up, taken_up + 1e-6)), 3, "driver")
+    there = _recording("w1", [row], pid=200, offset=offset, error=error)
+    arrows = {each["ph"]: each["ts"] for each in events_of([here, there]) if each["name"] == "call"}
+    assert arrows["f"] - arrows["s"] >= -1e6 * error - 0.01
+
+
+def test_a_clock_that_nobody_tells_is_said_to_be_unknown(tmp_path: Path) -> None:
+    offset, error = compare_clocks(lambda: {"recorder": {}}, lambda: 1.0)
+    assert error is None
+    path = tmp_path / "trace.json"
+    made = _recording("w1", [_executed(0, 1.0, 1.0, 1.5, 1, "driver")], offset=offset, error=error)
+    summary = write(str(path), [made])
+    assert (summary.clock_error, summary.uncompared) == (0.0, ("w1",))
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    found = json.loads(path.read_text(), parse_constant=refuse)
+    assert found["otherData"]["uncompared"] == ["w1"]
+    assert "the clocks of w1 could not be compared: their events may stand anywhere" in trace_lines(summary)
 
 
 def test_coroutines_that_overlap_are_tracks() -> None:

@@ -312,6 +312,7 @@ def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> Non
         write_lock=threading.Lock(),
         flush=lambda: True,
         _rest=[],
+        chunk_bytes_out=0,
     )
     conn._drain = drain
     assert ChunkSender(conn).send(1, [(0, 0, memoryview(memory))], None)

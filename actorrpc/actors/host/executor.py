@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +29,7 @@ from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CALLER_BIT, CURRENT, FRAME_BIT, Execution
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
-from actorrpc.agent.hooks import intercepted
+from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 from actorrpc.wire.frames import MAIL
@@ -47,7 +47,7 @@ _AT_ONCE: Final = 64  # calls are started in one callback of the event loop
 _MAX_DEPTH: Final = 60  # calls nested on one thread
 _NOTHING: Final = object()
 _UNUSUAL: Final = frozenset(
-    {"references", "tag", "window"}
+    {"references", "tag", "trace", "window"}
 )  # fields of headers whose calls take more than the body
 _FIXED: Final = frozenset({int, float, bool, str, bytes, type(None)})
 _OF_ACTOR: Final = 1 << FRAME_BIT
@@ -262,9 +262,14 @@ class ActorExecutor:
         method, kind = self._method(name)
         if kind == "sync" and name in self.hosted.spec.info.methods:  # type: ignore[union-attr]
             self._plain.add(name)
-        if kind == "sync" and "window" not in header and not self.agent.interceptors:
+        if (
+            kind == "sync"
+            and "window" not in header
+            and "trace" not in header
+            and not self.agent.interceptors
+        ):
             return self._returned(entry, method, method(*args, **kwargs))
-        call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
+        call = self._intercepted(execution, method, args, kwargs)
         if kind == "generator" or ("window" in header and kind == "sync"):
             items = call()
             self._stream(entry, items if inspect.isgenerator(items) else (item for item in items))
@@ -273,6 +278,15 @@ class ActorExecutor:
             # An async method that has come to a thread: the actor has no loop of its own.
             raise TypeError(f"{self.hosted.title}.{name} is async and cannot be run here")
         return self._returned(entry, method, call())
+
+    def _intercepted(
+        self, execution: Execution, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any]:
+        """Return what to run in place of ``method(*args, **kwargs)``: spans are the outermost."""
+        interceptors: Sequence[Interceptor] = self.agent.interceptors
+        if execution.header is not None and "trace" in execution.header and "trace" in RIDERS:
+            interceptors = [RIDERS["trace"], *interceptors]
+        return intercepted(interceptors, execution, method, args, kwargs)
 
     def _returned(self, entry: Envelope, method: Any, value: Any, *, keeps: bool = True) -> Any:
         """See to what a method has returned; ``_NOTHING``: the answer comes later. ``keeps``: the state is kept before."""
@@ -490,7 +504,7 @@ class ActorExecutor:
         args, kwargs = self.arguments(entry)
         self.hosted.calls += 1
         method, _ = self._method(entry.header["method"])
-        return method, intercepted(self.agent.interceptors, execution, method, args, kwargs)()
+        return method, self._intercepted(execution, method, args, kwargs)()
 
     async def _answer_when_kept(self, entry: Envelope, found: tuple[Any, Any], execution: Execution) -> None:
         method, value = found
@@ -509,7 +523,7 @@ class ActorExecutor:
             args, kwargs = self.arguments(entry)
             self.hosted.calls += 1
             method, kind = self._method(entry.header["method"])
-            call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
+            call = self._intercepted(execution, method, args, kwargs)
             if kind != "async":
                 producer = self.runtime.streams.open(
                     int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry

@@ -39,14 +39,14 @@ class LifetimeToken:
         drop: called with the actor's id then; only queues, as it may be called anywhere.
     """
 
-    __slots__ = ("_actor_id", "_drop")
+    __slots__ = ("_drop", "actor_id")
 
     def __init__(self, drop: Callable[[int], None], actor_id: int) -> None:
         self._drop = drop
-        self._actor_id = actor_id
+        self.actor_id = actor_id
 
     def __del__(self) -> None:
-        self._drop(self._actor_id)
+        self._drop(self.actor_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,17 @@ from actorrpc.rpc.refcount.tables import (
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.identity import WorkerKey
 
-__all__ = ["Effects", "Handle", "Leak", "Outcome", "Pending", "PendingCounts", "RRefTable", "ReceivedFork"]
+__all__ = [
+    "Effects",
+    "Handle",
+    "HeldValue",
+    "Leak",
+    "Outcome",
+    "Pending",
+    "PendingCounts",
+    "RRefTable",
+    "ReceivedFork",
+]
 
 
 class Leak(NamedTuple):
@@ -60,6 +70,20 @@ class Leak(NamedTuple):
 
 
 _SHUT_DOWN: Final = "RPC was shut down on this worker: its RRefs are of no use any more"
+
+
+class HeldValue(NamedTuple):
+    """A value that lives here, and who refers to it.
+
+    Attributes:
+        outcome: None where it is not there yet.
+        handles: how many objects of this worker refer to it.
+        holders: the worker of each fork.
+    """
+
+    outcome: Outcome | None
+    handles: int
+    holders: list[WorkerKey]
 
 
 class PendingCounts(NamedTuple):
@@ -495,6 +519,16 @@ class RRefTable:
         with self._lock:
             entry = self._values.entries.get(rref_id)
             return None if entry is None else dict(entry.forks)
+
+    def held_values(self, first: int, most: int) -> tuple[list[HeldValue], bool]:
+        """List up to ``most`` of the values that live here, in the order in which they came, and say whether there are more."""
+        with self._lock:
+            entries = list(self._values.entries.values())
+            found = [
+                HeldValue(entry.outcome, entry.handles, list(entry.forks.values()))
+                for entry in entries[first : first + most]
+            ]
+        return found, len(entries) > first + most
 
     def forks_held_for(self, owner: WorkerKey) -> list[tuple[RRefId, ForkId]]:
         """List the handles held here on values of ``owner``, for it to compare after a lost connection.

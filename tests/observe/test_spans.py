@@ -1,0 +1,316 @@
+"""Spans of OpenTelemetry: one tree for calls through several processes, and nothing where none is sampled."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+import actorrpc
+from actorrpc import rpc
+from actorrpc.agent.context import current_worker
+from actorrpc.agent.hooks import RIDERS
+from actorrpc.errors import ConfigError, SerializationError
+from actorrpc.rpc import spans
+from tests.actors.e2e.kit import until
+from tests.ranks import rpc_group
+
+pytestmark = [pytest.mark.limit(60)]
+
+_exporter = InMemorySpanExporter()
+
+
+def _install() -> None:
+    """Give this process an SDK, as its program would."""
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(_exporter))
+    trace.set_tracer_provider(provider)
+
+
+def _taken() -> list[dict[str, Any]]:
+    """Return the spans that have ended in this process."""
+    found = _exporter.get_finished_spans()
+    return [
+        {
+            "name": each.name,
+            "kind": each.kind.name,
+            "trace": each.context.trace_id,
+            "id": each.context.span_id,
+            "parent": each.parent.span_id if each.parent else 0,
+            "attributes": dict(each.attributes or {}),
+            "events": [event.name for event in each.events],
+            "error": each.status.status_code.name == "ERROR",
+            "begun": each.start_time,
+            "ended": each.end_time,
+        }
+        for each in found
+    ]
+
+
+@actorrpc.remote
+class Node:
+    def __init__(self, install: bool = True) -> None:
+        if install:
+            _install()
+
+    def spans(self) -> list[dict[str, Any]]:
+        return _taken()
+
+    def add(self, number: int) -> int:
+        return number + 1
+
+    def pass_on(self, other: Any) -> int:
+        return int(actorrpc.get(other.add.remote(1)))
+
+    def fail(self) -> None:
+        raise ValueError("it has failed")
+
+    def numbers(self, other: Any) -> Iterator[int]:
+        for number in range(2):
+            yield actorrpc.get(other.add.remote(number))
+
+    def current(self) -> int:
+        return trace.get_current_span().get_span_context().span_id
+
+
+@actorrpc.remote
+class AsyncNode:
+    def __init__(self) -> None:
+        _install()
+
+    def spans(self) -> list[dict[str, Any]]:
+        return _taken()
+
+    async def pass_on(self, other: Any) -> int:
+        return int(await other.add.remote(1))
+
+    async def numbers(self, other: Any) -> Any:
+        for number in range(2):
+            yield await other.add.remote(number)
+
+    def plain(self, other: Any) -> int:
+        return int(actorrpc.get(other.add.remote(1)))
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[None]:
+    with actorrpc.init(num_cpus=4, log_to_driver=False, otel=True):
+        _install()
+        yield
+
+
+def _tracer() -> Any:
+    return trace.get_tracer("the test")
+
+
+def _tree(root: Any, *actors: Any) -> dict[int, dict[str, Any]]:
+    """Return the spans of the trace of a span that has ended, by their ids."""
+    wanted = root.get_span_context().trace_id
+    rows = [*_taken(), *(each for one in actors for each in actorrpc.get(one.spans.remote()))]
+    return {each["id"]: each for each in rows if each["trace"] == wanted}
+
+
+def _path(tree: dict[int, dict[str, Any]], leaf: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return kinds and names from a span up to the root."""
+    found = [(leaf["kind"], leaf["name"])]
+    while leaf["parent"] in tree:
+        leaf = tree[leaf["parent"]]
+        found.append((leaf["kind"], leaf["name"]))
+    return found
+
+
+def _leaves(tree: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    parents = {each["parent"] for each in tree.values()}
+    return [each for each in tree.values() if each["id"] not in parents]
+
+
+def _one_path(root: Any, *actors: Any, spans: int) -> list[tuple[str, str]]:
+    until(lambda: len(_tree(root, *actors)) == spans)
+    tree = _tree(root, *actors)
+    (leaf,) = _leaves(tree)
+    path = _path(tree, leaf)
+    assert len(path) == spans
+    return path
+
+
+_ONWARDS = [("SERVER", "Node/add"), ("CLIENT", "Node/add")]
+
+
+@pytest.mark.usefixtures("embedded")
+def test_calls_through_three_processes_are_one_tree() -> None:
+    first, last = Node.remote(), Node.remote()
+    with _tracer().start_as_current_span("root") as root:
+        # The first call of a new actor waits until that is made, and is sent by another thread.
+        assert actorrpc.get(first.pass_on.remote(last)) == 2
+    assert _one_path(root, first, last, spans=5) == [
+        *_ONWARDS,
+        ("SERVER", "Node/pass_on"),
+        ("CLIENT", "Node/pass_on"),
+        ("INTERNAL", "root"),
+    ]
+    tree = _tree(root, first, last)
+    for each in tree.values():
+        if each["name"] != "root":
+            assert each["attributes"]["rpc.system.name"] == "actorrpc"
+            assert each["attributes"]["rpc.method"] == each["name"]
+            assert not each["error"]
+            # What is below a span is within it, but for the last steps of its end.
+            assert each["begun"] >= tree[each["parent"]]["begun"] - 1_000_000
+    (served,) = [each for each in tree.values() if (each["kind"], each["name"]) == _ONWARDS[0]]
+    assert served["attributes"]["actorrpc.mailbox.wait"] >= 0.0
+    assert served["events"] == ["actorrpc.mailbox.left"]
+    assert served["attributes"]["actorrpc.caller"].startswith("Node-")
+
+
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.parametrize("method", ["pass_on", "plain"])
+def test_methods_on_an_event_loop_are_within_their_spans(method: str) -> None:
+    first, last = AsyncNode.remote(), Node.remote()
+    with _tracer().start_as_current_span("root") as root:
+        assert actorrpc.get(getattr(first, method).remote(last)) == 2
+    assert _one_path(root, first, last, spans=5)[:4] == [
+        *_ONWARDS,
+        ("SERVER", f"AsyncNode/{method}"),
+        ("CLIENT", f"AsyncNode/{method}"),
+    ]
+
+
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.parametrize("kind", [Node, AsyncNode])
+def test_a_stream_is_one_span_with_the_calls_of_its_steps(kind: Any) -> None:
+    first, last = kind.remote(), Node.remote()
+    with _tracer().start_as_current_span("root") as root:
+        assert [actorrpc.get(each) for each in first.numbers.remote(last)] == [1, 2]
+    until(lambda: len(_tree(root, first, last)) == 7)
+    tree = _tree(root, first, last)
+    stream = next(each for each in tree.values() if each["kind"] == "SERVER" and "numbers" in each["name"])
+    inner = [each for each in tree.values() if each["parent"] == stream["id"]]
+    assert [each["name"] for each in inner] == ["Node/add"] * 2
+    assert all(stream["begun"] <= each["begun"] <= each["ended"] <= stream["ended"] for each in inner)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_errors_are_recorded_on_both_sides() -> None:
+    node = Node.remote()
+    with _tracer().start_as_current_span("root") as root, pytest.raises(ValueError, match="it has failed"):
+        actorrpc.get(node.fail.remote())
+    until(lambda: len(_tree(root, node)) == 3)
+    tree = _tree(root, node)
+    for kind in ("CLIENT", "SERVER"):
+        (each,) = [each for each in tree.values() if each["kind"] == kind]
+        assert each["error"]
+        assert each["attributes"]["error.type"] == "builtins.ValueError"
+        assert each["events"][-1] == "exception"
+
+
+def _at_once(number: int) -> int:
+    return number + trace.get_current_span().get_span_context().trace_flags.sampled
+
+
+@pytest.mark.usefixtures("embedded")
+def test_plain_calls_have_spans() -> None:
+    node = Node.remote()
+    actorrpc.get(actorrpc.ready(node))
+    worker = next(each.worker for each in actorrpc.state().actors if each.actor_id == f"{node.actor_id:016x}")
+    with _tracer().start_as_current_span("root") as root:
+        assert rpc.rpc_sync(worker, _at_once, (1,)) == 2
+        assert rpc.rpc_async(worker, _at_once, (1,)).wait() == 2
+        assert rpc.remote(worker, _at_once, (1,)).to_here() == 2
+        with pytest.raises(TypeError):
+            rpc.rpc_sync(worker, operator.add, (1,))
+    until(lambda: len(_tree(root, node)) == 9)
+    tree = _tree(root, node)
+    assert all(len(_path(tree, leaf)) == 3 for leaf in _leaves(tree))
+    names = sorted((each["kind"], each["name"]) for each in tree.values())
+    assert names.count(("CLIENT", "_at_once")) == names.count(("SERVER", "_at_once")) == 3
+    assert [each["name"] for each in tree.values() if each["error"]] == ["add", "add"]
+
+
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.parametrize("flags", [None, 0])
+def test_where_nothing_is_sampled_nothing_is_asked_and_nothing_travels(
+    flags: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node.remote()
+    before = len(actorrpc.get(node.spans.remote()))
+    worker = current_worker()
+    assert worker is not None
+    client = vars(worker.agent)["call"].__self__
+    monkeypatch.setattr(client._otel, "tracer", None)
+    unsampled = NonRecordingSpan(SpanContext(1, 2, False, TraceFlags(flags or 0)))
+    if flags is None:
+        monkeypatch.setattr(trace, "get_current_span", None)
+        assert actorrpc.get(node.add.remote(1)) == 2
+    else:
+        with trace.use_span(unsampled):
+            assert actorrpc.get(node.add.remote(1)) == 2
+            assert actorrpc.get(node.current.remote()) == 0
+    assert len(actorrpc.get(node.spans.remote())) == before
+
+
+@pytest.mark.usefixtures("embedded")
+def test_without_an_sdk_a_span_is_handed_on() -> None:
+    between, last = Node.remote(False), Node.remote()
+    with _tracer().start_as_current_span("root") as root:
+        assert actorrpc.get(between.pass_on.remote(last)) == 2
+    # The spans of the one between are nobody's.
+    assert _one_path(root, last, spans=3) == [
+        ("SERVER", "Node/add"),
+        ("CLIENT", "Node/pass_on"),
+        ("INTERNAL", "root"),
+    ]
+
+
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.parametrize("packed", [b"", b"x" * 24, bytes(25), "text", None, 7])
+def test_what_makes_no_sense_is_run_without_a_span(packed: Any) -> None:
+    worker = current_worker()
+    assert worker is not None
+    future: rpc.Future[int] = rpc.Future()
+    agent = worker.agent
+    type(agent).call(agent, agent.self_peer, _at_once, (1,), {}, 0, future=future, header={"trace": packed})
+    assert future.wait() == 1
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_call_that_cannot_be_sent_has_a_span_with_the_error() -> None:
+    node = Node.remote()
+    actorrpc.get(actorrpc.ready(node))
+    with _tracer().start_as_current_span("root") as root, pytest.raises(SerializationError):
+        node.add.remote(each for each in ())
+    tree = _tree(root)
+    (client,) = [each for each in tree.values() if each["kind"] == "CLIENT"]
+    assert client["error"]
+    assert client["attributes"]["error.type"].endswith("SerializationError")
+
+
+def _is_switched_on(_rank: int, _world_size: int) -> list[bool]:
+    agent = current_worker().agent  # type: ignore[union-attr]
+    found = [{"call", "ask"} <= vars(agent).keys(), "trace" in RIDERS]
+    rpc.shutdown()
+    return [*found, bool({"call", "ask"} & vars(agent).keys()), "trace" in RIDERS]
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_it_is_there_where_it_is_asked_for(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_OTEL", str(int(on)))
+    assert rpc_group(_is_switched_on, 1) == [[on, on, False, False]]
+
+
+def test_it_wants_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    with pytest.raises(ConfigError, match=r"pip install 'actorrpc\[otel\]'"):
+        spans._OtelApi()
+
+
+def test_another_api_is_asked_for_the_current_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opentelemetry.context._RUNTIME_CONTEXT", object())
+    assert spans._OtelApi().current is trace.get_current_span
