@@ -30,6 +30,7 @@ __all__ = ["main"]
 
 _PARTS: Final = ["process", "actors", "supervised"]
 _MAX_RATE_HZ: Final = 1000
+_RECORDS_S: Final = 10.0  # how long workers may take to send the records of their flight recorders
 _FOUND: Final = 0
 _WRONG: Final = 1
 _NOTHING: Final = 2
@@ -156,7 +157,7 @@ def _parser() -> _CommandParser:
         "write what the flight recorders have of the last calls into a file for https://ui.perfetto.dev or chrome://tracing",
         "Costs each worker some milliseconds for 10 000 calls.",
     )
-    trace.set_defaults(timeout=10.0)
+    trace.set_defaults(timeout=_RECORDS_S)
     trace.add_argument(
         "--seconds", type=_seconds, metavar="S", help="wait so long first, and leave out what was over before"
     )
@@ -322,14 +323,16 @@ def _looks(found: argparse.Namespace, parts: list[str]) -> list[GroupLook]:
     return _looks_at(_groups(found), parts, found.timeout)
 
 
-def _looks_at(groups: list[FoundGroup], parts: list[str], timeout: float) -> list[GroupLook]:
+def _looks_at(
+    groups: list[FoundGroup], parts: list[str], timeout: float, begin: dict[str, int] | None = None
+) -> list[GroupLook]:
     seen: set[str] = set()
     looks = []
     for group in groups:
         names = {each.record.incarnation for each in group.targets if each.record is not None}
         if names and names <= seen:
             continue
-        made = look(group, parts, timeout)
+        made = look(group, parts, timeout, begin=begin)
         seen |= made.answers.keys()
         if made.answers:
             looks.append(made)
@@ -568,8 +571,9 @@ def _dashboard(found: argparse.Namespace) -> int:
         raise _NotThereError("pip install 'actorrpc[dashboard]': starlette and uvicorn serve it") from None
     feed = importlib.import_module("actorrpc.cli.dashboard.feed").Feed
 
-    def see(parts: list[str]) -> GroupLook:
-        return _looks_at(groups, parts, found.timeout)[0]
+    def see(parts: list[str], begin: dict[str, int] | None = None) -> GroupLook:
+        patience = max(found.timeout, _RECORDS_S) if "records" in parts else found.timeout
+        return _looks_at(groups, parts, patience, begin)[0]
 
     def say(link: str) -> None:
         if found.json:

@@ -102,6 +102,8 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
 
 def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int], first: int) -> None:
     flights = worker.agent.flights
+    if first < 0:  # so many of the last ones
+        first = 0 if flights is None else max(0, flights.total + first)
     rows = [] if flights is None else flights.since(first, _RECORDS)
     found["records"] = rows
     found["recorder"] = {

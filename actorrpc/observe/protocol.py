@@ -1,7 +1,8 @@
 """The question that every process of a group answers, and the answer: two notices with plain values, packed by msgpack.
 
 A question names the parts that are wanted (:data:`PARTS`) and, for those that come in pages, where to begin. An answer has
-at most one page of each, and says under ``"next"`` where the next one begins. Nothing of either is ever unpickled. No I/O.
+at most one page of each, and says under ``"next"`` where the next one begins. Records can be
+asked for from their end: -100 are the last 100. Nothing of either is ever unpickled. No I/O.
 """
 
 from __future__ import annotations

@@ -43,11 +43,14 @@ class FakeGroup:
     actors: list[dict[str, Any]] = field(default_factory=list)
     threads: list[dict[str, Any]] = field(default_factory=list)
     asked: list[list[str]] = field(default_factory=list)
+    begun: list[dict[str, int] | None] = field(default_factory=list)
+    records: list[list[Any]] = field(default_factory=list)
     calls: int = 0
     problem: str = ""
 
-    def see(self, parts: list[str]) -> GroupLook:
+    def see(self, parts: list[str], begin: dict[str, int] | None = None) -> GroupLook:
         self.asked.append(parts)
+        self.begun.append(begin)
         if self.problem:
             raise RpcError(self.problem)
         well, ill = (
@@ -60,6 +63,8 @@ class FakeGroup:
             "process": {"age": 5.0 + looks, "cpu": 1.0 + looks / 2, "memory": 3 << 20, "host": SCRIPT},
             "actors": self.actors,
             "threads": self.threads,
+            "recorder": {"on": True, "total": len(self.records), "now": 0.0, "threads": {}},
+            "records": self.records,
             "metrics": {
                 "calls": [["server", "Store/get", False, self.calls, 1.0, [self.calls, *[0] * len(BUCKETS)]]]
             },

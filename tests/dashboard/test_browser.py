@@ -29,7 +29,16 @@ pytestmark = [
     pytest.mark.skipif(_CHROMIUM is None, reason="there is no chromium: apt-get install chromium"),
 ]
 _MARKUP = "<img src=x onerror=alert(1)>"
-_VIEWS = ["now", "actors", "stacks", "logs", "calls", "memory"]
+_PIXELS = """() => {
+  const canvas = document.querySelector("canvas");
+  const copy = document.createElement("canvas");
+  [copy.width, copy.height] = [canvas.width, canvas.height];
+  const pen = copy.getContext("2d", { willReadFrequently: true });
+  pen.drawImage(canvas, 0, 0);
+  const data = new Uint32Array(pen.getImageData(0, 0, copy.width, copy.height).data.buffer);
+  return { colours: new Set(data).size, sum: data.reduce((sum, each, place) => (sum + each * (place % 97 + 1)) % 1e9, 0) };
+}"""
+_VIEWS = ["now", "actors", "stacks", "timeline", "logs", "calls", "memory"]
 
 
 @actorrpc.remote
@@ -125,6 +134,20 @@ def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None
             elif view == "stacks":
                 page.get_by_role("button", name="Take stacks").click()
                 page.get_by_text("runs Store(").first.wait_for()
+            elif view == "timeline":
+                page.get_by_text("slices of 3 workers").wait_for()
+                page.get_by_role("button", name="__init__").first.click()
+                page.get_by_text("execution of Store(").wait_for()
+                before = page.evaluate(_PIXELS)
+                assert before["colours"] > 4
+                page.get_by_label("Timeline; arrow").focus()
+                for key in ("-", "-", "ArrowLeft", "+", "Home"):
+                    page.keyboard.press(key)
+                page.wait_for_function(f"({_PIXELS})().sum !== {before['sum']}")
+                with page.expect_download() as file:
+                    page.get_by_role("link", name="File for Perfetto").click()
+                trace = json.loads(Path(file.value.path()).read_bytes())
+                assert trace["otherData"]["workers"] == 3
             elif view == "logs":
                 page.get_by_text(f"a store is made {_MARKUP}").first.wait_for()
             elif view == "calls":

@@ -33,6 +33,15 @@ def _counted(rows: list[dict[str, Any]]) -> int:
     )
 
 
+def _drawn(found: dict[str, Any]) -> list[str]:
+    """The calls that have an arrow to an execution of the actor."""
+    slices, lanes = found["slices"], found["lanes"]
+    reached = [each for each in slices if each[7] >= 0]
+    return [
+        found["texts"][each[4]] for each in reached if lanes[slices[each[7]][0]][:2] == [1, "Store('store')"]
+    ]
+
+
 class _Browser:
     """Somebody who has used the link."""
 
@@ -54,7 +63,7 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
         os.mkfifo(gate)
     with actorrpc.init(num_cpus=2, log_to_driver=False):
         groups = find_groups(os.getpid())
-        feed = Feed(lambda parts: look(groups[0], parts, 30.0), lambda: groups, 0.02)
+        feed = Feed(lambda parts, begin=None: look(groups[0], parts, 30.0, begin=begin), lambda: groups, 0.02)
         store = Store.options(name="store").remote()
         calls = [store.pass_gate.remote(str(gate)) for gate in gates]
         with served(feed) as page:
@@ -78,3 +87,6 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
                 open_gate(gate)
             actorrpc.get(calls)
             until(lambda: _counted(browser.get("api/calls")["rows"]) >= 2)
+            until(lambda: "Store.pass_gate" in _drawn(browser.get("api/timeline?seconds=300")))
+            events = browser.get("api/trace")["traceEvents"]
+            assert {each["ph"] for each in events} >= {"M", "X", "s", "f"}

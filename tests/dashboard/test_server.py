@@ -24,10 +24,11 @@ from actorrpc.errors import ConfigError
 from tests import certificates
 from tests.actors.e2e.kit import until
 from tests.dashboard.fakes import SCRIPT, FakeGroup, ServedPage, actor_row, served
+from tests.dashboard.test_timeline import executed
 
 pytestmark = [pytest.mark.limit(30)]
 _STATIC = Path(server.__file__).parent / "static"
-_API = ["api/now", "api/events", "api/actors", "api/calls", "api/stacks", "api/logs"]
+_API = [f"api/{each}" for each in ("now", "events", "actors", "calls", "stacks", "timeline", "trace", "logs")]
 
 
 class _Page:
@@ -51,10 +52,10 @@ class _Page:
 
 
 @contextlib.contextmanager
-def _opened(base: str, *, secure: bool = False) -> Iterator[_Page]:
+def _opened(base: str, *, secure: bool = False, group: FakeGroup | None = None) -> Iterator[_Page]:
     access = Access("127.0.0.1", ["proxy.example"])
     with asyncio.Runner() as runner:
-        feed = FakeGroup([actor_row(n) for n in range(300)]).feed()
+        feed = (group or FakeGroup([actor_row(n) for n in range(300)])).feed()
         transport = httpx.ASGITransport(make_app(feed, access, secure=secure))
         client = httpx.AsyncClient(transport=transport, base_url=base)
         try:
@@ -290,6 +291,23 @@ def test_what_the_views_ask_for(page: _Page) -> None:
     assert page.get("api/stacks").json()["workers"] == 2
     assert [each["method"] for each in page.get("api/calls").json()["rows"]] == ["Store/get"]
     assert "no driver" in page.get("api/logs?q=x").json()["problem"]
+
+
+def test_the_last_calls_as_a_picture_and_as_a_file() -> None:
+    group = FakeGroup(records=[executed(n, n, n, n + 1.0, n) for n in range(50)])
+    with _opened("http://127.0.0.1:8000", group=group) as page:
+        page.log_in(page.access.new_token())
+        found = page.get("api/timeline?seconds=10").json()
+        assert len(found["slices"]) == 11
+        assert found["missing"] == ["Store-1: a signal has stopped it"]
+        assert [each for each in group.begun if each] == [{"records": -12_000}]
+        answer = page.get("api/trace")
+        assert answer.headers["content-disposition"] == 'attachment; filename="actorrpc-trace.json"'
+        # What has ended before this host was started is none of the last seconds.
+        assert answer.json()["otherData"]["missing"] == {"Store-1": "a signal has stopped it"}
+        group.problem = "no group has answered"
+        assert page.get("api/timeline").json()["problem"] == "no group has answered"
+        assert page.get("api/trace").status_code == 503
 
 
 def test_answers_are_compressed_for_those_who_take_it(page: _Page) -> None:

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, Protocol
 
 from actorrpc.cli.dashboard import payloads
+from actorrpc.cli.dashboard.timeline import share, timeline
 from actorrpc.cli.logs import Line, Reader, Wanted
 from actorrpc.cli.views import Picture
 from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import CallTotals
 from actorrpc.observe.outside import FoundGroup, GroupLook
+from actorrpc.observe.trace import Recording, write
 
-__all__ = ["Feed", "FeedLook"]
+__all__ = ["Feed", "FeedLook", "See"]
 
 _log = logging.getLogger("actorrpc.cli")
 
@@ -32,6 +36,21 @@ _REST: Final = 2.0  # times what a look has cost, this process does not look
 _WINDOW: Final = 10  # looks: over these, rates and percentiles of calls are taken
 _PARTS: Final = ("process", "actors", "supervised")
 _LOG_BYTES: Final = 16 << 20
+_TRACED: Final = 100_000  # records of all workers in a file
+
+
+class See(Protocol):
+    """Looks at the group once.
+
+    Args:
+        parts: what of; see :mod:`actorrpc.observe.protocol`.
+        begin: where to begin with the parts that come in pages.
+
+    Raises:
+        RpcError: there is none.
+    """
+
+    def __call__(self, parts: list[str], begin: dict[str, int] | None = None) -> GroupLook: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,13 +77,13 @@ class Feed:
     """The looks of one server.
 
     Args:
-        see: looks at the group once, with these parts; raises :class:`RpcError` where there is none.
+        see: looks at the group once.
         groups: where logs are to be read.
     """
 
     def __init__(
         self,
-        see: Callable[[list[str]], GroupLook],
+        see: See,
         groups: Callable[[], list[FoundGroup]],
         every: float = _EVERY_S,
     ) -> None:
@@ -82,6 +101,7 @@ class Feed:
         self._window: deque[tuple[float, dict[Any, Any]]] = deque(maxlen=_WINDOW + 1)
         self._stacks_lock = asyncio.Lock()  # one look at stacks at a time
         self._stacks: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._records_lock = asyncio.Lock()  # one look at records at a time
         self._logs_lock = asyncio.Lock()  # guards the reader and its lines
         self._logs = _LogLines(groups)
 
@@ -178,6 +198,48 @@ class Feed:
             return payloads.stacks(Picture.of(self._see([*_PARTS, "threads"])))
         except (RpcError, OSError) as error:
             return {"problem": str(error), "folds": []}
+
+    async def timeline(self, seconds: float) -> dict[str, Any]:
+        """Return the last calls of all workers, as a picture of lanes."""
+        async with self._records_lock:
+            return await asyncio.to_thread(self._take_timeline, seconds)
+
+    def _take_timeline(self, seconds: float) -> dict[str, Any]:
+        try:
+            return timeline(self._recordings(share(self._worker_count())), seconds)
+        except (RpcError, OSError) as error:
+            return {**timeline([], seconds), "problem": str(error)}
+
+    async def trace(self, seconds: float) -> BinaryIO | str:
+        """Return the last calls of all workers as a file for Perfetto, which is to be closed; or why there is none."""
+        async with self._records_lock:
+            return await asyncio.to_thread(self._write_trace, seconds)
+
+    def _write_trace(self, seconds: float) -> BinaryIO | str:
+        try:
+            found = self._recordings(share(self._worker_count(), _TRACED))
+            begun = time.monotonic() - seconds
+            for each in found:
+                each.since(begun)
+            # It has no name any more when it is read: however this process ends, it is not left behind.
+            with tempfile.TemporaryDirectory(prefix="actorrpc-page-") as folder:
+                path = os.path.join(folder, "trace.json")
+                write(path, found)
+                return open(path, "rb")
+        except (RpcError, OSError) as error:
+            return str(error)
+
+    def _recordings(self, most: int) -> list[Recording]:
+        seen = self._see(["records"], {"records": -most})
+        answers = sorted(seen.answers.values(), key=lambda each: (each[0].rank, each[0].name))
+        found = [Recording.of(record.name, record.pid, answer) for record, answer in answers]
+        for each in found:
+            each.records = each.records[-most:]
+        return found
+
+    def _worker_count(self) -> int:
+        look = self._look
+        return 1 if look is None or look.picture is None else len(look.picture.state.workers)
 
     async def logs(self, text: str, whom: str, most: int) -> dict[str, Any]:
         """Return the last lines that have a text in them."""

@@ -14,7 +14,7 @@ import ssl
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from importlib import resources
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 from urllib.parse import parse_qsl
 
 import uvicorn
@@ -42,6 +42,8 @@ _SMALL: Final = 1024  # bytes that are not worth compressing
 _ROWS: Final = 200
 _LINES: Final = 500
 _QUERY: Final = 2000
+_SECONDS: Final = 86_400  # of the timeline
+_CHUNK: Final = 1 << 16
 
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -118,6 +120,12 @@ def _json(request: Request, value: Any) -> Response:
         body = gzip.compress(body, 5, mtime=0)
         headers["Content-Encoding"] = "gzip"
     return Response(body, headers=headers, media_type="application/json")
+
+
+async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while chunk := await asyncio.to_thread(file.read, _CHUNK):
+            yield chunk
 
 
 def _takes_gzip(request: Request) -> bool:
@@ -245,6 +253,29 @@ def make_app(
         refused = allowed(request)
         return refused if refused is not None else _json(request, await feed.stacks())
 
+    def seconds_of(request: Request) -> float:
+        return float(_number(_query(request), "seconds", _SECONDS) or _SECONDS)
+
+    async def timeline(request: Request) -> Response:
+        refused = allowed(request)
+        if refused is not None:
+            return refused
+        # There may be some 100 000 figures: events for others are sent meanwhile.
+        return await asyncio.to_thread(_json, request, await feed.timeline(seconds_of(request)))
+
+    async def trace(request: Request) -> Response:
+        refused = allowed(request)
+        if refused is not None:
+            return refused
+        file = await feed.trace(seconds_of(request))
+        if isinstance(file, str):
+            return PlainTextResponse(file, 503)
+        return StreamingResponse(
+            _chunks(file),
+            media_type="application/json",
+            headers={"Content-Disposition": 'attachment; filename="actorrpc-trace.json"'},
+        )
+
     async def logs(request: Request) -> Response:
         refused = allowed(request)
         if refused is not None:
@@ -256,7 +287,10 @@ def make_app(
     routes += [
         Route("/", _file("index.html", _files()["index.html"])),
         Route("/login", log_in, methods=["POST"]),
-        *(Route(f"/api/{each.__name__}", each) for each in (now, events, actors, calls, stacks, logs)),
+        *(
+            Route(f"/api/{each.__name__}", each)
+            for each in (now, events, actors, calls, stacks, timeline, trace, logs)
+        ),
     ]
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False  # it would leave out our part of the path

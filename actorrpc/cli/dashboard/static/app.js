@@ -1,12 +1,14 @@
 // Logs in, shows the view that the address names, and passes on looks as they come: as events, or by asking where those do not come.
 
 import { count, make } from "./dom.js";
+import { timelineView } from "./timeline.js";
 import { actorsView, callsView, logsView, memoryView, nowView, stacksView } from "./views.js";
 
 const VIEWS = [
   ["now", "Now", nowView],
   ["actors", "Actors", actorsView],
   ["stacks", "Stacks", stacksView],
+  ["timeline", "Timeline", timelineView],
   ["logs", "Logs", logsView],
   ["calls", "Calls", callsView],
   ["memory", "Memory", memoryView],
