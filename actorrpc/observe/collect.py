@@ -12,7 +12,7 @@ import itertools
 import socket
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any, Final
@@ -26,6 +26,7 @@ from actorrpc.actors.streams.stalls import Stall, awaited_by
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
+from actorrpc.autograd.contexts import Context
 from actorrpc.cluster import resources
 from actorrpc.flight_recorder import EXECUTED
 from actorrpc.observe import processes
@@ -45,6 +46,7 @@ _FRAMES: Final = 100  # of one stack
 _CALLS: Final = 100  # of one worker, or one actor
 _CONNECTIONS: Final = 1000
 _STREAMS: Final = 50
+_CONTEXTS: Final = 20
 _DEAD: Final = 1000  # actors of one supervisor
 _TEXT: Final = 2000  # characters of one text
 _BYTES: Final = 512 << 10  # of lines in one answer, about
@@ -173,6 +175,7 @@ def _process(worker: Worker) -> dict[str, Any]:
     if worker.autograd is not None:
         contexts = list(worker.autograd.contexts.live.values())
         found["autograd"] = {"contexts": len(contexts), "passes": sum(len(each.passes) for each in contexts)}
+        found["contexts"] = [_context(each, now) for each in contexts[-_CONTEXTS:]]
     if worker.actors is not None:
         producers = sorted(worker.actors.streams.all(), key=lambda each: not each.pause)
         found["streams"] = [_stream(each) for each in producers[:_STREAMS]]
@@ -243,6 +246,20 @@ def _plain_call(execution: Execution, now: float) -> dict[str, Any]:
         "execution": f"{execution.chain:016x}",
         "chain": [f"{each:016x}" for each in execution.path[:-1]],
         "waits_for": [_say_awaited(each) for each in nested[:10]],
+    }
+
+
+def _context(context: Context, now: float) -> dict[str, Any]:
+    # list() is one step: other threads change the dict meanwhile, and nothing is to be locked for a look.
+    senders = Counter([each.worker.rank for each in list(context.receipts.values())])
+    return {
+        "context": f"{context.id:x}",
+        "origin": context.origin,
+        "idle": max(0.0, now - context.touched),
+        "sent": len(context.sends),
+        "received": {str(rank): number for rank, number in senders.most_common(_CONNECTIONS)},
+        "leaves": len(context.gradients),
+        "passes": len(context.passes),
     }
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "ObservedActor",
     "ObservedCall",
     "ObservedConnection",
+    "ObservedContext",
     "ObservedStream",
     "ObservedWorker",
     "OutgoingCall",
@@ -176,6 +177,29 @@ class ObservedStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedContext:
+    """What a worker knows of one context of distributed autograd.
+
+    Attributes:
+        context: its id, in hexadecimal digits.
+        origin: the rank of the worker that has made it.
+        idle: seconds since it was last used here.
+        sent: messages with tensors that require grad that left here in it.
+        received: those that have come, by the rank of the worker that sent them: gradients go back on these hops.
+        leaves: tensors of this worker for which it has gradients.
+        passes: backward passes that are under way here.
+    """
+
+    context: str = ""
+    origin: int = -1
+    idle: float = 0.0
+    sent: int = 0
+    received: dict[str, int] = field(default_factory=dict)
+    leaves: int = 0
+    passes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorker:
     """A worker of the group.
 
@@ -198,7 +222,7 @@ class ObservedWorker:
         references: RRefs held and owned, in numbers.
         memory_pool: bytes of the buffers that are in use and kept.
         streams: those produced here, the ones that pause first; ``stream_count`` of all.
-        autograd: contexts and passes of distributed autograd, in numbers.
+        autograd: contexts and passes of distributed autograd, in numbers; ``contexts``: those that were made last.
         deadlocks: circles of calls that were broken here, the last ones: what their errors say.
         tasks: calls of remote functions that run in it.
         threads: its stacks, where they were asked for.
@@ -228,6 +252,7 @@ class ObservedWorker:
     streams: tuple[ObservedStream, ...] = ()
     stream_count: int = 0
     autograd: dict[str, int] = field(default_factory=dict)
+    contexts: tuple[ObservedContext, ...] = ()
     deadlocks: tuple[str, ...] = ()
     tasks: int = 0
     threads: tuple[ThreadStack, ...] = ()

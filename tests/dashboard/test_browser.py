@@ -38,7 +38,7 @@ _PIXELS = """() => {
   const data = new Uint32Array(pen.getImageData(0, 0, copy.width, copy.height).data.buffer);
   return { colours: new Set(data).size, sum: data.reduce((sum, each, place) => (sum + each * (place % 97 + 1)) % 1e9, 0) };
 }"""
-_VIEWS = ["now", "actors", "stacks", "timeline", "logs", "calls", "memory"]
+_VIEWS = ["now", "actors", "stacks", "timeline", "logs", "calls", "memory", "training"]
 
 
 @actorrpc.remote
@@ -152,8 +152,12 @@ def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None
                 page.get_by_text(f"a store is made {_MARKUP}").first.wait_for()
             elif view == "calls":
                 page.get_by_text("1 row").or_(page.get_by_text("0 rows")).first.wait_for()
-            else:
+            elif view == "memory":
                 page.get_by_role("columnheader", name="shared memory lent").wait_for()
+            else:
+                page.get_by_text("0 workers with 0 contexts, 0 passes under way").wait_for()
+                page.get_by_role("button", name="Take the last passes").click()
+                page.get_by_text("0 passes", exact=True).wait_for()
             assert page.locator("nav a[aria-current=page]").inner_text().lower() == view
             # Nothing is wider than the phone: tables scroll by themselves.
             assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"]

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import actorrpc
+from actorrpc import autograd
 from actorrpc.cli.dashboard.feed import Feed
 from actorrpc.observe.outside import find_groups, look
 from tests.actors.e2e.kit import open_gate, pass_gate, until
@@ -25,6 +27,9 @@ class Store:
 
     def pass_gate(self, path: str) -> str:
         return pass_gate(path)
+
+    def double(self, value: torch.Tensor) -> torch.Tensor:
+        return 2 * value
 
 
 def _counted(rows: list[dict[str, Any]]) -> int:
@@ -88,5 +93,10 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
             actorrpc.get(calls)
             until(lambda: _counted(browser.get("api/calls")["rows"]) >= 2)
             until(lambda: "Store.pass_gate" in _drawn(browser.get("api/timeline?seconds=300")))
+            with autograd.context() as context:
+                doubled = actorrpc.get(store.double.remote(torch.ones(2, requires_grad=True)))
+                until(lambda: len(browser.get("api/now")["training"]["hops"]) == 2)
+                assert browser.get("api/now")["training"]["contexts"][0]["origin"] == "driver"
+                autograd.backward(context, [doubled.sum()])
             events = browser.get("api/trace")["traceEvents"]
             assert {each["ph"] for each in events} >= {"M", "X", "s", "f"}

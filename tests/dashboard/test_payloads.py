@@ -37,6 +37,33 @@ def test_the_first_view_names_what_is_wrong_and_whom() -> None:
     assert [(each["name"], each["waiting"]) for each in seen["classes"]] == [("Store", 3)]
 
 
+def test_contexts_of_all_workers_are_put_together() -> None:
+    group = FakeGroup()
+    seen = group.see([])
+    rows = [
+        {
+            "context": "ab",
+            "origin": 0,
+            "sent": 2,
+            "received": {"1": 1},
+            "leaves": 3,
+            "passes": 1,
+            "idle": 4.0,
+        },
+        {"context": "ac", "origin": 5, "sent": 1, "received": {"5": 7, "x": "wrong"}},
+    ]
+    (well, answer), _ = seen.answers.values()
+    assert isinstance(answer, dict)
+    answer["process"] |= {"autograd": {"contexts": 2, "passes": 1}, "contexts": rows}
+    found = payloads.now(1, Picture.of(seen), None)["training"]
+    assert found["workers"] == [[well.name, 2, 1]]
+    assert found["hops"] == [["5", "driver", 7], ["Store-1", "driver", 1]]
+    assert [(each["context"], each["origin"], each["messages"]) for each in found["contexts"]] == [
+        ("ab", "driver", 2),
+        ("ac", "5", 1),
+    ]
+
+
 def test_however_large_a_group_is_the_first_view_is_small() -> None:
     rows = [actor_row(n, class_name=f"Class{n}", mailbox=[{"waiting": 500}]) for n in range(3000)]
     seen = payloads.now(1, Picture.of(FakeGroup(rows).see([])), None)

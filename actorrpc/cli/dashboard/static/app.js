@@ -2,7 +2,7 @@
 
 import { count, make } from "./dom.js";
 import { timelineView } from "./timeline.js";
-import { actorsView, callsView, logsView, memoryView, nowView, stacksView } from "./views.js";
+import { actorsView, callsView, logsView, memoryView, nowView, stacksView, trainingView } from "./views.js";
 
 const VIEWS = [
   ["now", "Now", nowView],
@@ -12,6 +12,7 @@ const VIEWS = [
   ["logs", "Logs", logsView],
   ["calls", "Calls", callsView],
   ["memory", "Memory", memoryView],
+  ["training", "Training", trainingView],
 ];
 const QUIET_MS = 5000; // a proxy that keeps events back is taken for one after so long
 

@@ -308,3 +308,68 @@ export function memoryView(element) {
     },
   };
 }
+
+// -- training ----------------------------------------------------------------------------------------------------
+
+const CONTEXTS = [
+  { head: "context", cell: (each) => each.context },
+  { head: "of", cell: (each) => each.origin },
+  { head: "workers", cell: (each) => String(each.workers), number: true },
+  { head: "messages", cell: (each) => figure(each.messages), number: true },
+  { head: "gradients", cell: (each) => figure(each.leaves), number: true },
+  { head: "passes", cell: (each) => String(each.passes), number: true },
+  { head: "last used", cell: (each) => (each.idle === null ? "-" : `${span(each.idle)} ago`), number: true },
+];
+
+const HOPS = [
+  { head: "from", cell: (each) => each[0] },
+  { head: "to", cell: (each) => each[1] },
+  { head: "messages", cell: (each) => figure(each[2]), number: true },
+];
+
+const PASSES = [
+  { head: "backward pass", cell: (each) => each.what },
+  { head: "begun by", cell: (each) => each.worker },
+  { head: "took", cell: (each) => span(each.took), number: true },
+];
+
+export function trainingView(element, context) {
+  const contexts = table("Contexts of distributed autograd", CONTEXTS);
+  const hops = table("Hops", HOPS);
+  const passes = table("The last backward passes", PASSES);
+  const said = make("p", { class: "faint", role: "status" });
+  const told = make("p", { class: "faint", role: "status" });
+  const take = make("button", { type: "button", class: "plain", onclick: ask }, "Take the last passes");
+
+  async function ask() {
+    take.disabled = true;
+    const found = await context.ask("api/timeline", {});
+    take.disabled = false;
+    if (found === null) return;
+    const rows = found.slices.filter((each) => each[1] === 2 && found.texts[each[4]].startsWith("backward ")).reverse();
+    told.textContent = found.problem || count(rows.length, "pass", "passes");
+    passes.body.replaceChildren(...rows.slice(0, 100).map((each) => row(PASSES, {
+      what: found.texts[each[4]].slice("backward ".length),
+      worker: found.processes[found.lanes[each[0]][0]].name,
+      took: (each[3] - each[2]) / 1e6,
+    })));
+  }
+
+  element.append(
+    make("h2", {}, "Contexts"), said, scrolling("Contexts of distributed autograd", false, contexts.whole),
+    make("h2", {}, "Hops"), make("p", { class: "faint" }, "Messages with tensors that require grad, in the contexts that are alive: gradients go back the other way."),
+    scrolling("Hops", false, hops.whole),
+    make("h2", {}, "Backward passes"), make("form", { onsubmit: (event) => event.preventDefault() }, take), told,
+    scrolling("The last backward passes", false, passes.whole),
+  );
+  return {
+    update(now) {
+      const training = now.training || { workers: [], contexts: [], hops: [] };
+      const sum = (place) => training.workers.reduce((all, each) => all + each[place], 0);
+      const text = now.problem || `${count(training.workers.length, "worker")} with ${count(sum(1), "context")}, ${count(sum(2), "pass", "passes")} under way`;
+      if (said.textContent !== text) said.textContent = text;
+      contexts.body.replaceChildren(...training.contexts.map((each) => row(CONTEXTS, each)));
+      hops.body.replaceChildren(...training.hops.map((each) => row(HOPS, each)));
+    },
+  };
+}
