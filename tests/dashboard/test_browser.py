@@ -173,6 +173,57 @@ def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None
     assert seen.complaints == []
 
 
+_SHOWS = {
+    "now": "driver",
+    "actors": f"Store('{_MARKUP} 1')",
+    "stacks": "runs Store(",
+    "timeline": f"Store('{_MARKUP} 0').__init__",
+    "logs": f"a store is made {_MARKUP}",
+    "calls": "as it runs",
+    "memory": "driver",
+    "training": "0 passes under way",
+}
+
+
+def test_each_view_is_saved_as_one_file_that_asks_nobody(browser: Any, job: Path, tmp_path: Path) -> None:
+    files = {}
+    with _viewer() as link:
+        seen = _Seen(browser)
+        page = seen.page
+        page.goto(link)
+        for view in _VIEWS:
+            page.get_by_role("link", name=view.capitalize(), exact=True).click()
+            if view == "stacks":
+                page.get_by_role("button", name="Take stacks").click()
+            if view == "calls":
+                actorrpc.get(actorrpc.get_actor(f"{_MARKUP} 1").get.remote())
+            page.get_by_text(_SHOWS[view]).first.wait_for()
+            with page.expect_download() as file:
+                page.get_by_role("button", name="Save this view").click()
+            assert file.value.suggested_filename.startswith(f"actorrpc-{view}-")
+            files[view] = tmp_path / f"{view}.html"
+            file.value.save_as(files[view])
+        seen.context.close()
+    assert seen.complaints == []
+    for view, path in files.items():
+        text = path.read_text()
+        assert _MARKUP not in text
+        assert "token" not in text.partition('id="saved"')[2].partition("</script>")[0]
+        seen = _Seen(browser, offline=True, viewport={"width": 360, "height": 740})
+        asked: list[str] = []
+        seen.page.on("request", lambda each, asked=asked: asked.append(each.url))
+        seen.page.goto(path.as_uri())
+        seen.page.get_by_text(_SHOWS[view]).first.wait_for()
+        seen.page.get_by_text("Saved at").wait_for()
+        assert asked == [path.as_uri()]
+        if view == "actors":
+            seen.page.get_by_label("Filter").fill("0')")
+            seen.page.get_by_text("1 actor of 2").wait_for()
+        seen.page.screenshot(path=tmp_path / f"saved-{view}.png")
+        seen.context.close()
+        assert seen.complaints == []
+
+
 def test_the_link_lets_one_browser_in(browser: Any, job: Path) -> None:
     with _viewer() as link:
         first, second = _Seen(browser), _Seen(browser)

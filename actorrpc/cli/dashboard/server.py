@@ -7,8 +7,11 @@ that is given for the one-time link's token, which travels in the body of a requ
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
+import hashlib
 import json
+import re
 import socket
 import ssl
 import zlib
@@ -59,6 +62,7 @@ _TYPES: Final = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
 }
 
 
@@ -283,9 +287,11 @@ def make_app(
         query = _query(request)
         return _json(request, await feed.logs(query.get("q", ""), query.get("whom", ""), _LINES))
 
-    routes = [Route("/" + name, _file(name, body)) for name, body in _files().items()]
+    files = _files()
+    routes = [Route("/" + name, _file(name, body)) for name, body in files.items()]
     routes += [
-        Route("/", _file("index.html", _files()["index.html"])),
+        Route("/", _file("index.html", files["index.html"])),
+        Route("/offline.txt", _file("offline.txt", _offline(files))),
         Route("/login", log_in, methods=["POST"]),
         *(
             Route(f"/api/{each.__name__}", each)
@@ -303,6 +309,45 @@ def _files() -> dict[str, bytes]:
     return {
         each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES
     }
+
+
+_MODULES: Final = (
+    "dom.js",
+    "timeline.js",
+    "views.js",
+    "saved.js",
+    "app.js",
+)  # each after those that it imports
+_IMPORT: Final = re.compile(r"^import \{[^}]*\} from [^;]*;\n", re.MULTILINE)
+_EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
+
+
+def _offline(files: dict[str, bytes]) -> bytes:
+    """Return the page as one file that asks nobody for anything; what a view was shown is put into its element "saved".
+
+    Its policy names its script and its style by their hashes: nothing else runs, whatever is put there.
+    """
+    texts = {name: body.decode() for name, body in files.items()}
+    modules = [_EXPORT.sub("", _IMPORT.sub("", texts[name])) for name in _MODULES]
+    script = '\n(() => {\n"use strict";\n' + "".join(modules) + "})();\n"
+    style = "\n" + texts["style.css"]
+    policy = (
+        f"default-src 'none'; script-src {_hash_of(script)}; style-src {_hash_of(style)}; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    page = re.sub(r"^<(?:link|script) [^\n]*\n", "", texts["index.html"], flags=re.MULTILINE)
+    head, body = page.split("</head>\n")
+    head = head.replace(
+        '<meta charset="utf-8">\n',
+        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+    )
+    data = '<script id="saved" type="application/json"></script>\n'
+    body = body.replace("</body>", f"{data}<script>{script}</script>\n</body>")
+    return f"{head}<style>{style}</style>\n</head>\n{body}".encode()
+
+
+def _hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _file(name: str, body: bytes) -> Callable[[Request], Any]:

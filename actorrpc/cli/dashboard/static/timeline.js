@@ -19,8 +19,8 @@ const SPANS = [["5", "5 s"], ["30", "30 s"], ["300", "5 min"], ["", "all that is
 export function timelineView(element, context) {
   const choice = make("select", { id: "timeline-seconds", onchange: take },
     ...SPANS.map(([value, text]) => make("option", { value, selected: value === (context.parameters.get("seconds") || "30") }, text)));
-  const button = make("button", { type: "button", class: "plain", onclick: take }, "Take the last calls");
-  const file = make("a", { class: "plain", download: "actorrpc-trace.json" }, "File for Perfetto");
+  const button = make("button", { type: "button", class: "plain live", onclick: take }, "Take the last calls");
+  const file = make("a", { class: "plain live", download: "actorrpc-trace.json" }, "File for Perfetto");
   const moves = [
     ["Earlier", "◀", () => pan(-0.4)], ["Later", "▶", () => pan(0.4)],
     ["Closer", "+", () => zoom(0.5, 0.5)], ["Further away", "−", () => zoom(2, 0.5)], ["All of it", "all", all],
@@ -362,7 +362,7 @@ export function timelineView(element, context) {
   box.addEventListener("scroll", redraw);
   new ResizeObserver(redraw).observe(box);
   element.append(make("form", { onsubmit: (event) => event.preventDefault() }, button,
-    make("label", { for: "timeline-seconds" }, "of the last", choice), file), said,
+    make("label", { for: "timeline-seconds", class: "live" }, "of the last", choice), file), said,
     make("div", { class: "moves" }, ...moves), box, told, slowest);
   take();
   return {

@@ -163,10 +163,11 @@ export function actorsView(element, context) {
 
 export function stacksView(element, context) {
   const idle = make("input", { type: "checkbox", id: "idle", onchange: show });
-  const take = make("button", { type: "button", class: "plain", onclick: ask }, "Take stacks");
+  const take = make("button", { type: "button", class: "plain live", onclick: ask }, "Take stacks");
   const said = make("p", { class: "faint", role: "status" }, "Costs each worker a millisecond or two.");
   const list = make("div");
   let found = null;
+  let taken = null;
 
   async function ask() {
     take.disabled = true;
@@ -175,6 +176,7 @@ export function stacksView(element, context) {
     take.disabled = false;
     if (answer !== null) {
       found = answer;
+      taken = context.clock();
       show();
     } else {
       said.textContent = "There was no answer.";
@@ -188,7 +190,7 @@ export function stacksView(element, context) {
       return;
     }
     const folds = found.folds.filter((each) => idle.checked || !each.idle);
-    said.textContent = `${count(found.threads, "thread")} of ${count(found.workers, "worker")} at ${new Date().toLocaleTimeString()}; `
+    said.textContent = `${count(found.threads, "thread")} of ${count(found.workers, "worker")} at ${taken.toLocaleTimeString()}; `
       + `${count(found.folds.length - folds.length, "stack")} of threads that wait for work left out`;
     list.replaceChildren(
       ...found.silent.map((each) => make("p", { class: "bad" }, each)),
@@ -200,6 +202,7 @@ export function stacksView(element, context) {
 
   element.append(make("form", { onsubmit: (event) => event.preventDefault() }, take,
     make("label", { for: "idle", class: "inline" }, idle, "also threads that wait for work")), said, list);
+  if (context.saved) ask();
   return { update() {} };
 }
 
@@ -339,7 +342,7 @@ export function trainingView(element, context) {
   const passes = table("The last backward passes", PASSES);
   const said = make("p", { class: "faint", role: "status" });
   const told = make("p", { class: "faint", role: "status" });
-  const take = make("button", { type: "button", class: "plain", onclick: ask }, "Take the last passes");
+  const take = make("button", { type: "button", class: "plain live", onclick: ask }, "Take the last passes");
 
   async function ask() {
     take.disabled = true;
@@ -362,6 +365,7 @@ export function trainingView(element, context) {
     make("h2", {}, "Backward passes"), make("form", { onsubmit: (event) => event.preventDefault() }, take), told,
     scrolling("The last backward passes", false, passes.whole),
   );
+  if (context.saved) ask();
   return {
     update(now) {
       const training = now.training || { workers: [], contexts: [], hops: [] };
