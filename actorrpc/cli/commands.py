@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import os
+import select
 import sys
 import threading
 import time
@@ -234,6 +235,14 @@ def _parser() -> _CommandParser:
         default=[],
         metavar="NAME",
         help="further name that the page may be reached by, as that of a proxy; may be repeated",
+    )
+
+    page.add_argument(
+        "--ends-with",
+        type=int,
+        default=0,
+        metavar="PID",
+        help="end when this process does, which has started this one, as init(dashboard=True) has it",
     )
 
     run = commands.add_parser(
@@ -564,6 +573,9 @@ def _is_one(groups: list[FoundGroup]) -> bool:
 def _dashboard(found: argparse.Namespace) -> int:
     if bool(found.tls_cert) != bool(found.tls_key):
         raise _NotThereError("--tls-cert and --tls-key belong together")
+    parent = os.pidfd_open(found.ends_with) if found.ends_with else -1
+    if found.ends_with and os.getppid() != found.ends_with:
+        return _FOUND  # it is gone; that number may be another one's by now
     groups = _one_group(found)
     try:
         server = importlib.import_module("actorrpc.cli.dashboard.server")
@@ -579,13 +591,25 @@ def _dashboard(found: argparse.Namespace) -> int:
         if found.json:
             _print([json.dumps({"link": link})])
         else:
-            _print([f"{link}\n  works once; the next one comes here when it was used. Ctrl-C ends the page."])
+            how = "" if found.ends_with else " Ctrl-C ends the page."
+            _print([f"{link}\n  works once; the next one comes here when it was used.{how}"])
 
     tls = (found.tls_cert, found.tls_key) if found.tls_cert else None
-    server.Dashboard(
+    served = server.Dashboard(
         feed(see, lambda: groups), found.bind, found.port, say=say, names=found.allow_host, tls=tls
-    ).run()
+    )
+    if parent >= 0:
+        threading.Thread(target=_wait_for_end, args=(parent, served.stop), name="parent", daemon=True).start()
+    served.run()
     return _FOUND
+
+
+def _wait_for_end(pidfd: int, then: Callable[[], None]) -> None:
+    """Call a function when a process has ended."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.poll()
+    then()
 
 
 def _run(found: argparse.Namespace) -> int:
