@@ -1,8 +1,8 @@
 """The commands and their arguments: :func:`main`.
 
 Exit status: 0, all is well, or what was asked for has been shown; 1, something is wrong, and was said; 2, there is no such group,
-worker or actor, or the arguments cannot be used. No command changes anything in a job or runs code of its users, and none waits
-behind the calls of its actors.
+worker or actor, or the arguments cannot be used. No command changes anything in a job (but ``dashboard --allow-actions``) or runs
+code of its users, and none waits behind the calls of its actors.
 """
 
 from __future__ import annotations
@@ -237,6 +237,11 @@ def _parser() -> _CommandParser:
         help="further name that the page may be reached by, as that of a proxy; may be repeated",
     )
 
+    page.add_argument(
+        "--allow-actions",
+        action="store_true",
+        help="those who have the page may also kill and restart actors, and drain workers; by default it only shows",
+    )
     page.add_argument(
         "--ends-with",
         type=int,
@@ -596,7 +601,12 @@ def _dashboard(found: argparse.Namespace) -> int:
 
     tls = (found.tls_cert, found.tls_key) if found.tls_cert else None
     served = server.Dashboard(
-        feed(see, lambda: groups), found.bind, found.port, say=say, names=found.allow_host, tls=tls
+        feed(see, lambda: groups, acts=found.allow_actions),
+        found.bind,
+        found.port,
+        say=say,
+        names=found.allow_host,
+        tls=tls,
     )
     if parent >= 0:
         threading.Thread(target=_wait_for_end, args=(parent, served.stop), name="parent", daemon=True).start()

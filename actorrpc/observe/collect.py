@@ -345,6 +345,7 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
         "state": hosted.state,
         "supervisor": spec.card.supervisor_name,
         "detached": spec.options.lifetime == "detached",
+        "max_restarts": spec.options.max_restarts,
         "age": now - hosted.begun,
         "calls_done": max(0, hosted.calls - sum(each["method"] != "__init__" for each in running)),
         "mailbox": mailbox,

@@ -271,7 +271,7 @@ class ObservedActor:
             run), ``"DEAD"``, or ``"UNKNOWN"``: it lives, and who looks after it does not answer.
         worker, pid: where it lives; empty and 0 where it does not.
         supervisor: the worker that looks after it.
-        restarts: how often it has been made again.
+        restarts: how often it has been made again; ``max_restarts``: how often it may be, as its worker has it (-1: for ever).
         death_cause: why it is dead, or how it died last; empty if it has not.
         detached: it does not end with its creator.
         answered: the worker where it lives has answered: what follows is known.
@@ -293,6 +293,7 @@ class ObservedActor:
     pid: int = 0
     supervisor: str = ""
     restarts: int = 0
+    max_restarts: int = 0
     death_cause: str = ""
     detached: bool = False
     answered: bool = False

@@ -13,10 +13,15 @@ import msgpack
 
 from actorrpc.errors import ProtocolError
 
-__all__ = ["ANSWER", "ASK", "PARTS", "merge", "pack", "unpack"]
+__all__ = ["ACT", "ACTED", "ACTING", "ANSWER", "ASK", "PARTS", "is_acting", "merge", "pack", "unpack"]
 
 ASK: Final = "observe"
 ANSWER: Final = "observed"
+#: the request of one who acts (:mod:`actorrpc.observe.actions`): ``{"id", "do", "whom"}``; answer: ``{"id", "problem"}``
+ACT: Final = "act"
+ACTED: Final = "acted"
+#: how the names of visitors begin that act
+ACTING: Final = "acting-visitor-"
 
 #: ``process``: the process and its connections; ``actors``: those that live there; ``supervised``: the table of those that it
 #: looks after; ``threads``: stacks; ``members``: the records of the group's workers, as far as it knows them without asking;
@@ -28,6 +33,11 @@ PARTS: Final = frozenset(
 
 PAGED: Final = ("actors", "supervised", "threads", "logs", "records")
 _MOST: Final = 4 << 20
+
+
+def is_acting(name: str) -> bool:
+    """Say whether a visitor of this name has said that it acts."""
+    return name.startswith(ACTING)
 
 
 def pack(value: dict[str, Any]) -> bytes:

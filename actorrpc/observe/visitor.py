@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError, RpcError
-from actorrpc.observe.protocol import ANSWER, ASK, merge, pack, unpack
+from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, merge, pack, unpack
 from actorrpc.observe.trace import CLOCK, compare_clocks
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import Stream, Tls, explain
@@ -87,13 +87,15 @@ class Visit:
     Args:
         target: whom to visit.
         until: when it is to be there at latest, on the monotonic clock.
+        acts: it may also be used to change something, and says so to the worker.
 
     Raises:
         OSError: there is no connection (TimeoutError: not in time).
         AuthenticationError, VersionError, ProtocolError: the handshake has failed.
     """
 
-    def __init__(self, target: Target, until: float) -> None:
+    def __init__(self, target: Target, until: float, *, acts: bool = False) -> None:
+        self._acts = acts
         self._numbers = 0
         self._received = self._said = 0
         self._target = target
@@ -136,7 +138,8 @@ class Visit:
     def _connect(self, address: str | tuple[str, int], until: float) -> tuple[Stream, Any]:
         """Connect and shake hands; return the socket, and what the handshake has established."""
         target = self._target
-        self._own, self._incarnation = f"visitor-{secrets.token_hex(6)}", new_incarnation()
+        self._own = f"{ACTING if self._acts else 'visitor-'}{secrets.token_hex(6)}"
+        self._incarnation = new_incarnation()
         unix = isinstance(address, str)
         tls = None if unix else Tls.load(target.settings)
         sock: Stream
@@ -236,12 +239,22 @@ class Visit:
         return compare_clocks(lambda: self._ask(["records"], CLOCK, until), time.monotonic)
 
     def _ask(self, parts: list[str], begin: dict[str, int], until: float) -> dict[str, Any]:
+        return self._say(ASK, ANSWER, {"what": parts, "from": begin}, until)
+
+    def act(self, what: str, whom: str, until: float) -> str:
+        """Have the worker do something (:mod:`actorrpc.observe.actions`); return why it has not, empty where it has.
+
+        Raises what :meth:`ask` does.
+        """
+        return str(self._say(ACT, ACTED, {"do": what, "whom": whom}, until).get("problem", ""))
+
+    def _say(self, notice: str, answer: str, question: dict[str, Any], until: float) -> dict[str, Any]:
         self._numbers += 1
-        question = pack({"id": self._numbers, "what": parts, "from": begin})
-        self._send(pack_frame(frames.NOTICE, body=question, extra=pack_header({"notice": ASK})))
+        body = pack({"id": self._numbers, **question})
+        self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
         while True:
             for frame in self._frames(until):
-                if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == ANSWER:
+                if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == answer:
                     found = unpack(frame.body)
                     if found["id"] == self._numbers:
                         return found

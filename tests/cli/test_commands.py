@@ -156,6 +156,7 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "pid": "int",
         "supervisor": "str",
         "restarts": "int",
+        "max_restarts": "int",
         "death_cause": "str",
         "detached": "bool",
         "answered": "bool",

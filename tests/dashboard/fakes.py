@@ -16,6 +16,7 @@ from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import BUCKETS
 from actorrpc.observe.outside import FoundGroup, GroupLook
+from actorrpc.observe.visitor import Target
 from actorrpc.wire.identity import WorkerRecord
 
 SCRIPT = "<script>alert(1)</script>"  # what a job is called is a text, whatever it is
@@ -70,11 +71,12 @@ class FakeGroup:
             },
         }
         silent = Silent("stopped", "a signal has stopped it")
-        group = FoundGroup(what="a fake", program=SCRIPT, pids=[100])
+        targets = [Target(record=well, addresses=[], key=None)]
+        group = FoundGroup(what="a fake", program=SCRIPT, pids=[100], targets=targets)
         return GroupLook(group, {well.incarnation: (well, answer), ill.incarnation: (ill, silent)}, 0.001)
 
-    def feed(self, every: float = 0.01) -> Feed:
-        return Feed(self.see, self.groups, every)
+    def feed(self, every: float = 0.01, *, acts: bool = False) -> Feed:
+        return Feed(self.see, self.groups, every, acts=acts)
 
     def groups(self) -> list[FoundGroup]:
         return [FoundGroup()]

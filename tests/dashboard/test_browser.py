@@ -224,6 +224,29 @@ def test_each_view_is_saved_as_one_file_that_asks_nobody(browser: Any, job: Path
         assert seen.complaints == []
 
 
+@pytest.mark.prints(r"acting-visitor-")
+def test_an_actor_is_killed_when_that_was_confirmed(browser: Any, job: Path) -> None:
+    with _viewer("--allow-actions") as link:
+        seen = _Seen(browser)
+        page = seen.page
+        page.goto(link)
+        page.get_by_role("button", name="Drain Store-1").wait_for()
+        page.get_by_role("link", name="Actors", exact=True).click()
+        kill = page.get_by_role("button", name=f"Kill Store('{_MARKUP} 1')")
+        kill.click()
+        page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+        page.get_by_role("dialog").wait_for(state="detached")
+        assert actorrpc.get(actorrpc.get_actor(f"{_MARKUP} 1").get.remote()) == 1
+        kill.click()
+        page.get_by_role("dialog").get_by_role("button", name="Kill").click()
+        page.get_by_text(f"Store('{_MARKUP} 1') is killed").wait_for()
+        page.get_by_role("searchbox").focus()
+        page.get_by_role("cell", name="dead", exact=True).wait_for()
+        assert kill.count() == 0
+        seen.context.close()
+    assert seen.complaints == []
+
+
 def test_the_link_lets_one_browser_in(browser: Any, job: Path) -> None:
     with _viewer() as link:
         first, second = _Seen(browser), _Seen(browser)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Protocol
 
-from actorrpc.cli.dashboard import payloads
+from actorrpc.cli.dashboard import actions, payloads
 from actorrpc.cli.dashboard.timeline import share, timeline
 from actorrpc.cli.logs import Line, Reader, Wanted
 from actorrpc.cli.views import Picture
@@ -79,6 +79,7 @@ class Feed:
     Args:
         see: looks at the group once.
         groups: where logs are to be read.
+        acts: those who look may also do something.
     """
 
     def __init__(
@@ -86,10 +87,13 @@ class Feed:
         see: See,
         groups: Callable[[], list[FoundGroup]],
         every: float = _EVERY_S,
+        *,
+        acts: bool = False,
     ) -> None:
         self._see = see
         self._groups = groups
         self._every = every
+        self.acts = acts
         self._asked = self._calls_asked = float("-inf")
         self._task: asyncio.Task[None] | None = None
         self._published = asyncio.Event()
@@ -170,6 +174,7 @@ class Feed:
         picture = Picture.of(seen)
         old = before.picture if before is not None else None
         made = FeedLook(number=number, picture=picture, problem="", now=payloads.now(number, picture, old))
+        made.now["actions"] = self.acts
         made.rates = payloads.rates(picture, old)
         if "metrics" in parts:
             for run, (_, answer) in seen.answers.items():
@@ -240,6 +245,10 @@ class Feed:
     def _worker_count(self) -> int:
         look = self._look
         return 1 if look is None or look.picture is None else len(look.picture.state.workers)
+
+    async def act(self, what: str, whom: str) -> str:
+        """Do something, and return what there is to say of it; errors as of :func:`actions.act`."""
+        return await asyncio.to_thread(actions.act, self._see, what, whom)
 
     async def logs(self, text: str, whom: str, most: int) -> dict[str, Any]:
         """Return the last lines that have a text in them."""

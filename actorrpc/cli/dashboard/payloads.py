@@ -250,6 +250,7 @@ def _actor(actor: ObservedActor, speed: Mapping[str, float], callers: Mapping[st
         "rate": None if rate is None else _figure(rate),
         "done": actor.calls_done,
         "restarts": actor.restarts,
+        "again": actor.max_restarts != 0,
         "runs": [_cut(say_call(actor.title, call, callers)) for call in actor.running[:3]],
         "running": len(actor.running),
         "death": _cut(actor.death_cause),

@@ -1,7 +1,8 @@
 """The HTTP server of ``actorrpc dashboard``: starlette and uvicorn (extra ``dashboard``), on an address of this host.
 
 The page itself has no data and is shown to everybody who knows its path. What it shows comes from ``api/``, which wants a cookie;
-that is given for the one-time link's token, which travels in the body of a request and so is in no log. Nothing changes a job.
+that is given for the one-time link's token, which travels in the body of a request and so is in no log. Nothing changes a job;
+with ``--allow-actions`` there is one more request, which does.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from actorrpc.cli.dashboard import payloads
 from actorrpc.cli.dashboard.access import Access, is_loopback
+from actorrpc.cli.dashboard.actions import request_of
 from actorrpc.cli.dashboard.feed import Feed
-from actorrpc.errors import ConfigError
+from actorrpc.errors import ConfigError, RpcError
 
 __all__ = ["Dashboard", "make_app"]
 
+_ACTS: Final = "x-actorrpc-action"
 _COOKIE: Final = "actorrpc-dashboard"
 _CONNECTIONS: Final = 100
 _STREAMS: Final = 32  # pages that are sent looks as they come; more of them ask for each
@@ -126,6 +129,20 @@ def _json(request: Request, value: Any) -> Response:
     return Response(body, headers=headers, media_type="application/json")
 
 
+async def _body(request: Request) -> bytes | Response:
+    """Return what a request says, or the refusal of one that says much, or slowly."""
+    body = b""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _BODY:
+                    return PlainTextResponse("That is too long.", 413, headers={"Connection": "close"})
+    except (TimeoutError, ClientDisconnect):
+        return PlainTextResponse("That took too long.", 408, headers={"Connection": "close"})
+    return body
+
+
 async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
     with file:
         while chunk := await asyncio.to_thread(file.read, _CHUNK):
@@ -173,15 +190,9 @@ def make_app(
         return None
 
     async def log_in(request: Request) -> Response:
-        body = b""
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > _BODY:
-                        return PlainTextResponse("That is too long.", 413, headers={"Connection": "close"})
-        except (TimeoutError, ClientDisconnect):
-            return PlainTextResponse("That took too long.", 408, headers={"Connection": "close"})
+        body = await _body(request)
+        if isinstance(body, Response):
+            return body
         cookie = access.exchange(body.decode("utf-8", "replace"))
         if cookie is None:
             return PlainTextResponse("That link was used before, or there is a newer one.", 401)
@@ -190,6 +201,23 @@ def make_app(
         answer.set_cookie(_COOKIE, cookie, path=None, httponly=True, samesite="strict", secure=secure)
         logged_in()
         return answer
+
+    async def act(request: Request) -> Response:
+        # The guard has seen that the origin is this page. No form and no image can set this header, nor can a script elsewhere
+        # without asking first, which is refused; and the cookie does not come with requests that other sites cause.
+        refused = allowed(request)
+        if refused is None and request.headers.getlist(_ACTS) != ["1"]:
+            refused = PlainTextResponse("This request comes from another page.", 403)
+        if refused is not None:
+            return refused
+        body = await _body(request)
+        if isinstance(body, Response):
+            return body
+        try:
+            said = await feed.act(*request_of(body))
+        except (RpcError, OSError) as error:
+            return _json(request, {"said": "", "problem": str(error) or type(error).__name__})
+        return _json(request, {"said": said, "problem": ""})
 
     async def now(request: Request) -> Response:
         refused = allowed(request)
@@ -298,6 +326,8 @@ def make_app(
             for each in (now, events, actors, calls, stacks, timeline, trace, logs)
         ),
     ]
+    if feed.acts:
+        routes.append(Route("/api/act", act, methods=["POST"]))
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False  # it would leave out our part of the path
     return _RequestGuard(app, access)

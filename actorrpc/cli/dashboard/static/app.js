@@ -119,6 +119,39 @@ function stop() {
   source = null;
 }
 
+// -- doing something ---------------------------------------------------------------------------------------------
+
+// Asks whether it is meant, and has the server do it; then(text) is given what there is to say.
+function confirmed(question, verb, what, whom, then) {
+  const cancel = make("button", { type: "button", class: "plain", onclick: () => dialog.close() }, "Cancel");
+  const go = make("button", { type: "button", class: "plain bad", onclick: run }, verb);
+  const dialog = make("dialog", { "aria-label": verb }, make("p", {}, question), make("div", { class: "moves" }, go, cancel));
+  const before = document.activeElement;
+  async function run() {
+    go.disabled = true;
+    let text = "The server does not answer.";
+    try {
+      const answer = await fetch("api/act", {
+        method: "POST", body: JSON.stringify({ do: what, whom }), signal: AbortSignal.timeout(30000),
+        headers: { "Content-Type": "application/json", "X-Actorrpc-Action": "1" },
+      });
+      const found = answer.ok ? await answer.json() : { problem: await answer.text() };
+      text = found.problem ? `Not done: ${found.problem}` : found.said;
+    } catch {
+      // said above
+    }
+    dialog.close();
+    then(text);
+  }
+  dialog.addEventListener("close", () => {
+    dialog.remove();
+    if (before !== null && before.isConnected) before.focus();
+  });
+  document.body.append(dialog);
+  dialog.showModal();
+  cancel.focus();
+}
+
 // -- views -------------------------------------------------------------------------------------------------------
 
 function show() {
@@ -135,6 +168,7 @@ function show() {
   view = found[2](main, {
     ask,
     saved: saved !== null,
+    confirmed,
     clock: () => (saved === null ? new Date() : new Date(saved.when)),
     parameters: new URLSearchParams(query || ""),
     remember(parameters) {

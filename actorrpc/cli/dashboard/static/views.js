@@ -32,16 +32,27 @@ const CLASSES = [
   { head: "oldest", cell: (each) => (each.oldest ? span(each.oldest) : "-"), number: true },
 ];
 
-export function nowView(element) {
+export function nowView(element, context) {
   const findings = make("div");
-  const workers = table("Workers", WORKERS);
+  const done = make("p", { role: "status" });
+  let columns = WORKERS;
+  let workers = table("Workers", columns);
+  const workerBox = scrolling("Workers", true, workers.whole);
+  const drain = {
+    head: "do",
+    cell: (each) => (each.rank > 0 && each.state === "alive" ? make("button", {
+      type: "button", class: "plain", "aria-label": `Drain ${each.name}`,
+      onclick: () => context.confirmed(`Drain worker ${each.name}? Nothing new is placed there; when its calls are over it leaves, and its ${count(each.actors, "actor")} move, begin anew or end, as their options say.`,
+        "Drain", "drain", each.name, (text) => { done.textContent = text; }),
+    }, "Drain ...") : null),
+  };
   const classes = table("Actors by class", CLASSES);
   const more = make("p", { class: "faint" });
   const classHead = make("h2", {}, "Actors by class");
   const classBox = scrolling("Actors by class", false, classes.whole);
   element.append(
     make("h2", {}, "What is wrong"), findings,
-    make("h2", {}, "Workers"), scrolling("Workers", true, workers.whole), more,
+    make("h2", {}, "Workers"), done, workerBox, more,
     classHead, classBox,
   );
   let links = "";
@@ -53,7 +64,14 @@ export function nowView(element) {
         said = text;
         findings.replaceChildren(...sayFindings(now));
       }
-      workers.body.replaceChildren(...now.workers.map((each) => row(WORKERS, each, { title: each.reason || null })));
+      if (now.actions && !context.saved && columns === WORKERS) {
+        columns = [...WORKERS, drain];
+        workers = table("Workers", columns);
+        workerBox.replaceChildren(workers.whole);
+      }
+      if (!workers.body.contains(document.activeElement)) {
+        workers.body.replaceChildren(...now.workers.map((each) => row(columns, each, { title: each.reason || null })));
+      }
       const left = (now.worker_count || 0) - now.workers.length;
       more.textContent = left > 0 ? `... and ${count(left, "worker")} more, all alive` : "";
       classHead.hidden = classBox.hidden = now.classes.length === 0;
@@ -100,7 +118,8 @@ export function actorsView(element, context) {
   const filter = make("input", { type: "search", id: "actor-filter", value: context.parameters.get("q") || "", oninput: changed });
   const said = make("p", { class: "faint", role: "status" });
   const box = scrolling("Actors", true);
-  const columns = ACTORS;
+  const done = make("p", { role: "status" });
+  let columns = ACTORS;
   let body = null;
   let asked = 0;
   let shown = 0;
@@ -153,10 +172,28 @@ export function actorsView(element, context) {
     late = true;
     setTimeout(() => { late = false; ask(); }, 60);
   });
+  const act = (each, verb, what, question) => make("button", {
+    type: "button", class: "plain", "aria-label": `${verb} ${each.title}`,
+    onclick: () => context.confirmed(question, verb, what, each.id, (text) => { done.textContent = text; }),
+  }, `${verb} ...`);
+  const actions = {
+    head: "do",
+    cell: (each) => (each.state === "DEAD" ? null : make("span", {},
+      act(each, "Kill", "kill", `Kill ${each.title}? It does not begin anew; its calls, ${figure(each.waiting)} of which wait, fail.`), " ",
+      each.again ? act(each, "Restart", "restart", `End ${each.title}, and have it begin anew? Calls that run fail, or are repeated, as its options say.`) : null)),
+  };
   element.append(make("form", { role: "search", onsubmit: (event) => event.preventDefault() },
-    make("label", { for: "actor-filter" }, "Filter: actor, class, worker, state or id", filter)), said, box);
+    make("label", { for: "actor-filter" }, "Filter: actor, class, worker, state or id", filter)), said, done, box);
   build();
-  return { update: ask };
+  return {
+    update(now) {
+      if (now.actions && !context.saved && columns === ACTORS) {
+        columns = [...ACTORS, actions];
+        build();
+      }
+      if (!body.contains(document.activeElement)) ask();
+    },
+  };
 }
 
 // -- stacks ------------------------------------------------------------------------------------------------------
