@@ -25,7 +25,7 @@ from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
 from actorrpc.observe.trace import Recording, write
-from actorrpc.observe.visitor import Target
+from actorrpc.observe.visitor import KeptVisits, Target
 
 __all__ = ["main"]
 
@@ -338,7 +338,11 @@ def _looks(found: argparse.Namespace, parts: list[str]) -> list[GroupLook]:
 
 
 def _looks_at(
-    groups: list[FoundGroup], parts: list[str], timeout: float, begin: dict[str, int] | None = None
+    groups: list[FoundGroup],
+    parts: list[str],
+    timeout: float,
+    begin: dict[str, int] | None = None,
+    kept: KeptVisits | None = None,
 ) -> list[GroupLook]:
     seen: set[str] = set()
     looks = []
@@ -346,7 +350,7 @@ def _looks_at(
         names = {each.record.incarnation for each in group.targets if each.record is not None}
         if names and names <= seen:
             continue
-        made = look(group, parts, timeout, begin=begin)
+        made = look(group, parts, timeout, begin=begin, kept=kept)
         seen |= made.answers.keys()
         if made.answers:
             looks.append(made)
@@ -588,9 +592,11 @@ def _dashboard(found: argparse.Namespace) -> int:
         raise _NotThereError("pip install 'actorrpc[dashboard]': starlette and uvicorn serve it") from None
     feed = importlib.import_module("actorrpc.cli.dashboard.feed").Feed
 
+    kept = KeptVisits()
+
     def see(parts: list[str], begin: dict[str, int] | None = None) -> GroupLook:
         patience = max(found.timeout, _RECORDS_S) if "records" in parts else found.timeout
-        return _looks_at(groups, parts, patience, begin)[0]
+        return _looks_at(groups, parts, patience, begin, kept)[0]
 
     def say(link: str) -> None:
         if found.json:
@@ -601,7 +607,7 @@ def _dashboard(found: argparse.Namespace) -> int:
 
     tls = (found.tls_cert, found.tls_key) if found.tls_cert else None
     served = server.Dashboard(
-        feed(see, lambda: groups, acts=found.allow_actions),
+        feed(see, lambda: groups, acts=found.allow_actions, rest=kept.close),
         found.bind,
         found.port,
         say=say,

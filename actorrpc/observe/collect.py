@@ -80,6 +80,9 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         found["process"] = _process(worker)
     if "members" in parts:
         found["members"] = member_records(worker)
+        found["members_all"] = worker.cluster is not None or (
+            worker.group is not None and worker.group.is_fixed
+        )
     if "resources" in parts and worker.cluster is not None:
         found["resources"] = resources.book(worker.cluster)
     if (

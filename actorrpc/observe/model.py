@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -372,47 +373,63 @@ def plain(value: Any) -> Any:
 # -- of what workers answer ------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _types_of(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
 _WRONG: Final = object()
+_Check = Callable[[Any], Any]  # returns a value as a field wants it, or _WRONG
+
+
+@functools.cache
+def _fields_of(kind: Any) -> tuple[tuple[str, Any, _Check], ...]:
+    """Return name, type and check of each field: made once, as there are thousands of objects in a look."""
+    return tuple((name, wanted, _check_of(wanted)) for name, wanted in typing.get_type_hints(kind).items())
 
 
 def made_of(kind: type[T], row: Any) -> T:
     """Return an object of a class of this module, made of a dict of plain values that another process has sent."""
     found: dict[str, Any] = {}
     if isinstance(row, dict):
-        for name, wanted in _types_of(typing.cast(Any, kind)).items():
-            if name in row:
-                value = _value(wanted, row[name])
-                if value is not _WRONG:
-                    found[name] = value
+        for name, wanted, check in _fields_of(typing.cast(Any, kind)):
+            if name not in row:
+                continue
+            value = row[name]
+            if type(value) is not wanted:  # most are as they should be
+                value = check(value)
+            if value is not _WRONG:
+                found[name] = value
     return kind(**found)
 
 
-def _value(wanted: Any, value: Any) -> Any:
-    """Return a value as a field wants it, or ``_WRONG``."""
+def _check_of(wanted: Any) -> _Check:
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        wanted = next(each for each in typing.get_args(wanted) if each is not type(None))
-        origin = typing.get_origin(wanted)
+        check = _check_of(next(each for each in typing.get_args(wanted) if each is not type(None)))
+        return lambda value: None if value is None else check(value)
     if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            return _WRONG
         part = typing.get_args(wanted)[0]
-        return tuple(each for each in (_value(part, one) for one in value) if each is not _WRONG)
+        return functools.partial(_tuple_of, _check_of(part))
     if origin is dict:
-        if not isinstance(value, dict):
-            return _WRONG
         part = typing.get_args(wanted)[1]
-        rows = {key: _value(part, each) for key, each in value.items() if isinstance(key, str)}
-        return {key: each for key, each in rows.items() if each is not _WRONG}
+        return functools.partial(_dict_of, _check_of(part))
     if dataclasses.is_dataclass(wanted):
-        return made_of(typing.cast("type[Any]", wanted), value)
+        return functools.partial(made_of, typing.cast("type[Any]", wanted))
+    return functools.partial(_plain, wanted)
+
+
+def _tuple_of(check: _Check, value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return _WRONG
+    if not value:
+        return ()
+    return tuple(each for each in map(check, value) if each is not _WRONG)
+
+
+def _dict_of(check: _Check, value: Any) -> Any:
+    if not isinstance(value, dict):
+        return _WRONG
+    rows = {key: check(each) for key, each in value.items() if isinstance(key, str)}
+    return {key: each for key, each in rows.items() if each is not _WRONG}
+
+
+def _plain(wanted: type, value: Any) -> Any:
     if wanted is float and type(value) is int:
         return float(value)
     return value if type(value) is wanted else _WRONG

@@ -48,9 +48,10 @@ class FakeGroup:
     records: list[list[Any]] = field(default_factory=list)
     calls: int = 0
     problem: str = ""
+    is_well: bool = False  # the second worker answers, too
 
     def see(self, parts: list[str], begin: dict[str, int] | None = None) -> GroupLook:
-        self.asked.append(parts)
+        self.asked.append(list(parts))
         self.begun.append(begin)
         if self.problem:
             raise RpcError(self.problem)
@@ -73,7 +74,10 @@ class FakeGroup:
         silent = Silent("stopped", "a signal has stopped it")
         targets = [Target(record=well, addresses=[], key=None)]
         group = FoundGroup(what="a fake", program=SCRIPT, pids=[100], targets=targets)
-        return GroupLook(group, {well.incarnation: (well, answer), ill.incarnation: (ill, silent)}, 0.001)
+        other = {"process": dict(answer["process"])} if self.is_well else silent
+        if "actors" not in parts and parts:
+            del answer["actors"]
+        return GroupLook(group, {well.incarnation: (well, answer), ill.incarnation: (ill, other)}, 0.001)
 
     def feed(self, every: float = 0.01, *, acts: bool = False) -> Feed:
         return Feed(self.see, self.groups, every, acts=acts)

@@ -47,10 +47,21 @@ def nothing(number: int, problem: str) -> dict[str, Any]:
     return {"number": number, "problem": _cut(problem), "workers": [], "findings": [], "classes": []}
 
 
-def now(number: int, picture: Picture, before: Picture | None) -> dict[str, Any]:
-    """Return what the first view shows: workers, classes of actors, and what is wrong."""
+def now(
+    number: int, picture: Picture, before: Picture | None, shown: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what the first view shows: workers, classes of actors, and what is wrong.
+
+    Args:
+        before: what was seen the last time.
+        shown: what was returned then, where its actors are those of this picture: what it has of them is still so.
+    """
     state, group = picture.state, picture.group
-    counts = Counter(each.worker for each in state.actors if each.worker and each.state != "DEAD")
+    counts = (
+        Counter(each.worker for each in state.actors if each.worker and each.state != "DEAD")
+        if shown is None
+        else {each["name"]: each["actors"] for each in shown["workers"]}
+    )
     old = {each.pid: each for each in before.state.workers} if before is not None else {}
     # Those that are not well are shown in any case.
     workers = sorted(state.workers, key=lambda each: each.state == "alive")[:_WORKERS]
@@ -63,9 +74,11 @@ def now(number: int, picture: Picture, before: Picture | None) -> dict[str, Any]
         "pid": group.pids[0] if group.pids else 0,
         "took": _figure(state.took),
         "worker_count": len(state.workers),
-        "actor_count": sum(each.state != "DEAD" for each in state.actors),
-        "workers": [_worker(each, old.get(each.pid), counts[each.name]) for each in workers],
-        "classes": _classes(state.actors),
+        "actor_count": sum(each.state != "DEAD" for each in state.actors)
+        if shown is None
+        else shown["actor_count"],
+        "workers": [_worker(each, old.get(each.pid), counts.get(each.name, 0)) for each in workers],
+        "classes": _classes(state.actors) if shown is None else shown["classes"],
         "training": _training(state.workers),
         "wrong_count": sum(each.wrong for each in picture.findings),
         "findings": [_finding(each) for each in picture.findings[:_FINDINGS]],

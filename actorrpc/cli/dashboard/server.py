@@ -11,7 +11,6 @@ import asyncio
 import base64
 import gzip
 import hashlib
-import json
 import re
 import socket
 import ssl
@@ -33,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from actorrpc.cli.dashboard import payloads
 from actorrpc.cli.dashboard.access import Access, is_loopback
 from actorrpc.cli.dashboard.actions import request_of
-from actorrpc.cli.dashboard.feed import Feed
+from actorrpc.cli.dashboard.feed import Feed, encoded
 from actorrpc.errors import ConfigError, RpcError
 
 __all__ = ["Dashboard", "make_app"]
@@ -121,7 +120,7 @@ class _RequestGuard:
 
 
 def _json(request: Request, value: Any) -> Response:
-    body = json.dumps(value, separators=(",", ":")).encode("ascii")
+    body = encoded(value)
     headers = {"Vary": "Accept-Encoding"}
     if len(body) > _SMALL and _takes_gzip(request):
         body = gzip.compress(body, 5, mtime=0)
@@ -224,7 +223,10 @@ def make_app(
         if refused is not None:
             return refused
         look = await feed.after(_number(_query(request), "after", 1 << 30))
-        return _json(request, look.now)
+        if _takes_gzip(request):
+            packed = {"Vary": "Accept-Encoding", "Content-Encoding": "gzip"}
+            return Response(look.packed(), headers=packed, media_type="application/json")
+        return Response(look.body(), headers={"Vary": "Accept-Encoding"}, media_type="application/json")
 
     async def events(request: Request) -> Response:
         nonlocal streams
@@ -244,8 +246,7 @@ def make_app(
                 while access.knows(cookie) and not ends():
                     look = await feed.after(number)
                     number = look.number
-                    data = json.dumps(look.now, separators=(",", ":")).encode("ascii")
-                    event = b"data: " + data + b"\n\n"
+                    event = b"data: " + look.body() + b"\n\n"
                     yield (
                         event if packer is None else packer.compress(event) + packer.flush(zlib.Z_SYNC_FLUSH)
                     )
@@ -272,6 +273,7 @@ def make_app(
             _number(query, "first", 1 << 30),
             _number(query, "most", _ROWS) or _ROWS,
         )
+        found["age"] = look.now.get("actors_age", 0.0)
         return _json(request, {"number": look.number, "problem": look.problem, **found})
 
     async def calls(request: Request) -> Response:

@@ -163,7 +163,7 @@ export function actorsView(element, context) {
       ...found.rows.map((each, place) => row(columns, each, { class: "row", "aria-rowindex": String(found.first + place + 2) })),
       space(after),
     );
-    const text = found.problem || `${count(found.matches, "actor")}${found.matches === found.total ? "" : ` of ${figure(found.total)}`}`;
+    const text = found.problem || `${count(found.matches, "actor")}${found.matches === found.total ? "" : ` of ${figure(found.total)}`}${found.age >= 1.5 ? `, as they were ${found.age.toFixed(0)} s ago` : ""}`;
     if (said.textContent !== text) said.textContent = text;
   }
 
