@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.limit(180),
     pytest.mark.skipif(_CHROMIUM is None, reason="there is no chromium: apt-get install chromium"),
 ]
+_AXE = Path(sys.prefix, "share", "axe-core", "axe.min.js")  # as .ci/browser has put it there
 _MARKUP = "<img src=x onerror=alert(1)>"
 _PIXELS = """() => {
   const canvas = document.querySelector("canvas");
@@ -110,6 +111,38 @@ def job(tmp_path: Path) -> Iterator[Path]:
         yield gate
         open_gate(gate)
         actorrpc.get(calls)
+
+
+def _hindrances(page: Any) -> list[str]:
+    """What axe-core finds that keeps people from using the page as it is now."""
+    found = page.evaluate("axe.run(document, { preload: false })")
+    assert len(found["passes"]) > 10  # it has looked
+    return [f"{each['id']}: {node['html'][:200]}" for each in found["violations"] for node in each["nodes"]]
+
+
+@pytest.mark.skipif(not _AXE.exists(), reason="axe-core is not there: .ci/browser gets it")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_keeps_people_from_using_a_view(browser: Any, job: Path, scheme: str) -> None:
+    found = {}
+    with _viewer("--allow-actions") as link:
+        seen = _Seen(browser, color_scheme=scheme)
+        page = seen.page
+        page.goto(link)
+        page.get_by_role("cell", name="driver", exact=True).wait_for()
+        page.evaluate(_AXE.read_text())
+        for view in _VIEWS:
+            page.get_by_role("link", name=view.capitalize(), exact=True).click()
+            if view == "stacks":
+                page.get_by_role("button", name="Take stacks").click()
+            page.get_by_text(_SHOWS[view] if view != "calls" else "0 rows").first.wait_for()
+            found[view] = _hindrances(page)
+            if view == "actors":
+                page.get_by_role("button", name="Kill").first.click()
+                page.get_by_role("dialog").wait_for()
+                found["dialog"] = _hindrances(page)
+                page.keyboard.press("Escape")
+        seen.context.close()
+    assert {view: each for view, each in found.items() if each} == {}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
