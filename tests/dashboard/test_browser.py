@@ -229,6 +229,7 @@ def test_each_view_is_saved_as_one_file_that_asks_nobody(browser: Any, job: Path
             if view == "stacks":
                 page.get_by_role("button", name="Take stacks").click()
             if view == "calls":
+                page.get_by_text("0 rows").wait_for()  # from now on they count
                 actorrpc.get(actorrpc.get_actor(f"{_MARKUP} 1").get.remote())
             page.get_by_text(_SHOWS[view]).first.wait_for()
             with page.expect_download() as file:
