@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -334,3 +335,29 @@ def test_where_nobody_looks_any_more_connections_are_closed(monkeypatch: pytest.
 
     asyncio.run(look())
     assert rests == [len(group.asked)]
+
+
+def test_who_comes_while_connections_are_closed_is_shown_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feed_module, "_IDLE_S", 0.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def rest() -> None:
+        begun.set()
+        assert go_on.wait(10)
+
+    async def look() -> tuple[int, int]:
+        group = FakeGroup()
+        feed = Feed(group.see, group.groups, 0.001, rest=rest)
+        first = await feed.after(0)
+        assert await asyncio.to_thread(begun.wait, 10)
+        coming = asyncio.create_task(feed.after(first.number))
+        await asyncio.sleep(0)  # it waits now
+        go_on.set()
+        second = await asyncio.wait_for(coming, 10)
+        await feed.close()
+        return first.number, second.number
+
+    first, second = asyncio.run(look())
+    assert second == first + 1
