@@ -81,7 +81,7 @@ def _place(frame: FrameType | None) -> str:
         code = frame.f_code
         found.append(f"{code.co_name} at {os.path.basename(code.co_filename)}:{frame.f_lineno}")
         frame = frame.f_back
-    return " < ".join(found) or "at its end"
+    return " < ".join(found)
 
 
 class Agent:
@@ -623,8 +623,11 @@ class Agent:
         spinner.close()
         signals.uninstall(self._put_off)
         codec.restrict(-self.settings.data_only)
+        stacks = sys._current_frames()
+        left = [
+            each for each in left if each.ident in stacks
+        ]  # the others are at their ends, and get no processor
         if left:
-            stacks = sys._current_frames()
             where = ", ".join(f"{each.name} ({_place(stacks.get(each.ident or 0))})" for each in left)
             _log.warning("threads of %r are still in user code after shutdown: %s", self.name, where)
 

@@ -1,8 +1,8 @@
 """The commands and their arguments: :func:`main`.
 
 Exit status: 0, all is well, or what was asked for has been shown; 1, something is wrong, and was said; 2, there is no such group,
-worker or actor, or the arguments cannot be used. No command changes anything in a job or runs code of its users, and none waits
-behind the calls of its actors.
+worker or actor, or the arguments cannot be used. No command changes anything in a job (but ``dashboard --allow-actions``) or runs
+code of its users, and none waits behind the calls of its actors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import os
+import select
 import sys
 import threading
 import time
@@ -24,12 +25,13 @@ from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
 from actorrpc.observe.trace import Recording, write
-from actorrpc.observe.visitor import Target
+from actorrpc.observe.visitor import KeptVisits, Target
 
 __all__ = ["main"]
 
 _PARTS: Final = ["process", "actors", "supervised", "holders"]
 _MAX_RATE_HZ: Final = 1000
+_RECORDS_S: Final = 10.0  # how long workers may take to send the records of their flight recorders
 _FOUND: Final = 0
 _WRONG: Final = 1
 _NOTHING: Final = 2
@@ -156,7 +158,7 @@ def _parser() -> _CommandParser:
         "write what the flight recorders have of the last calls into a file for https://ui.perfetto.dev or chrome://tracing",
         "Costs each worker some milliseconds for 10 000 calls.",
     )
-    trace.set_defaults(timeout=10.0)
+    trace.set_defaults(timeout=_RECORDS_S)
     trace.add_argument(
         "--seconds", type=_seconds, metavar="S", help="wait so long first, and leave out what was over before"
     )
@@ -233,6 +235,19 @@ def _parser() -> _CommandParser:
         default=[],
         metavar="NAME",
         help="further name that the page may be reached by, as that of a proxy; may be repeated",
+    )
+
+    page.add_argument(
+        "--allow-actions",
+        action="store_true",
+        help="those who have the page may also kill and restart actors, and drain workers; by default it only shows",
+    )
+    page.add_argument(
+        "--ends-with",
+        type=int,
+        default=0,
+        metavar="PID",
+        help="end when this process does, which has started this one, as init(dashboard=True) has it",
     )
 
     run = commands.add_parser(
@@ -322,14 +337,20 @@ def _looks(found: argparse.Namespace, parts: list[str]) -> list[GroupLook]:
     return _looks_at(_groups(found), parts, found.timeout)
 
 
-def _looks_at(groups: list[FoundGroup], parts: list[str], timeout: float) -> list[GroupLook]:
+def _looks_at(
+    groups: list[FoundGroup],
+    parts: list[str],
+    timeout: float,
+    begin: dict[str, int] | None = None,
+    kept: KeptVisits | None = None,
+) -> list[GroupLook]:
     seen: set[str] = set()
     looks = []
     for group in groups:
         names = {each.record.incarnation for each in group.targets if each.record is not None}
         if names and names <= seen:
             continue
-        made = look(group, parts, timeout)
+        made = look(group, parts, timeout, begin=begin, kept=kept)
         seen |= made.answers.keys()
         if made.answers:
             looks.append(made)
@@ -561,6 +582,9 @@ def _is_one(groups: list[FoundGroup]) -> bool:
 def _dashboard(found: argparse.Namespace) -> int:
     if bool(found.tls_cert) != bool(found.tls_key):
         raise _NotThereError("--tls-cert and --tls-key belong together")
+    parent = os.pidfd_open(found.ends_with) if found.ends_with else -1
+    if found.ends_with and os.getppid() != found.ends_with:
+        return _FOUND  # it is gone; that number may be another one's by now
     groups = _one_group(found)
     try:
         server = importlib.import_module("actorrpc.cli.dashboard.server")
@@ -568,20 +592,40 @@ def _dashboard(found: argparse.Namespace) -> int:
         raise _NotThereError("pip install 'actorrpc[dashboard]': starlette and uvicorn serve it") from None
     feed = importlib.import_module("actorrpc.cli.dashboard.feed").Feed
 
-    def see(parts: list[str]) -> GroupLook:
-        return _looks_at(groups, parts, found.timeout)[0]
+    kept = KeptVisits()
+
+    def see(parts: list[str], begin: dict[str, int] | None = None) -> GroupLook:
+        patience = max(found.timeout, _RECORDS_S) if "records" in parts else found.timeout
+        return _looks_at(groups, parts, patience, begin, kept)[0]
 
     def say(link: str) -> None:
         if found.json:
             _print([json.dumps({"link": link})])
         else:
-            _print([f"{link}\n  works once; the next one comes here when it was used. Ctrl-C ends the page."])
+            how = "" if found.ends_with else " Ctrl-C ends the page."
+            _print([f"{link}\n  works once; the next one comes here when it was used.{how}"])
 
     tls = (found.tls_cert, found.tls_key) if found.tls_cert else None
-    server.Dashboard(
-        feed(see, lambda: groups), found.bind, found.port, say=say, names=found.allow_host, tls=tls
-    ).run()
+    served = server.Dashboard(
+        feed(see, lambda: groups, acts=found.allow_actions, rest=kept.close),
+        found.bind,
+        found.port,
+        say=say,
+        names=found.allow_host,
+        tls=tls,
+    )
+    if parent >= 0:
+        threading.Thread(target=_wait_for_end, args=(parent, served.stop), name="parent", daemon=True).start()
+    served.run()
     return _FOUND
+
+
+def _wait_for_end(pidfd: int, then: Callable[[], None]) -> None:
+    """Call a function when a process has ended."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.poll()
+    then()
 
 
 def _run(found: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from actorrpc.cli.text import amount, count, folded, say_call, span, stack_lines, table
-from actorrpc.observe.findings import findings
+from actorrpc.observe.findings import in_order, of_actors, of_workers
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.observe.trace import TraceSummary
@@ -52,12 +52,14 @@ class Picture:
 
     Attributes:
         callers: what executions are, in words, by what names them in the group.
+        about_actors: those of the findings that are about actors.
     """
 
     group: FoundGroup
     state: GroupState
     findings: tuple[Finding, ...]
     callers: Mapping[str, str]
+    about_actors: tuple[Finding, ...] = ()
 
     @classmethod
     def of(cls, look: GroupLook) -> Picture:
@@ -69,7 +71,23 @@ class Picture:
             for call in actor.running
             if call.execution
         }
-        return cls(look.group, state, tuple(findings(state)), callers)
+        about_actors = tuple(of_actors(state))
+        found = in_order([*of_workers(state), *about_actors])
+        return cls(look.group, state, tuple(found), callers, about_actors)
+
+    def with_workers(self, look: GroupLook) -> Picture | None:
+        """Return this picture with its workers as a look at them alone has them; None where it is to be looked at whole.
+
+        That is where a worker has come or gone, or is not alive, which says something of its actors.
+        """
+        seen = look.state
+        names = [(each.name, each.pid) for each in self.state.workers]
+        if [(each.name, each.pid) for each in seen.workers] != names:
+            return None
+        if any(each.state != "alive" for each in (*seen.workers, *self.state.workers)):
+            return None
+        found = in_order([*of_workers(seen), *self.about_actors])
+        return replace(self, state=replace(seen, actors=self.state.actors), findings=tuple(found))
 
     @property
     def is_wrong(self) -> bool:

@@ -29,6 +29,7 @@ from actorrpc.agent.context import Worker, on_fork
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
+from actorrpc.cluster import page as page_module
 from actorrpc.cluster.driver import Cluster, Directory, Reception
 from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.long_wait import LongWait, some
@@ -64,13 +65,13 @@ _GRACE_S: Final = 5.0  # how long a graceful end may take, where no time-out is 
 _LAST_S: Final = 0.5  # how long processes may take at least, however long their actors took
 _TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again
 _SETTINGS: Final = checks_of(Settings)
-_NO_DASHBOARD: Final = "there is no dashboard"
+_PAGE: Final = "say dashboard=True, or dashboard='127.0.0.1:PORT', for the page of actorrpc dashboard"
 _OWN_LOGGING: Final = "configure Python's logging; this package's loggers are below 'actorrpc'"
 #: what Ray's init takes and this one does not, and what to do instead
 _OF_RAY: Final = {
-    "dashboard_host": _NO_DASHBOARD,
-    "dashboard_port": _NO_DASHBOARD,
-    "include_dashboard": _NO_DASHBOARD,
+    "dashboard_host": _PAGE,
+    "dashboard_port": _PAGE,
+    "include_dashboard": _PAGE,
     "object_store_memory": "there is no object store: values stay with their owner, and large tensors go through "
     "shared memory (lane_bytes)",
     "local_mode": "actors always run in processes; to debug, call the class itself",
@@ -135,6 +136,7 @@ def init(
     name: str | None = None,
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
     join_timeout: float = 30.0,
+    dashboard: bool | str = False,
     **settings: Any,
 ) -> ClusterContext:
     """Start a cluster: this process becomes its driver. Or join the one at ``address``, or the one of a launcher.
@@ -169,6 +171,8 @@ def init(
         name: this worker's name; default ``"driver"``, or what joins call themselves.
         rpc_timeout: the default time-out of calls (``rpc_sync`` and the like), in seconds; 0 means none.
         join_timeout: how long joining, and waiting for the ranks of a launcher, may take, in seconds.
+        dashboard: also serve the page of ``actorrpc dashboard`` (extra ``dashboard``), by a process of its own that prints a link
+            on stderr and ends with the cluster, or with this process. True: at 127.0.0.1 and any port; or ``"127.0.0.1:8265"``.
         settings: fields of :class:`actorrpc.config.Settings`, for all processes of the cluster.
 
     Raises:
@@ -185,10 +189,16 @@ def init(
             raise ConfigError(f"address={address!r} is for engine='ray', not {engine!r}")
         engine, engine_options = "ray", {**(engine_options or {}), "address": address}
         address = None
+    page = page_module.listens_at(dashboard)
     running = api.what()
     if running is not None:
         return _found_running(running, ignore_reinit_error)
     if address is not None:
+        if page is not None:
+            raise ConfigError(
+                "address= joins a cluster, and its driver has the page: say dashboard= there, or run: "
+                f"actorrpc dashboard --connect {address}"
+            )
         if listen is not None or engine is not None:
             raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
         _known(settings)
@@ -202,7 +212,8 @@ def init(
     }
     launched = join_module.of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
-        return _launched(launched, spmd, means, join_timeout, settings, given)
+        context = _launched(launched, spmd, means, join_timeout, settings, given)
+        return _with_page(context, page if launched.rank == 0 else None)
     if spmd and launched is None:
         raise ConfigError(
             "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is none: "
@@ -218,7 +229,7 @@ def init(
         }
     found = registry.find(engine, engine_options or {})
     try:
-        return _drive(
+        context = _drive(
             listen,
             found,
             means,
@@ -231,6 +242,17 @@ def init(
         if found is not None:
             found.end(False, 0.0)
         raise
+    return _with_page(context, page)
+
+
+def _with_page(context: ClusterContext, page: tuple[str, int] | None) -> ClusterContext:
+    if page is not None:
+        try:
+            page_module.start(page)
+        except BaseException:
+            api.shutdown(False)
+            raise
+    return context
 
 
 def _found_running(running: str, ignore: bool) -> ClusterContext:

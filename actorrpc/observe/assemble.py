@@ -125,6 +125,7 @@ _OF_ITS_WORKER = [
     "failed",
     "latest",
     "mailbox",
+    "max_restarts",
     "p50",
     "p99",
     "pid",

@@ -30,6 +30,7 @@ from actorrpc.actors.supervision.record import LifetimeToken
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
+from actorrpc.autograd.contexts import Context
 from actorrpc.cluster import resources
 from actorrpc.flight_recorder import EXECUTED
 from actorrpc.observe import processes
@@ -51,6 +52,7 @@ _FRAMES: Final = 100  # of one stack
 _CALLS: Final = 100  # of one worker, or one actor
 _CONNECTIONS: Final = 1000
 _STREAMS: Final = 50
+_CONTEXTS: Final = 20
 _DEAD: Final = 1000  # actors of one supervisor
 _TEXT: Final = 2000  # characters of one text
 _BYTES: Final = 512 << 10  # of lines in one answer, about
@@ -84,6 +86,9 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         found["process"] = _process(worker)
     if "members" in parts:
         found["members"] = member_records(worker)
+        found["members_all"] = worker.cluster is not None or (
+            worker.group is not None and worker.group.is_fixed
+        )
     if "resources" in parts and worker.cluster is not None:
         found["resources"] = resources.book(worker.cluster)
     if (
@@ -108,6 +113,8 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
 
 def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int], first: int) -> None:
     flights = worker.agent.flights
+    if first < 0:  # so many of the last ones
+        first = 0 if flights is None else max(0, flights.total + first)
     rows = [] if flights is None else flights.since(first, _RECORDS)
     found["records"] = rows
     found["recorder"] = {
@@ -177,6 +184,7 @@ def _process(worker: Worker) -> dict[str, Any]:
     if worker.autograd is not None:
         contexts = list(worker.autograd.contexts.live.values())
         found["autograd"] = {"contexts": len(contexts), "passes": sum(len(each.passes) for each in contexts)}
+        found["contexts"] = [_context(each, now) for each in contexts[-_CONTEXTS:]]
     if worker.actors is not None:
         producers = sorted(worker.actors.streams.all(), key=lambda each: not each.pause)
         found["streams"] = [_stream(each) for each in producers[:_STREAMS]]
@@ -258,6 +266,20 @@ def _plain_call(execution: Execution, now: float) -> dict[str, Any]:
         "execution": f"{execution.chain:016x}",
         "chain": [f"{each:016x}" for each in execution.path[:-1]],
         "waits_for": [_say_awaited(each) for each in nested[:10]],
+    }
+
+
+def _context(context: Context, now: float) -> dict[str, Any]:
+    # list() is one step: other threads change the dict meanwhile, and nothing is to be locked for a look.
+    senders = Counter([each.sink.worker.rank for each in list(context.receipts.values())])
+    return {
+        "context": f"{context.id:x}",
+        "origin": context.origin,
+        "idle": max(0.0, now - context.touched),
+        "sent": len(context.sends),
+        "received": {str(rank): number for rank, number in senders.most_common(_CONNECTIONS)},
+        "leaves": len(context.gradients),
+        "passes": len(context.passes),
     }
 
 
@@ -343,6 +365,7 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
         "state": hosted.state,
         "supervisor": spec.card.supervisor_name,
         "detached": spec.options.lifetime == "detached",
+        "max_restarts": spec.options.max_restarts,
         "age": now - hosted.begun,
         "calls_done": max(0, hosted.calls - sum(each["method"] != "__init__" for each in running)),
         "mailbox": mailbox,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker
 
-__all__ = ["findings"]
+__all__ = ["findings", "in_order", "of_actors", "of_workers"]
 
 _LONG_S: Final = 10.0  # a call that has waited longer than this for its turn is said
 _MANY: Final = 100  # calls that wait for one actor are said
@@ -24,6 +25,16 @@ _SHOWN: Final = 20
 
 def findings(state: GroupState) -> list[Finding]:
     """Return what there is to say, faults first."""
+    return in_order([*of_workers(state), *of_actors(state)])
+
+
+def in_order(found: Iterable[Finding]) -> list[Finding]:
+    """Return findings as they are shown."""
+    return sorted(found, key=lambda each: (not each.wrong, each.kind == "stream"))
+
+
+def of_workers(state: GroupState) -> list[Finding]:
+    """Return what there is to say of the workers."""
     found: list[Finding] = []
     for worker in state.workers:
         found += _of_worker(worker, state)
@@ -35,12 +46,6 @@ def findings(state: GroupState) -> list[Finding]:
                     kind="deadlock", wrong=True, what=f"worker {worker.name!r} has broken a deadlock: {text}"
                 )
             )
-    dead = [actor for actor in state.actors if actor.state == "DEAD" and not _is_wanted(actor)]
-    found += [_of_dead(actor) for actor in dead[:_SHOWN]]
-    if len(dead) > _SHOWN:
-        found.append(Finding(kind="actor", wrong=True, what=f"{len(dead) - _SHOWN} more actors are dead"))
-    for actor in state.actors:
-        found += _of_actor(actor)
     for worker in state.workers:
         found += [
             Finding(
@@ -53,7 +58,19 @@ def findings(state: GroupState) -> list[Finding]:
             for each in worker.streams
             if each.pauses
         ][:_SHOWN]
-    return sorted(found, key=lambda each: not each.wrong)
+    return found
+
+
+def of_actors(state: GroupState) -> list[Finding]:
+    """Return what there is to say of the actors."""
+    found: list[Finding] = []
+    dead = [actor for actor in state.actors if actor.state == "DEAD" and not _is_wanted(actor)]
+    found += [_of_dead(actor) for actor in dead[:_SHOWN]]
+    if len(dead) > _SHOWN:
+        found.append(Finding(kind="actor", wrong=True, what=f"{len(dead) - _SHOWN} more actors are dead"))
+    for actor in state.actors:
+        found += _of_actor(actor)
+    return found
 
 
 _REMEDIES: Final = {

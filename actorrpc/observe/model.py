@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -21,6 +22,7 @@ __all__ = [
     "ObservedActor",
     "ObservedCall",
     "ObservedConnection",
+    "ObservedContext",
     "ObservedHolder",
     "ObservedStream",
     "ObservedWorker",
@@ -186,6 +188,29 @@ class ObservedStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedContext:
+    """What a worker knows of one context of distributed autograd.
+
+    Attributes:
+        context: its id, in hexadecimal digits.
+        origin: the rank of the worker that has made it.
+        idle: seconds since it was last used here.
+        sent: messages with tensors that require grad that left here in it.
+        received: those that have come, by the rank of the worker that sent them: gradients go back on these hops.
+        leaves: tensors of this worker for which it has gradients.
+        passes: backward passes that are under way here.
+    """
+
+    context: str = ""
+    origin: int = -1
+    idle: float = 0.0
+    sent: int = 0
+    received: dict[str, int] = field(default_factory=dict)
+    leaves: int = 0
+    passes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedHolder:
     """A worker that refers to values of a worker, of one kind.
 
@@ -228,7 +253,7 @@ class ObservedWorker:
             memory; at most 1000.
         memory_pool: bytes of the buffers that are in use and kept.
         streams: those produced here, the ones that pause first; ``stream_count`` of all.
-        autograd: contexts and passes of distributed autograd, in numbers.
+        autograd: contexts and passes of distributed autograd, in numbers; ``contexts``: those that were made last.
         deadlocks: circles of calls that were broken here, the last ones: what their errors say.
         tasks: calls of remote functions that run in it.
         threads: its stacks, where they were asked for.
@@ -259,6 +284,7 @@ class ObservedWorker:
     streams: tuple[ObservedStream, ...] = ()
     stream_count: int = 0
     autograd: dict[str, int] = field(default_factory=dict)
+    contexts: tuple[ObservedContext, ...] = ()
     deadlocks: tuple[str, ...] = ()
     tasks: int = 0
     threads: tuple[ThreadStack, ...] = ()
@@ -277,7 +303,7 @@ class ObservedActor:
             run), ``"DEAD"``, or ``"UNKNOWN"``: it lives, and who looks after it does not answer.
         worker, pid: where it lives; empty and 0 where it does not.
         supervisor: the worker that looks after it.
-        restarts: how often it has been made again.
+        restarts: how often it has been made again; ``max_restarts``: how often it may be, as its worker has it (-1: for ever).
         death_cause: why it is dead, or how it died last; empty if it has not.
         detached: it does not end with its creator.
         handles: how many handles each worker has to it, by the worker's name, as far as the one that looks after it knows.
@@ -300,6 +326,7 @@ class ObservedActor:
     pid: int = 0
     supervisor: str = ""
     restarts: int = 0
+    max_restarts: int = 0
     death_cause: str = ""
     detached: bool = False
     handles: dict[str, int] = field(default_factory=dict)
@@ -379,47 +406,63 @@ def plain(value: Any) -> Any:
 # -- of what workers answer ------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _types_of(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
 _WRONG: Final = object()
+_Check = Callable[[Any], Any]  # returns a value as a field wants it, or _WRONG
+
+
+@functools.cache
+def _fields_of(kind: Any) -> tuple[tuple[str, Any, _Check], ...]:
+    """Return name, type and check of each field: made once, as there are thousands of objects in a look."""
+    return tuple((name, wanted, _check_of(wanted)) for name, wanted in typing.get_type_hints(kind).items())
 
 
 def made_of(kind: type[T], row: Any) -> T:
     """Return an object of a class of this module, made of a dict of plain values that another process has sent."""
     found: dict[str, Any] = {}
     if isinstance(row, dict):
-        for name, wanted in _types_of(typing.cast(Any, kind)).items():
-            if name in row:
-                value = _value(wanted, row[name])
-                if value is not _WRONG:
-                    found[name] = value
+        for name, wanted, check in _fields_of(typing.cast(Any, kind)):
+            if name not in row:
+                continue
+            value = row[name]
+            if type(value) is not wanted:  # most are as they should be
+                value = check(value)
+            if value is not _WRONG:
+                found[name] = value
     return kind(**found)
 
 
-def _value(wanted: Any, value: Any) -> Any:
-    """Return a value as a field wants it, or ``_WRONG``."""
+def _check_of(wanted: Any) -> _Check:
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        wanted = next(each for each in typing.get_args(wanted) if each is not type(None))
-        origin = typing.get_origin(wanted)
+        check = _check_of(next(each for each in typing.get_args(wanted) if each is not type(None)))
+        return lambda value: None if value is None else check(value)
     if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            return _WRONG
         part = typing.get_args(wanted)[0]
-        return tuple(each for each in (_value(part, one) for one in value) if each is not _WRONG)
+        return functools.partial(_tuple_of, _check_of(part))
     if origin is dict:
-        if not isinstance(value, dict):
-            return _WRONG
         part = typing.get_args(wanted)[1]
-        rows = {key: _value(part, each) for key, each in value.items() if isinstance(key, str)}
-        return {key: each for key, each in rows.items() if each is not _WRONG}
+        return functools.partial(_dict_of, _check_of(part))
     if dataclasses.is_dataclass(wanted):
-        return made_of(typing.cast("type[Any]", wanted), value)
+        return functools.partial(made_of, typing.cast("type[Any]", wanted))
+    return functools.partial(_plain, wanted)
+
+
+def _tuple_of(check: _Check, value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return _WRONG
+    if not value:
+        return ()
+    return tuple(each for each in map(check, value) if each is not _WRONG)
+
+
+def _dict_of(check: _Check, value: Any) -> Any:
+    if not isinstance(value, dict):
+        return _WRONG
+    rows = {key: check(each) for key, each in value.items() if isinstance(key, str)}
+    return {key: each for key, each in rows.items() if each is not _WRONG}
+
+
+def _plain(wanted: type, value: Any) -> Any:
     if wanted is float and type(value) is int:
         return float(value)
     return value if type(value) is wanted else _WRONG

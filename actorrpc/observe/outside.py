@@ -7,6 +7,8 @@ that does not answer in time is named, with what the kernel says of its process.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import time
@@ -18,11 +20,11 @@ from typing import Any, Final
 import msgpack
 
 from actorrpc.config import Settings, host_and_port
-from actorrpc.errors import AuthenticationError, ConfigError, RpcError
+from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError
 from actorrpc.observe import processes
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
-from actorrpc.observe.visitor import Target, Visit
+from actorrpc.observe.visitor import KeptVisits, Target, Visit
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
@@ -173,26 +175,50 @@ def at_address(text: str) -> FoundGroup:
 
 
 def _ask(
-    target: Target, parts: list[str], begin: dict[str, int] | None, until: float
+    target: Target,
+    parts: list[str],
+    begin: dict[str, int] | None,
+    until: float,
+    kept: KeptVisits | None = None,
 ) -> dict[str, Any] | Silent:
     """Ask one worker; never raises."""
     with_stacks = "threads" in parts
     # Those that cannot answer are to dump their stacks within the same time.
     patience = until - _DUMP_S if with_stacks and target.local_pid else until
     try:
-        visit = Visit(target, patience)
-        try:
-            found = visit.ask(parts, patience, begin)
-            if "records" in parts:
-                found["clock"] = visit.clock(patience)
-            return found
-        finally:
-            visit.close()
+        if kept is not None and (visit := kept.take(target)) is not None:
+            try:
+                return _asked(visit, target, parts, begin, patience, kept)
+            except (ConnectionError, ProtocolError):
+                pass  # the worker has hung up meanwhile, or is another one by now
+        return _asked(Visit(target, patience), target, parts, begin, patience, kept)
     except (OSError, RpcError, ValueError) as error:
         silent = _silence(target, error)
         if with_stacks and silent.state == "busy":
             silent.dump(target.local_pid, until)
         return silent
+
+
+def _asked(
+    visit: Visit,
+    target: Target,
+    parts: list[str],
+    begin: dict[str, int] | None,
+    until: float,
+    kept: KeptVisits | None,
+) -> dict[str, Any]:
+    try:
+        found = visit.ask(parts, until, begin)
+        if "records" in parts:
+            found["clock"] = visit.clock(until)
+    except BaseException:
+        visit.close()
+        raise
+    if kept is None:
+        visit.close()
+    else:
+        kept.keep(target, visit)
+    return found
 
 
 def _silence(target: Target, error: BaseException) -> Silent:
@@ -214,6 +240,7 @@ def look(
     *,
     begin: dict[str, int] | None = None,
     everybody: bool = True,
+    kept: KeptVisits | None = None,
 ) -> GroupLook:
     """Ask all workers of a group.
 
@@ -222,23 +249,30 @@ def look(
         timeout: for all of it, in seconds.
         begin: where to begin with the parts that come in pages.
         everybody: also those that the first ones know of; otherwise only them.
+        kept: visits of the look before, and for the next one.
     """
     begun = time.monotonic()
     until = begun + timeout
     wanted = [*parts, "members"] if everybody else parts
+    seen: set[bytes] = set()  # records of members: each worker sends those of all
     answers: dict[str, Answer] = {}
     asked: set[str] = set()
     descended: set[str] = (
         set()
     )  # of the drivers that have not answered at once, whose children were looked for
-    with ThreadPoolExecutor(_AT_ONCE, "observe") as pool:
+    own = (
+        ThreadPoolExecutor(_AT_ONCE, "observe")
+        if kept is None
+        else contextlib.nullcontext(kept.pool(_AT_ONCE))
+    )
+    with own as pool:
         running: dict[Future[dict[str, Any] | Silent], Target] = {}
 
         def ask(target: Target) -> None:
             name = target.record.incarnation if target.record is not None else repr(target.addresses)
             if name not in asked:
                 asked.add(name)
-                running[pool.submit(_ask, target, wanted, begin, until)] = target
+                running[pool.submit(_ask, target, wanted, begin, until, kept)] = target
 
         def descend(target: Target) -> None:
             """Ask the children of a driver: it does not say who is there."""
@@ -268,16 +302,28 @@ def look(
                 if isinstance(found, Silent):
                     descend(target)
                 elif everybody:
-                    for member in _members(found):
+                    if found.get("members_all") is True:
+                        wanted = parts  # nobody else need say who is there
+                    for member in _members(found, seen):
                         ask(Target.of(member, group.key, target.settings))
+    if kept is not None:
+        kept.keep_only(answers)
     return GroupLook(group, answers, time.monotonic() - begun)
 
 
-def _members(found: dict[str, Any]) -> Iterable[WorkerRecord]:
+@functools.lru_cache(1024)
+def _record(packed: bytes) -> WorkerRecord:
+    return WorkerRecord.from_bytes(packed)  # of most workers, each look sends the same
+
+
+def _members(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord]:
     rows = found.get("members")
     for packed in rows if isinstance(rows, list) else []:
+        if not isinstance(packed, bytes) or packed in seen:
+            continue
+        seen.add(packed)
         try:
-            yield WorkerRecord.from_bytes(packed)
+            yield _record(packed)
         except (RpcError, TypeError):
             continue
 

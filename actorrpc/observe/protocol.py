@@ -1,7 +1,8 @@
 """The question that every process of a group answers, and the answer: two notices with plain values, packed by msgpack.
 
 A question names the parts that are wanted (:data:`PARTS`) and, for those that come in pages, where to begin. An answer has
-at most one page of each, and says under ``"next"`` where the next one begins. Nothing of either is ever unpickled. No I/O.
+at most one page of each, and says under ``"next"`` where the next one begins. Records can be
+asked for from their end: -100 are the last 100. Nothing of either is ever unpickled. No I/O.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ import msgpack
 
 from actorrpc.errors import ProtocolError
 
-__all__ = ["ANSWER", "ASK", "PARTS", "merge", "pack", "unpack"]
+__all__ = ["ACT", "ACTED", "ACTING", "ANSWER", "ASK", "PARTS", "is_acting", "merge", "pack", "unpack"]
 
 ASK: Final = "observe"
 ANSWER: Final = "observed"
+#: the request of one who acts (:mod:`actorrpc.observe.actions`): ``{"id", "do", "whom"}``; answer: ``{"id", "problem"}``
+ACT: Final = "act"
+ACTED: Final = "acted"
+#: how the names of visitors begin that act
+ACTING: Final = "acting-visitor-"
 
 #: ``process``: the process and its connections; ``actors``: those that live there; ``supervised``: the table of those that it
 #: looks after; ``holders``: who refers to the values that it owns; ``threads``: stacks; ``members``: the records of the
@@ -31,6 +37,11 @@ PARTS: Final = frozenset(
 
 PAGED: Final = ("actors", "supervised", "holders", "threads", "logs", "records")
 _MOST: Final = 4 << 20
+
+
+def is_acting(name: str) -> bool:
+    """Say whether a visitor of this name has said that it acts."""
+    return name.startswith(ACTING)
 
 
 def pack(value: dict[str, Any]) -> bytes:

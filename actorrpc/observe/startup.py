@@ -23,8 +23,9 @@ from actorrpc.errors import ConfigError
 from actorrpc.futures import Future
 from actorrpc.group.rendezvous import Rendezvous
 from actorrpc.observe import collect, dumps
+from actorrpc.observe.actions import asked_to_act
 from actorrpc.observe.call_sums import CallSums
-from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
+from actorrpc.observe.protocol import ACT, ANSWER, ASK, pack, unpack
 from actorrpc.rpc import api
 from actorrpc.wire import keys
 from actorrpc.wire.keys import Key
@@ -115,6 +116,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made = worker.observer = Observer(worker)
     agent.on_notice[ASK] = made.asked
     agent.on_notice[ANSWER] = made.answered
+    agent.on_notice[ACT] = partial(asked_to_act, worker)
     agent.inbox.prompt |= {ASK, ANSWER}
     agent.on_peer_end.append(partial(_visitor_left, worker))
     path = _write(worker)

@@ -14,12 +14,14 @@ import select
 import socket
 import ssl
 import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError, RpcError
-from actorrpc.observe.protocol import ANSWER, ASK, merge, pack, unpack
+from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, merge, pack, unpack
 from actorrpc.observe.trace import CLOCK, compare_clocks
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import Stream, Tls, explain
@@ -31,7 +33,7 @@ from actorrpc.wire.identity import FIRST_VISITOR, WorkerRecord, host_identity, n
 from actorrpc.wire.integrity import SealedReader, Seals
 from actorrpc.wire.keys import Key
 
-__all__ = ["Target", "Visit"]
+__all__ = ["KeptVisits", "Target", "Visit"]
 
 _SLICE_S: Final = 0.1  # how often it is looked whether the process that is waited for has stopped
 _MAX_FRAME: Final = 16 << 20
@@ -87,16 +89,19 @@ class Visit:
     Args:
         target: whom to visit.
         until: when it is to be there at latest, on the monotonic clock.
+        acts: it may also be used to change something, and says so to the worker.
 
     Raises:
         OSError: there is no connection (TimeoutError: not in time).
         AuthenticationError, VersionError, ProtocolError: the handshake has failed.
     """
 
-    def __init__(self, target: Target, until: float) -> None:
+    def __init__(self, target: Target, until: float, *, acts: bool = False) -> None:
+        self._acts = acts
         self._numbers = 0
         self._received = self._said = 0
         self._target = target
+        self._pid = target.local_pid
         if not target.addresses:
             raise OSError("it listens on no address that this process can reach")
         problem: OSError | None = None
@@ -136,7 +141,8 @@ class Visit:
     def _connect(self, address: str | tuple[str, int], until: float) -> tuple[Stream, Any]:
         """Connect and shake hands; return the socket, and what the handshake has established."""
         target = self._target
-        self._own, self._incarnation = f"visitor-{secrets.token_hex(6)}", new_incarnation()
+        self._own = f"{ACTING if self._acts else 'visitor-'}{secrets.token_hex(6)}"
+        self._incarnation = new_incarnation()
         unix = isinstance(address, str)
         tls = None if unix else Tls.load(target.settings)
         sock: Stream
@@ -191,7 +197,7 @@ class Visit:
         Raises:
             TimeoutError: none came in time, or none can come.
         """
-        pid = self._target.local_pid
+        pid = self._pid
         poller = select.poll()
         poller.register(sock.fileno(), select.POLLIN)
         while not poller.poll(1000 * min(_SLICE_S, _left(until))):
@@ -231,17 +237,27 @@ class Visit:
 
         Both are seconds. The processes of a host have one clock. Raises what :meth:`ask` does.
         """
-        if self._target.local_pid:
+        if self._pid:
             return 0.0, 0.0
         return compare_clocks(lambda: self._ask(["records"], CLOCK, until), time.monotonic)
 
     def _ask(self, parts: list[str], begin: dict[str, int], until: float) -> dict[str, Any]:
+        return self._say(ASK, ANSWER, {"what": parts, "from": begin}, until)
+
+    def act(self, what: str, whom: str, until: float) -> str:
+        """Have the worker do something (:mod:`actorrpc.observe.actions`); return why it has not, empty where it has.
+
+        Raises what :meth:`ask` does.
+        """
+        return str(self._say(ACT, ACTED, {"do": what, "whom": whom}, until).get("problem", ""))
+
+    def _say(self, notice: str, answer: str, question: dict[str, Any], until: float) -> dict[str, Any]:
         self._numbers += 1
-        question = pack({"id": self._numbers, "what": parts, "from": begin})
-        self._send(pack_frame(frames.NOTICE, body=question, extra=pack_header({"notice": ASK})))
+        body = pack({"id": self._numbers, **question})
+        self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
         while True:
             for frame in self._frames(until):
-                if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == ANSWER:
+                if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == answer:
                     found = unpack(frame.body)
                     if found["id"] == self._numbers:
                         return found
@@ -278,6 +294,50 @@ class Visit:
             self._send(pack_frame(frames.GOODBYE))
         with contextlib.suppress(OSError):
             self._sock.close()
+
+
+class KeptVisits:
+    """Visits that are open between two looks: most of what a look costs, on both sides, is the handshake.
+
+    A worker that has not heard of a visitor for long hangs up; then there is a new visit. Thread-safe: its steps are a dict's.
+    """
+
+    def __init__(self) -> None:
+        self._visits: dict[str, Visit] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def pool(self, most: int) -> ThreadPoolExecutor:
+        """Return threads for looks, which are kept as well. By one thread at a time, as :meth:`close`."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(most, "observe")
+        return self._pool
+
+    def take(self, target: Target) -> Visit | None:
+        """Return the visit to a worker that is open, if there is one; nobody else has it then."""
+        return None if target.record is None else self._visits.pop(target.record.incarnation, None)
+
+    def keep(self, target: Target, visit: Visit) -> None:
+        """Have a visit for the next look."""
+        if target.record is None:
+            visit.close()
+            return
+        other = self._visits.pop(target.record.incarnation, None)
+        self._visits[target.record.incarnation] = visit
+        if other is not None:
+            other.close()
+
+    def keep_only(self, incarnations: Collection[str]) -> None:
+        """Close those to workers that are gone."""
+        for each in list(self._visits):
+            if each not in incarnations and (visit := self._visits.pop(each, None)) is not None:
+                visit.close()
+
+    def close(self) -> None:
+        """Hang up everywhere. There may be others after that."""
+        self.keep_only(())
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
 
 
 def _left(until: float) -> float:

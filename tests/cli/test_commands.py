@@ -187,6 +187,7 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "pid": "int",
         "supervisor": "str",
         "restarts": "int",
+        "max_restarts": "int",
         "death_cause": "str",
         "detached": "bool",
         "handles": {"driver": "int"},

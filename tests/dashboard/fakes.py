@@ -16,6 +16,7 @@ from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import BUCKETS
 from actorrpc.observe.outside import FoundGroup, GroupLook
+from actorrpc.observe.visitor import Target
 from actorrpc.wire.identity import WorkerRecord
 
 SCRIPT = "<script>alert(1)</script>"  # what a job is called is a text, whatever it is
@@ -43,11 +44,15 @@ class FakeGroup:
     actors: list[dict[str, Any]] = field(default_factory=list)
     threads: list[dict[str, Any]] = field(default_factory=list)
     asked: list[list[str]] = field(default_factory=list)
+    begun: list[dict[str, int] | None] = field(default_factory=list)
+    records: list[list[Any]] = field(default_factory=list)
     calls: int = 0
     problem: str = ""
+    is_well: bool = False  # the second worker answers, too
 
-    def see(self, parts: list[str]) -> GroupLook:
-        self.asked.append(parts)
+    def see(self, parts: list[str], begin: dict[str, int] | None = None) -> GroupLook:
+        self.asked.append(list(parts))
+        self.begun.append(begin)
         if self.problem:
             raise RpcError(self.problem)
         well, ill = (
@@ -60,16 +65,22 @@ class FakeGroup:
             "process": {"age": 5.0 + looks, "cpu": 1.0 + looks / 2, "memory": 3 << 20, "host": SCRIPT},
             "actors": self.actors,
             "threads": self.threads,
+            "recorder": {"on": True, "total": len(self.records), "now": 0.0, "threads": {}},
+            "records": self.records,
             "metrics": {
                 "calls": [["server", "Store/get", False, self.calls, 1.0, [self.calls, *[0] * len(BUCKETS)]]]
             },
         }
         silent = Silent("stopped", "a signal has stopped it")
-        group = FoundGroup(what="a fake", program=SCRIPT, pids=[100])
-        return GroupLook(group, {well.incarnation: (well, answer), ill.incarnation: (ill, silent)}, 0.001)
+        targets = [Target(record=well, addresses=[], key=None)]
+        group = FoundGroup(what="a fake", program=SCRIPT, pids=[100], targets=targets)
+        other = {"process": dict(answer["process"])} if self.is_well else silent
+        if "actors" not in parts and parts:
+            del answer["actors"]
+        return GroupLook(group, {well.incarnation: (well, answer), ill.incarnation: (ill, other)}, 0.001)
 
-    def feed(self, every: float = 0.01) -> Feed:
-        return Feed(self.see, self.groups, every)
+    def feed(self, every: float = 0.01, *, acts: bool = False) -> Feed:
+        return Feed(self.see, self.groups, every, acts=acts)
 
     def groups(self) -> list[FoundGroup]:
         return [FoundGroup()]

@@ -28,8 +28,18 @@ pytestmark = [
     pytest.mark.limit(180),
     pytest.mark.skipif(_CHROMIUM is None, reason="there is no chromium: apt-get install chromium"),
 ]
+_AXE = Path(sys.prefix, "share", "axe-core", "axe.min.js")  # as .ci/browser has put it there
 _MARKUP = "<img src=x onerror=alert(1)>"
-_VIEWS = ["now", "actors", "stacks", "logs", "calls", "memory"]
+_PIXELS = """() => {
+  const canvas = document.querySelector("canvas");
+  const copy = document.createElement("canvas");
+  [copy.width, copy.height] = [canvas.width, canvas.height];
+  const pen = copy.getContext("2d", { willReadFrequently: true });
+  pen.drawImage(canvas, 0, 0);
+  const data = new Uint32Array(pen.getImageData(0, 0, copy.width, copy.height).data.buffer);
+  return { colours: new Set(data).size, sum: data.reduce((sum, each, place) => (sum + each * (place % 97 + 1)) % 1e9, 0) };
+}"""
+_VIEWS = ["now", "actors", "stacks", "timeline", "logs", "calls", "memory", "training"]
 
 
 @actorrpc.remote
@@ -103,6 +113,38 @@ def job(tmp_path: Path) -> Iterator[Path]:
         actorrpc.get(calls)
 
 
+def _hindrances(page: Any) -> list[str]:
+    """What axe-core finds that keeps people from using the page as it is now."""
+    found = page.evaluate("axe.run(document, { preload: false })")
+    assert len(found["passes"]) > 10  # it has looked
+    return [f"{each['id']}: {node['html'][:200]}" for each in found["violations"] for node in each["nodes"]]
+
+
+@pytest.mark.skipif(not _AXE.exists(), reason="axe-core is not there: .ci/browser gets it")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_keeps_people_from_using_a_view(browser: Any, job: Path, scheme: str) -> None:
+    found = {}
+    with _viewer("--allow-actions") as link:
+        seen = _Seen(browser, color_scheme=scheme)
+        page = seen.page
+        page.goto(link)
+        page.get_by_role("cell", name="driver", exact=True).wait_for()
+        page.evaluate(_AXE.read_text())
+        for view in _VIEWS:
+            page.get_by_role("link", name=view.capitalize(), exact=True).click()
+            if view == "stacks":
+                page.get_by_role("button", name="Take stacks").click()
+            page.get_by_text(_SHOWS[view] if view != "calls" else "0 rows").first.wait_for()
+            found[view] = _hindrances(page)
+            if view == "actors":
+                page.get_by_role("button", name="Kill").first.click()
+                page.get_by_role("dialog").wait_for()
+                found["dialog"] = _hindrances(page)
+                page.keyboard.press("Escape")
+        seen.context.close()
+    assert {view: each for view, each in found.items() if each} == {}
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None:
     with _viewer() as link:
@@ -125,12 +167,30 @@ def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None
             elif view == "stacks":
                 page.get_by_role("button", name="Take stacks").click()
                 page.get_by_text("runs Store(").first.wait_for()
+            elif view == "timeline":
+                page.get_by_text("slices of 3 workers").wait_for()
+                page.get_by_role("button", name="__init__").first.click()
+                page.get_by_text("execution of Store(").wait_for()
+                before = page.evaluate(_PIXELS)
+                assert before["colours"] > 4
+                page.get_by_label("Timeline; arrow").focus()
+                for key in ("-", "-", "ArrowLeft", "+", "Home"):
+                    page.keyboard.press(key)
+                page.wait_for_function(f"({_PIXELS})().sum !== {before['sum']}")
+                with page.expect_download() as file:
+                    page.get_by_role("link", name="File for Perfetto").click()
+                trace = json.loads(Path(file.value.path()).read_bytes())
+                assert trace["otherData"]["workers"] == 3
             elif view == "logs":
                 page.get_by_text(f"a store is made {_MARKUP}").first.wait_for()
             elif view == "calls":
                 page.get_by_text("1 row").or_(page.get_by_text("0 rows")).first.wait_for()
-            else:
+            elif view == "memory":
                 page.get_by_role("columnheader", name="shared memory lent").wait_for()
+            else:
+                page.get_by_text("0 workers with 0 contexts, 0 passes under way").wait_for()
+                page.get_by_role("button", name="Take the last passes").click()
+                page.get_by_text("0 passes", exact=True).wait_for()
             assert page.locator("nav a[aria-current=page]").inner_text().lower() == view
             # Nothing is wider than the phone: tables scroll by themselves.
             assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
@@ -143,6 +203,81 @@ def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None
         assert page.get_by_label("Filter").input_value() == "nobody"
         seen.context.close()
     assert seen.foreign == []
+    assert seen.complaints == []
+
+
+_SHOWS = {
+    "now": "driver",
+    "actors": f"Store('{_MARKUP} 1')",
+    "stacks": "runs Store(",
+    "timeline": f"Store('{_MARKUP} 0').__init__",
+    "logs": f"a store is made {_MARKUP}",
+    "calls": "as it runs",
+    "memory": "driver",
+    "training": "0 passes under way",
+}
+
+
+def test_each_view_is_saved_as_one_file_that_asks_nobody(browser: Any, job: Path, tmp_path: Path) -> None:
+    files = {}
+    with _viewer() as link:
+        seen = _Seen(browser)
+        page = seen.page
+        page.goto(link)
+        for view in _VIEWS:
+            page.get_by_role("link", name=view.capitalize(), exact=True).click()
+            if view == "stacks":
+                page.get_by_role("button", name="Take stacks").click()
+            if view == "calls":
+                page.get_by_text("0 rows").wait_for()  # from now on they count
+                actorrpc.get(actorrpc.get_actor(f"{_MARKUP} 1").get.remote())
+            page.get_by_text(_SHOWS[view]).first.wait_for()
+            with page.expect_download() as file:
+                page.get_by_role("button", name="Save this view").click()
+            assert file.value.suggested_filename.startswith(f"actorrpc-{view}-")
+            files[view] = tmp_path / f"{view}.html"
+            file.value.save_as(files[view])
+        seen.context.close()
+    assert seen.complaints == []
+    for view, path in files.items():
+        text = path.read_text()
+        assert _MARKUP not in text
+        assert "token" not in text.partition('id="saved"')[2].partition("</script>")[0]
+        seen = _Seen(browser, offline=True, viewport={"width": 360, "height": 740})
+        asked: list[str] = []
+        seen.page.on("request", lambda each, asked=asked: asked.append(each.url))
+        seen.page.goto(path.as_uri())
+        seen.page.get_by_text(_SHOWS[view]).first.wait_for()
+        seen.page.get_by_text("Saved at").wait_for()
+        assert asked == [path.as_uri()]
+        if view == "actors":
+            seen.page.get_by_label("Filter").fill("0')")
+            seen.page.get_by_text("1 actor of 2").wait_for()
+        seen.page.screenshot(path=tmp_path / f"saved-{view}.png")
+        seen.context.close()
+        assert seen.complaints == []
+
+
+@pytest.mark.prints(r"acting-visitor-")
+def test_an_actor_is_killed_when_that_was_confirmed(browser: Any, job: Path) -> None:
+    with _viewer("--allow-actions") as link:
+        seen = _Seen(browser)
+        page = seen.page
+        page.goto(link)
+        page.get_by_role("button", name="Drain Store-1").wait_for()
+        page.get_by_role("link", name="Actors", exact=True).click()
+        kill = page.get_by_role("button", name=f"Kill Store('{_MARKUP} 1')")
+        kill.click()
+        page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+        page.get_by_role("dialog").wait_for(state="detached")
+        assert actorrpc.get(actorrpc.get_actor(f"{_MARKUP} 1").get.remote()) == 1
+        kill.click()
+        page.get_by_role("dialog").get_by_role("button", name="Kill").click()
+        page.get_by_text(f"Store('{_MARKUP} 1') is killed").wait_for()
+        page.get_by_role("searchbox").focus()
+        page.get_by_role("cell", name="dead", exact=True).wait_for()
+        assert kill.count() == 0
+        seen.context.close()
     assert seen.complaints == []
 
 

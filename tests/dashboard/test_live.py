@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import actorrpc
+from actorrpc import autograd
 from actorrpc.cli.dashboard.feed import Feed
 from actorrpc.observe.outside import find_groups, look
 from tests.actors.e2e.kit import open_gate, pass_gate, until
@@ -26,11 +28,23 @@ class Store:
     def pass_gate(self, path: str) -> str:
         return pass_gate(path)
 
+    def double(self, value: torch.Tensor) -> torch.Tensor:
+        return 2 * value
+
 
 def _counted(rows: list[dict[str, Any]]) -> int:
     return sum(
         each["count"] for each in rows if (each["side"], each["method"]) == ("server", "Store/pass_gate")
     )
+
+
+def _drawn(found: dict[str, Any]) -> list[str]:
+    """The calls that have an arrow to an execution of the actor."""
+    slices, lanes = found["slices"], found["lanes"]
+    reached = [each for each in slices if each[7] >= 0]
+    return [
+        found["texts"][each[4]] for each in reached if lanes[slices[each[7]][0]][:2] == [1, "Store('store')"]
+    ]
 
 
 class _Browser:
@@ -54,7 +68,7 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
         os.mkfifo(gate)
     with actorrpc.init(num_cpus=2, log_to_driver=False):
         groups = find_groups(os.getpid())
-        feed = Feed(lambda parts: look(groups[0], parts, 30.0), lambda: groups, 0.02)
+        feed = Feed(lambda parts, begin=None: look(groups[0], parts, 30.0, begin=begin), lambda: groups, 0.02)
         store = Store.options(name="store").remote()
         calls = [store.pass_gate.remote(str(gate)) for gate in gates]
         with served(feed) as page:
@@ -78,3 +92,11 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
                 open_gate(gate)
             actorrpc.get(calls)
             until(lambda: _counted(browser.get("api/calls")["rows"]) >= 2)
+            until(lambda: "Store.pass_gate" in _drawn(browser.get("api/timeline?seconds=300")))
+            with autograd.context() as context:
+                doubled = actorrpc.get(store.double.remote(torch.ones(2, requires_grad=True)))
+                until(lambda: len(browser.get("api/now")["training"]["hops"]) == 2)
+                assert browser.get("api/now")["training"]["contexts"][0]["origin"] == "driver"
+                autograd.backward(context, [doubled.sum()])
+            events = browser.get("api/trace")["traceEvents"]
+            assert {each["ph"] for each in events} >= {"M", "X", "s", "f"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gzip
+import hashlib
 import http.client
 import json
 import re
@@ -12,22 +14,25 @@ import socket
 import ssl
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
 
-from actorrpc.cli.dashboard import server
+from actorrpc.cli.dashboard import actions, server
 from actorrpc.cli.dashboard.access import Access, is_loopback
 from actorrpc.cli.dashboard.server import Dashboard, make_app
 from actorrpc.errors import ConfigError
+from actorrpc.observe.visitor import Target
 from tests import certificates
 from tests.actors.e2e.kit import until
 from tests.dashboard.fakes import SCRIPT, FakeGroup, ServedPage, actor_row, served
+from tests.dashboard.test_timeline import executed
 
 pytestmark = [pytest.mark.limit(30)]
 _STATIC = Path(server.__file__).parent / "static"
-_API = ["api/now", "api/events", "api/actors", "api/calls", "api/stacks", "api/logs"]
+_API = [f"api/{each}" for each in ("now", "events", "actors", "calls", "stacks", "timeline", "trace", "logs")]
 
 
 class _Page:
@@ -51,10 +56,12 @@ class _Page:
 
 
 @contextlib.contextmanager
-def _opened(base: str, *, secure: bool = False) -> Iterator[_Page]:
+def _opened(
+    base: str, *, secure: bool = False, group: FakeGroup | None = None, acts: bool = False
+) -> Iterator[_Page]:
     access = Access("127.0.0.1", ["proxy.example"])
     with asyncio.Runner() as runner:
-        feed = FakeGroup([actor_row(n) for n in range(300)]).feed()
+        feed = (group or FakeGroup([actor_row(n) for n in range(300)])).feed(acts=acts)
         transport = httpx.ASGITransport(make_app(feed, access, secure=secure))
         client = httpx.AsyncClient(transport=transport, base_url=base)
         try:
@@ -184,10 +191,122 @@ def test_a_page_of_another_port_of_this_host_sees_nothing(page: _Page, site: str
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_there_is_nothing_to_change(page: _Page, method: str) -> None:
     page.log_in(page.access.new_token())
+    assert page.ask(method, page.place + "api/act", Origin="http://127.0.0.1:8000").status_code == 404
     for path in ("", "app.js", *_API):
         answer = page.ask(method, page.place + path, Origin="http://127.0.0.1:8000")
         assert answer.status_code == 405
     assert page.ask(method, page.place + "login").status_code == 403
+
+
+# -- actions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _FakeVisit:
+    """In place of a visit to a worker: what was asked for, and what is answered."""
+
+    did: list[tuple[str, str, str]] = field(default_factory=list)
+    problem: str = ""
+    name: str = ""
+
+    def __call__(self, target: Target, _until: float, *, acts: bool) -> _FakeVisit:
+        assert acts
+        assert target.record is not None
+        self.name = target.record.name
+        return self
+
+    def act(self, what: str, whom: str, _until: float) -> str:
+        self.did.append((self.name, what, whom))
+        return self.problem
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def visit(monkeypatch: pytest.MonkeyPatch) -> _FakeVisit:
+    made = _FakeVisit()
+    monkeypatch.setattr(actions, "Visit", made)
+    return made
+
+
+@pytest.fixture
+def acting(visit: _FakeVisit) -> Iterator[_Page]:
+    rows = [
+        actor_row(n, actor_id=f"{n:016x}", supervisor="driver", max_restarts=n, state="alive") for n in (0, 1)
+    ]
+    group = FakeGroup(rows)
+    with _opened("http://127.0.0.1:8000", group=group, acts=True) as opened:
+        opened.log_in(opened.access.new_token())
+        yield opened
+
+
+_ACT = {"Origin": "http://127.0.0.1:8000", "X-Actorrpc-Action": "1"}
+_KILL = json.dumps({"do": "kill", "whom": f"{0:016x}"})
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"X-Actorrpc-Action": ""}, 403),  # a form, or an image
+        ({"X-Actorrpc-Action": "0"}, 403),
+        ({"Origin": ""}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://127.0.0.1:9000"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Host": "evil.example"}, 421),
+        ({"Cookie": "actorrpc-dashboard=wrong"}, 401),
+    ],
+)
+def test_only_the_page_itself_acts(
+    acting: _Page, visit: _FakeVisit, headers: dict[str, str], status: int
+) -> None:
+    if "Cookie" in headers:
+        acting.client.cookies.clear()
+    answer = acting.ask("POST", acting.place + "api/act", _KILL, **{**_ACT, **headers})
+    assert answer.status_code == status
+    assert visit.did == ([("driver", "kill", f"{0:016x}")] if status == 200 else [])
+
+
+def test_nothing_acts_by_a_link(acting: _Page, visit: _FakeVisit) -> None:
+    for method in ("GET", "HEAD", "PUT", "DELETE"):
+        answer = acting.ask(method, acting.place + "api/act?do=kill&whom=0", **_ACT)
+        assert answer.status_code == 405
+    assert visit.did == []
+    assert acting.get("api/now").json()["actions"] is True
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (_KILL, ""),
+        ('{"do": "restart", "whom": "0000000000000001"}', ""),
+        ('{"do": "restart", "whom": "0000000000000000"}', "max_restarts is 0"),
+        ('{"do": "kill", "whom": "00000000000000ff"}', "dead, or gone"),
+        ('{"do": "drain", "whom": "Store-1"}', ""),
+        ('{"do": "drain", "whom": "driver"}', "could be drained"),
+        ('{"do": "drain", "whom": "nobody"}', "could be drained"),
+        ('{"do": "eval", "whom": "x"}', "nothing that can be done"),
+        ('{"do": "kill", "whom": 1}', "nothing that can be done"),
+        ("[" * 900, "nothing that can be done"),
+        ("", "nothing that can be done"),
+    ],
+)
+def test_what_is_done(acting: _Page, visit: _FakeVisit, body: str, says: str) -> None:
+    found = acting.ask("POST", acting.place + "api/act", body, **_ACT).json()
+    assert says in found["problem"]
+    assert bool(found["said"]) is bool(visit.did) is not bool(says)
+    visit.problem = "only a visitor"
+    found = acting.ask("POST", acting.place + "api/act", body, **_ACT).json()
+    assert found["problem"]
+    assert not found["said"]
+
+
+def test_an_action_that_says_much_is_refused(acting: _Page) -> None:
+    assert acting.ask("POST", acting.place + "api/act", "x" * 2000, **_ACT).status_code == 413
 
 
 # -- paths -------------------------------------------------------------------------------------------------------
@@ -268,6 +387,27 @@ def test_the_page_is_small_and_asks_nobody_else() -> None:
     )
 
 
+def test_a_view_that_is_saved_runs_its_own_script_only(page: _Page) -> None:
+    text = page.get("offline.txt").text
+    assert page.get("offline.txt").headers["content-type"].startswith("text/plain")
+    policy = text.partition('http-equiv="Content-Security-Policy" content="')[2].partition('"')[0]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", text, re.DOTALL)
+    assert [attributes for attributes, _ in scripts] == [' id="saved" type="application/json"', ""]
+    styles = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in styles]
+    hashes.append(base64.b64encode(hashlib.sha256(scripts[1][1].encode()).digest()).decode())
+    assert sorted(re.findall(r"'sha256-([^']*)'", policy)) == sorted(hashes)
+    assert not re.search(r"^(?:import|export) ", scripts[1][1], re.MULTILINE)
+    # The modules are one scope there.
+    names = re.findall(
+        r"^(?:const|let|var|function|async function|class) +(\w+)", scripts[1][1], re.MULTILINE
+    )
+    assert len(names) == len(set(names)) > 30
+    assert not re.search(r"<(?:link|img|iframe)| (?:src|href)=\"[^#]", text.replace(scripts[1][1], ""))
+
+
 def test_every_file_of_the_page_is_served(page: _Page) -> None:
     for each in _STATIC.iterdir():
         assert page.get(each.name).content == each.read_bytes()
@@ -290,6 +430,23 @@ def test_what_the_views_ask_for(page: _Page) -> None:
     assert page.get("api/stacks").json()["workers"] == 2
     assert [each["method"] for each in page.get("api/calls").json()["rows"]] == ["Store/get"]
     assert "no driver" in page.get("api/logs?q=x").json()["problem"]
+
+
+def test_the_last_calls_as_a_picture_and_as_a_file() -> None:
+    group = FakeGroup(records=[executed(n, n, n, n + 1.0, n) for n in range(50)])
+    with _opened("http://127.0.0.1:8000", group=group) as page:
+        page.log_in(page.access.new_token())
+        found = page.get("api/timeline?seconds=10").json()
+        assert len(found["slices"]) == 11
+        assert found["missing"] == ["Store-1: a signal has stopped it"]
+        assert [each for each in group.begun if each] == [{"records": -12_000}]
+        answer = page.get("api/trace")
+        assert answer.headers["content-disposition"] == 'attachment; filename="actorrpc-trace.json"'
+        # What has ended before this host was started is none of the last seconds.
+        assert answer.json()["otherData"]["missing"] == {"Store-1": "a signal has stopped it"}
+        group.problem = "no group has answered"
+        assert page.get("api/timeline").json()["problem"] == "no group has answered"
+        assert page.get("api/trace").status_code == 503
 
 
 def test_answers_are_compressed_for_those_who_take_it(page: _Page) -> None:

@@ -19,7 +19,7 @@ from actorrpc.errors import AuthenticationError
 from actorrpc.observe import outside, visitor
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.outside import FoundGroup, at_address, find_groups, look
-from actorrpc.observe.visitor import Target, Visit
+from actorrpc.observe.visitor import KeptVisits, Target, Visit
 from actorrpc.transport import session
 from actorrpc.wire.keys import Key
 from tests import certificates
@@ -205,3 +205,30 @@ def test_workers_of_a_driver_that_does_not_answer_are_found(monkeypatch: pytest.
             ("Idle", "Idle-1", "ALIVE")
         ]
         del actor
+
+
+def test_a_visit_that_is_kept_serves_the_next_look(worker: FoundGroup) -> None:
+    kept = KeptVisits()
+    before = look(worker, ["process"], 30.0, kept=kept)
+    (visit,) = kept._visits.values()
+    until(lambda: any(each.record.is_visitor for each in _agent().peers()))
+    for _ in range(3):
+        found = look(worker, ["process"], 30.0, kept=kept)
+        assert found.state.workers[0].state == "alive"
+        assert list(kept._visits.values()) == [visit]
+    # A worker that has hung up meanwhile is visited anew.
+    _agent().connector.connections()[0].close()
+    again = look(worker, ["process"], 30.0, kept=kept)
+    assert again.state.workers[0].state == "alive"
+    assert list(kept._visits.values()) != [visit]
+    assert again.answers.keys() == before.answers.keys()
+    kept.close()
+    until(lambda: not any(each.record.is_visitor for each in _agent().peers()))
+    assert kept._visits == {}
+
+
+def test_a_visit_to_one_who_is_gone_is_not_kept(worker: FoundGroup) -> None:
+    kept = KeptVisits()
+    look(worker, ["process"], 30.0, kept=kept)
+    kept.keep_only(["another"])
+    assert kept._visits == {}

@@ -7,31 +7,57 @@ thread, as they wait for workers. All methods belong to the event loop's thread.
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import logging
+import os
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, Protocol
 
-from actorrpc.cli.dashboard import payloads
+from actorrpc.cli.dashboard import actions, payloads
+from actorrpc.cli.dashboard.timeline import share, timeline
 from actorrpc.cli.logs import Line, Reader, Wanted
 from actorrpc.cli.views import Picture
 from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import CallTotals
 from actorrpc.observe.outside import FoundGroup, GroupLook
+from actorrpc.observe.trace import Recording, write
 
-__all__ = ["Feed", "FeedLook"]
+__all__ = ["Feed", "FeedLook", "See", "encoded"]
 
 _log = logging.getLogger("actorrpc.cli")
 
 _EVERY_S: Final = 1.0
 _IDLE_S: Final = 3.0
 _REST: Final = 2.0  # times what a look has cost, this process does not look
+_CHEAP_S: Final = (
+    0.02  # of processor time: a look that costs more is one at the workers alone, most of the times
+)
+_SHARE: Final = 50  # times what a look at the actors has cost, they are not looked at
+_MOST_S: Final = 10.0  # but they are after so long
 _WINDOW: Final = 10  # looks: over these, rates and percentiles of calls are taken
 _PARTS: Final = ("process", "actors", "supervised")
 _LOG_BYTES: Final = 16 << 20
+_TRACED: Final = 100_000  # records of all workers in a file
+
+
+class See(Protocol):
+    """Looks at the group once.
+
+    Args:
+        parts: what of; see :mod:`actorrpc.observe.protocol`.
+        begin: where to begin with the parts that come in pages.
+
+    Raises:
+        RpcError: there is none.
+    """
+
+    def __call__(self, parts: list[str], begin: dict[str, int] | None = None) -> GroupLook: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +70,7 @@ class FeedLook:
         now: what the first view shows, as JSON has it.
         rates: calls of an actor per second, by its id.
         calls: what the view of calls shows; None where nobody wanted to see it.
+        actors_at: when the actors were looked at, on the monotonic clock.
     """
 
     number: int
@@ -52,25 +79,52 @@ class FeedLook:
     now: dict[str, Any]
     rates: dict[str, float] = field(default_factory=dict)
     calls: list[dict[str, Any]] | None = None
+    actors_at: float = 0.0
+    _body: bytes = b""
+    _packed: bytes = b""
+
+    def body(self) -> bytes:
+        """Return ``now`` as JSON: made once, for all who look. On the event loop's thread."""
+        if not self._body:
+            self._body = encoded(self.now)
+        return self._body
+
+    def packed(self) -> bytes:
+        """Return that, compressed by gzip."""
+        if not self._packed:
+            self._packed = gzip.compress(self.body(), 5, mtime=0)
+        return self._packed
+
+
+def encoded(value: Any) -> bytes:
+    """Return a value as JSON."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 class Feed:
     """The looks of one server.
 
     Args:
-        see: looks at the group once, with these parts; raises :class:`RpcError` where there is none.
+        see: looks at the group once.
         groups: where logs are to be read.
+        acts: those who look may also do something.
+        rest: is called when nobody looks any more, on any thread.
     """
 
     def __init__(
         self,
-        see: Callable[[list[str]], GroupLook],
+        see: See,
         groups: Callable[[], list[FoundGroup]],
         every: float = _EVERY_S,
+        *,
+        acts: bool = False,
+        rest: Callable[[], object] = bool,
     ) -> None:
         self._see = see
         self._groups = groups
         self._every = every
+        self.acts = acts
+        self._rest = rest
         self._asked = self._calls_asked = float("-inf")
         self._task: asyncio.Task[None] | None = None
         self._published = asyncio.Event()
@@ -78,10 +132,12 @@ class Feed:
         self._number = 0
         self._waiting = self._waiting_for_calls = 0  # those who wait for the next look
         self._spent = 0.0  # processor time of the last look
+        self._actors_due = float("-inf")  # when actors are to be looked at again
         self._totals = CallTotals()
         self._window: deque[tuple[float, dict[Any, Any]]] = deque(maxlen=_WINDOW + 1)
         self._stacks_lock = asyncio.Lock()  # one look at stacks at a time
         self._stacks: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._records_lock = asyncio.Lock()  # one look at records at a time
         self._logs_lock = asyncio.Lock()  # guards the reader and its lines
         self._logs = _LogLines(groups)
 
@@ -117,12 +173,24 @@ class Feed:
     def hang_up(self) -> None:
         """Close what logs were read over; the event loop and its threads have ended."""
         self._logs.end()
+        self._rest()
 
     async def _run(self) -> None:
-        while self._waiting or time.monotonic() - self._asked < _IDLE_S:
+        while self._is_wanted():
+            await self._look_on()
+            await asyncio.to_thread(self._rest)  # somebody may come meanwhile, and finds this task at work
+
+    def _is_wanted(self) -> bool:
+        return bool(self._waiting) or time.monotonic() - self._asked < _IDLE_S
+
+    async def _look_on(self) -> None:
+        while self._is_wanted():
             begun = time.monotonic()
             with_calls = bool(self._waiting_for_calls) or begun - self._calls_asked < _IDLE_S
-            parts = [*_PARTS, "metrics"] if with_calls else list(_PARTS)
+            whole = self._look is None or self._look.picture is None or begun >= self._actors_due
+            parts = list(_PARTS) if whole else ["process"]
+            if with_calls:
+                parts.append("metrics")
             self._number += 1
             try:
                 self._look = await asyncio.to_thread(self._take, self._number, parts, self._look)
@@ -141,16 +209,31 @@ class Feed:
             return self._take_one(number, parts, before)
         finally:
             self._spent = time.thread_time() - begun
+            if "actors" in parts:
+                rest = min(_SHARE * self._spent, _MOST_S) if self._spent > _CHEAP_S else 0.0
+                self._actors_due = time.monotonic() + rest
 
     def _take_one(self, number: int, parts: list[str], before: FeedLook | None) -> FeedLook:
+        old = before.picture if before is not None else None
         try:
             seen = self._see(parts)
+            picture = None
+            if "actors" not in parts and before is not None and old is not None:
+                picture = old.with_workers(seen)
+                if picture is None:  # something has happened
+                    parts[:] = [*_PARTS, *parts[1:]]
+                    seen = self._see(parts)
         except (RpcError, OSError) as error:
             return _failed(number, str(error))
-        picture = Picture.of(seen)
-        old = before.picture if before is not None else None
-        made = FeedLook(number=number, picture=picture, problem="", now=payloads.now(number, picture, old))
-        made.rates = payloads.rates(picture, old)
+        kept = before if picture is not None else None  # whose actors are still shown
+        if picture is None:
+            picture = Picture.of(seen)
+        now = payloads.now(number, picture, old, None if kept is None else kept.now)
+        made = FeedLook(number=number, picture=picture, problem="", now=now)
+        made.actors_at = time.monotonic() if kept is None else kept.actors_at
+        now["actions"] = self.acts
+        now["actors_age"] = round(time.monotonic() - made.actors_at, 1)
+        made.rates = payloads.rates(picture, old) if kept is None else kept.rates
         if "metrics" in parts:
             for run, (_, answer) in seen.answers.items():
                 if not isinstance(answer, Silent):
@@ -178,6 +261,52 @@ class Feed:
             return payloads.stacks(Picture.of(self._see([*_PARTS, "threads"])))
         except (RpcError, OSError) as error:
             return {"problem": str(error), "folds": []}
+
+    async def timeline(self, seconds: float) -> dict[str, Any]:
+        """Return the last calls of all workers, as a picture of lanes."""
+        async with self._records_lock:
+            return await asyncio.to_thread(self._take_timeline, seconds)
+
+    def _take_timeline(self, seconds: float) -> dict[str, Any]:
+        try:
+            return timeline(self._recordings(share(self._worker_count())), seconds)
+        except (RpcError, OSError) as error:
+            return {**timeline([], seconds), "problem": str(error)}
+
+    async def trace(self, seconds: float) -> BinaryIO | str:
+        """Return the last calls of all workers as a file for Perfetto, which is to be closed; or why there is none."""
+        async with self._records_lock:
+            return await asyncio.to_thread(self._write_trace, seconds)
+
+    def _write_trace(self, seconds: float) -> BinaryIO | str:
+        try:
+            found = self._recordings(share(self._worker_count(), _TRACED))
+            begun = time.monotonic() - seconds
+            for each in found:
+                each.since(begun)
+            # It has no name any more when it is read: however this process ends, it is not left behind.
+            with tempfile.TemporaryDirectory(prefix="actorrpc-page-") as folder:
+                path = os.path.join(folder, "trace.json")
+                write(path, found)
+                return open(path, "rb")
+        except (RpcError, OSError) as error:
+            return str(error)
+
+    def _recordings(self, most: int) -> list[Recording]:
+        seen = self._see(["records"], {"records": -most})
+        answers = sorted(seen.answers.values(), key=lambda each: (each[0].rank, each[0].name))
+        found = [Recording.of(record.name, record.pid, answer) for record, answer in answers]
+        for each in found:
+            each.records = each.records[-most:]
+        return found
+
+    def _worker_count(self) -> int:
+        look = self._look
+        return 1 if look is None or look.picture is None else len(look.picture.state.workers)
+
+    async def act(self, what: str, whom: str) -> str:
+        """Do something, and return what there is to say of it; errors as of :func:`actions.act`."""
+        return await asyncio.to_thread(actions.act, self._see, what, whom)
 
     async def logs(self, text: str, whom: str, most: int) -> dict[str, Any]:
         """Return the last lines that have a text in them."""

@@ -18,6 +18,8 @@ __all__ = ["SORTS", "actors", "calls", "logs", "nothing", "now", "rates", "stack
 _WORKERS: Final = 256
 _FINDINGS: Final = 50
 _CLASSES: Final = 64
+_CONTEXTS: Final = 50
+_HOPS: Final = 200
 _FOLDS: Final = 200
 _SHOWN: Final = 12  # threads and calls that are named of those that stand at one place
 _FRAMES: Final = 60
@@ -45,10 +47,21 @@ def nothing(number: int, problem: str) -> dict[str, Any]:
     return {"number": number, "problem": _cut(problem), "workers": [], "findings": [], "classes": []}
 
 
-def now(number: int, picture: Picture, before: Picture | None) -> dict[str, Any]:
-    """Return what the first view shows: workers, classes of actors, and what is wrong."""
+def now(
+    number: int, picture: Picture, before: Picture | None, shown: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what the first view shows: workers, classes of actors, and what is wrong.
+
+    Args:
+        before: what was seen the last time.
+        shown: what was returned then, where its actors are those of this picture: what it has of them is still so.
+    """
     state, group = picture.state, picture.group
-    counts = Counter(each.worker for each in state.actors if each.worker and each.state != "DEAD")
+    counts = (
+        Counter(each.worker for each in state.actors if each.worker and each.state != "DEAD")
+        if shown is None
+        else {each["name"]: each["actors"] for each in shown["workers"]}
+    )
     old = {each.pid: each for each in before.state.workers} if before is not None else {}
     # Those that are not well are shown in any case.
     workers = sorted(state.workers, key=lambda each: each.state == "alive")[:_WORKERS]
@@ -61,9 +74,12 @@ def now(number: int, picture: Picture, before: Picture | None) -> dict[str, Any]
         "pid": group.pids[0] if group.pids else 0,
         "took": _figure(state.took),
         "worker_count": len(state.workers),
-        "actor_count": sum(each.state != "DEAD" for each in state.actors),
-        "workers": [_worker(each, old.get(each.pid), counts[each.name]) for each in workers],
-        "classes": _classes(state.actors),
+        "actor_count": sum(each.state != "DEAD" for each in state.actors)
+        if shown is None
+        else shown["actor_count"],
+        "workers": [_worker(each, old.get(each.pid), counts.get(each.name, 0)) for each in workers],
+        "classes": _classes(state.actors) if shown is None else shown["classes"],
+        "training": _training(state.workers),
         "wrong_count": sum(each.wrong for each in picture.findings),
         "findings": [_finding(each) for each in picture.findings[:_FINDINGS]],
     }
@@ -91,6 +107,46 @@ def _worker(worker: ObservedWorker, before: ObservedWorker | None, actor_count: 
         "threads": worker.thread_count,
         "outgoing": worker.outgoing_count,
         "actors": actor_count,
+    }
+
+
+def _training(workers: Sequence[ObservedWorker]) -> dict[str, Any]:
+    """Return the contexts of distributed autograd, and the hops of all of them: from whom to whom, how many messages."""
+    names = {str(each.rank): each.name for each in workers}
+    hops: Counter[tuple[str, str]] = Counter()
+    contexts: dict[str, dict[str, Any]] = {}
+    for worker in workers:
+        for seen in worker.contexts:
+            row = contexts.setdefault(
+                seen.context,
+                {
+                    "context": seen.context,
+                    "origin": names.get(str(seen.origin), str(seen.origin)),
+                    "workers": 0,
+                    "messages": 0,
+                    "leaves": 0,
+                    "passes": 0,
+                    "idle": seen.idle,
+                },
+            )
+            row["workers"] += 1
+            row["messages"] += seen.sent
+            row["leaves"] += seen.leaves
+            row["passes"] += seen.passes
+            row["idle"] = min(row["idle"], seen.idle)
+            for rank, messages in seen.received.items():
+                hops[names.get(rank, rank), worker.name] += messages
+    rows = sorted(contexts.values(), key=lambda row: (-row["passes"], row["idle"]))[:_CONTEXTS]
+    for row in rows:
+        row["idle"] = _figure(row["idle"])
+    return {
+        "workers": [
+            [each.name, each.autograd.get("contexts", 0), each.autograd.get("passes", 0)]
+            for each in workers
+            if each.autograd.get("contexts")
+        ][:_WORKERS],
+        "contexts": rows,
+        "hops": [[sender, receiver, number] for (sender, receiver), number in hops.most_common(_HOPS)],
     }
 
 
@@ -207,6 +263,7 @@ def _actor(actor: ObservedActor, speed: Mapping[str, float], callers: Mapping[st
         "rate": None if rate is None else _figure(rate),
         "done": actor.calls_done,
         "restarts": actor.restarts,
+        "again": actor.max_restarts != 0,
         "runs": [_cut(say_call(actor.title, call, callers)) for call in actor.running[:3]],
         "running": len(actor.running),
         "death": _cut(actor.death_cause),

@@ -1,20 +1,23 @@
 """The HTTP server of ``actorrpc dashboard``: starlette and uvicorn (extra ``dashboard``), on an address of this host.
 
 The page itself has no data and is shown to everybody who knows its path. What it shows comes from ``api/``, which wants a cookie;
-that is given for the one-time link's token, which travels in the body of a request and so is in no log. Nothing changes a job.
+that is given for the one-time link's token, which travels in the body of a request and so is in no log. Nothing changes a job;
+with ``--allow-actions`` there is one more request, which does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
-import json
+import hashlib
+import re
 import socket
 import ssl
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from importlib import resources
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 from urllib.parse import parse_qsl
 
 import uvicorn
@@ -28,11 +31,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from actorrpc.cli.dashboard import payloads
 from actorrpc.cli.dashboard.access import Access, is_loopback
-from actorrpc.cli.dashboard.feed import Feed
-from actorrpc.errors import ConfigError
+from actorrpc.cli.dashboard.actions import request_of
+from actorrpc.cli.dashboard.feed import Feed, encoded
+from actorrpc.errors import ConfigError, RpcError
 
 __all__ = ["Dashboard", "make_app"]
 
+_ACTS: Final = "x-actorrpc-action"
 _COOKIE: Final = "actorrpc-dashboard"
 _CONNECTIONS: Final = 100
 _STREAMS: Final = 32  # pages that are sent looks as they come; more of them ask for each
@@ -42,6 +47,8 @@ _SMALL: Final = 1024  # bytes that are not worth compressing
 _ROWS: Final = 200
 _LINES: Final = 500
 _QUERY: Final = 2000
+_SECONDS: Final = 86_400  # of the timeline
+_CHUNK: Final = 1 << 16
 
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -57,6 +64,7 @@ _TYPES: Final = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
 }
 
 
@@ -112,12 +120,32 @@ class _RequestGuard:
 
 
 def _json(request: Request, value: Any) -> Response:
-    body = json.dumps(value, separators=(",", ":")).encode("ascii")
+    body = encoded(value)
     headers = {"Vary": "Accept-Encoding"}
     if len(body) > _SMALL and _takes_gzip(request):
         body = gzip.compress(body, 5, mtime=0)
         headers["Content-Encoding"] = "gzip"
     return Response(body, headers=headers, media_type="application/json")
+
+
+async def _body(request: Request) -> bytes | Response:
+    """Return what a request says, or the refusal of one that says much, or slowly."""
+    body = b""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _BODY:
+                    return PlainTextResponse("That is too long.", 413, headers={"Connection": "close"})
+    except (TimeoutError, ClientDisconnect):
+        return PlainTextResponse("That took too long.", 408, headers={"Connection": "close"})
+    return body
+
+
+async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while chunk := await asyncio.to_thread(file.read, _CHUNK):
+            yield chunk
 
 
 def _takes_gzip(request: Request) -> bool:
@@ -161,15 +189,9 @@ def make_app(
         return None
 
     async def log_in(request: Request) -> Response:
-        body = b""
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > _BODY:
-                        return PlainTextResponse("That is too long.", 413, headers={"Connection": "close"})
-        except (TimeoutError, ClientDisconnect):
-            return PlainTextResponse("That took too long.", 408, headers={"Connection": "close"})
+        body = await _body(request)
+        if isinstance(body, Response):
+            return body
         cookie = access.exchange(body.decode("utf-8", "replace"))
         if cookie is None:
             return PlainTextResponse("That link was used before, or there is a newer one.", 401)
@@ -179,12 +201,32 @@ def make_app(
         logged_in()
         return answer
 
+    async def act(request: Request) -> Response:
+        # The guard has seen that the origin is this page. No form and no image can set this header, nor can a script elsewhere
+        # without asking first, which is refused; and the cookie does not come with requests that other sites cause.
+        refused = allowed(request)
+        if refused is None and request.headers.getlist(_ACTS) != ["1"]:
+            refused = PlainTextResponse("This request comes from another page.", 403)
+        if refused is not None:
+            return refused
+        body = await _body(request)
+        if isinstance(body, Response):
+            return body
+        try:
+            said = await feed.act(*request_of(body))
+        except (RpcError, OSError) as error:
+            return _json(request, {"said": "", "problem": str(error) or type(error).__name__})
+        return _json(request, {"said": said, "problem": ""})
+
     async def now(request: Request) -> Response:
         refused = allowed(request)
         if refused is not None:
             return refused
         look = await feed.after(_number(_query(request), "after", 1 << 30))
-        return _json(request, look.now)
+        if _takes_gzip(request):
+            packed = {"Vary": "Accept-Encoding", "Content-Encoding": "gzip"}
+            return Response(look.packed(), headers=packed, media_type="application/json")
+        return Response(look.body(), headers={"Vary": "Accept-Encoding"}, media_type="application/json")
 
     async def events(request: Request) -> Response:
         nonlocal streams
@@ -204,8 +246,7 @@ def make_app(
                 while access.knows(cookie) and not ends():
                     look = await feed.after(number)
                     number = look.number
-                    data = json.dumps(look.now, separators=(",", ":")).encode("ascii")
-                    event = b"data: " + data + b"\n\n"
+                    event = b"data: " + look.body() + b"\n\n"
                     yield (
                         event if packer is None else packer.compress(event) + packer.flush(zlib.Z_SYNC_FLUSH)
                     )
@@ -232,6 +273,7 @@ def make_app(
             _number(query, "first", 1 << 30),
             _number(query, "most", _ROWS) or _ROWS,
         )
+        found["age"] = look.now.get("actors_age", 0.0)
         return _json(request, {"number": look.number, "problem": look.problem, **found})
 
     async def calls(request: Request) -> Response:
@@ -245,6 +287,29 @@ def make_app(
         refused = allowed(request)
         return refused if refused is not None else _json(request, await feed.stacks())
 
+    def seconds_of(request: Request) -> float:
+        return float(_number(_query(request), "seconds", _SECONDS) or _SECONDS)
+
+    async def timeline(request: Request) -> Response:
+        refused = allowed(request)
+        if refused is not None:
+            return refused
+        # There may be some 100 000 figures: events for others are sent meanwhile.
+        return await asyncio.to_thread(_json, request, await feed.timeline(seconds_of(request)))
+
+    async def trace(request: Request) -> Response:
+        refused = allowed(request)
+        if refused is not None:
+            return refused
+        file = await feed.trace(seconds_of(request))
+        if isinstance(file, str):
+            return PlainTextResponse(file, 503)
+        return StreamingResponse(
+            _chunks(file),
+            media_type="application/json",
+            headers={"Content-Disposition": 'attachment; filename="actorrpc-trace.json"'},
+        )
+
     async def logs(request: Request) -> Response:
         refused = allowed(request)
         if refused is not None:
@@ -252,12 +317,19 @@ def make_app(
         query = _query(request)
         return _json(request, await feed.logs(query.get("q", ""), query.get("whom", ""), _LINES))
 
-    routes = [Route("/" + name, _file(name, body)) for name, body in _files().items()]
+    files = _files()
+    routes = [Route("/" + name, _file(name, body)) for name, body in files.items()]
     routes += [
-        Route("/", _file("index.html", _files()["index.html"])),
+        Route("/", _file("index.html", files["index.html"])),
+        Route("/offline.txt", _file("offline.txt", _offline(files))),
         Route("/login", log_in, methods=["POST"]),
-        *(Route(f"/api/{each.__name__}", each) for each in (now, events, actors, calls, stacks, logs)),
+        *(
+            Route(f"/api/{each.__name__}", each)
+            for each in (now, events, actors, calls, stacks, timeline, trace, logs)
+        ),
     ]
+    if feed.acts:
+        routes.append(Route("/api/act", act, methods=["POST"]))
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False  # it would leave out our part of the path
     return _RequestGuard(app, access)
@@ -269,6 +341,45 @@ def _files() -> dict[str, bytes]:
     return {
         each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES
     }
+
+
+_MODULES: Final = (
+    "dom.js",
+    "timeline.js",
+    "views.js",
+    "saved.js",
+    "app.js",
+)  # each after those that it imports
+_IMPORT: Final = re.compile(r"^import \{[^}]*\} from [^;]*;\n", re.MULTILINE)
+_EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
+
+
+def _offline(files: dict[str, bytes]) -> bytes:
+    """Return the page as one file that asks nobody for anything; what a view was shown is put into its element "saved".
+
+    Its policy names its script and its style by their hashes: nothing else runs, whatever is put there.
+    """
+    texts = {name: body.decode() for name, body in files.items()}
+    modules = [_EXPORT.sub("", _IMPORT.sub("", texts[name])) for name in _MODULES]
+    script = '\n(() => {\n"use strict";\n' + "".join(modules) + "})();\n"
+    style = "\n" + texts["style.css"]
+    policy = (
+        f"default-src 'none'; script-src {_hash_of(script)}; style-src {_hash_of(style)}; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    page = re.sub(r"^<(?:link|script) [^\n]*\n", "", texts["index.html"], flags=re.MULTILINE)
+    head, body = page.split("</head>\n")
+    head = head.replace(
+        '<meta charset="utf-8">\n',
+        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+    )
+    data = '<script id="saved" type="application/json"></script>\n'
+    body = body.replace("</body>", f"{data}<script>{script}</script>\n</body>")
+    return f"{head}<style>{style}</style>\n</head>\n{body}".encode()
+
+
+def _hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _file(name: str, body: bytes) -> Callable[[Request], Any]:

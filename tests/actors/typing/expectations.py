@@ -115,6 +115,13 @@ class Box(actorrpc.Actor, Generic[T]):
         return self.value
 
 
+def starting() -> None:
+    with actorrpc.init(dashboard=True) as context:
+        assert_type(context.address, str)
+    actorrpc.init(dashboard="127.0.0.1:8265")
+    actorrpc.init(dashboard=8265)  # E
+
+
 def making() -> None:
     assert_type(Counter.remote(1), Counter)
     assert_type(Counter.remote(1, step=2), Counter)

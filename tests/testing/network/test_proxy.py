@@ -92,9 +92,11 @@ def _dial(proxy: FaultProxy) -> socket.socket:
 
 
 def _read(sock: socket.socket, count: int) -> bytes:
+    """Read so many bytes, or what there is until the end: that is a reset where what was sent had not been read over there."""
     found = b""
-    while len(found) < count and (data := sock.recv(count - len(found))):
-        found += data
+    with contextlib.suppress(ConnectionResetError):
+        while len(found) < count and (data := sock.recv(count - len(found))):
+            found += data
     return found
 
 

@@ -38,8 +38,8 @@ export function figure(value) {
   return value >= 10 || Number.isInteger(value) ? Math.round(value).toLocaleString("en") : value.toFixed(1);
 }
 
-export function count(number, what) {
-  return `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
+export function count(number, what, many = `${what}s`) {
+  return `${number.toLocaleString("en")} ${number === 1 ? what : many}`;
 }
 
 // columns: {head, cell(row), number, sort}; returns the table and its body.

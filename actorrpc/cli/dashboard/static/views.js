@@ -32,16 +32,27 @@ const CLASSES = [
   { head: "oldest", cell: (each) => (each.oldest ? span(each.oldest) : "-"), number: true },
 ];
 
-export function nowView(element) {
+export function nowView(element, context) {
   const findings = make("div");
-  const workers = table("Workers", WORKERS);
+  const done = make("p", { role: "status" });
+  let columns = WORKERS;
+  let workers = table("Workers", columns);
+  const workerBox = scrolling("Workers", true, workers.whole);
+  const drain = {
+    head: "do",
+    cell: (each) => (each.rank > 0 && each.state === "alive" ? make("button", {
+      type: "button", class: "plain", "aria-label": `Drain ${each.name}`,
+      onclick: () => context.confirmed(`Drain worker ${each.name}? Nothing new is placed there; when its calls are over it leaves, and its ${count(each.actors, "actor")} move, begin anew or end, as their options say.`,
+        "Drain", "drain", each.name, (text) => { done.textContent = text; }),
+    }, "Drain ...") : null),
+  };
   const classes = table("Actors by class", CLASSES);
   const more = make("p", { class: "faint" });
   const classHead = make("h2", {}, "Actors by class");
   const classBox = scrolling("Actors by class", false, classes.whole);
   element.append(
     make("h2", {}, "What is wrong"), findings,
-    make("h2", {}, "Workers"), scrolling("Workers", true, workers.whole), more,
+    make("h2", {}, "Workers"), done, workerBox, more,
     classHead, classBox,
   );
   let links = "";
@@ -53,7 +64,14 @@ export function nowView(element) {
         said = text;
         findings.replaceChildren(...sayFindings(now));
       }
-      workers.body.replaceChildren(...now.workers.map((each) => row(WORKERS, each, { title: each.reason || null })));
+      if (now.actions && !context.saved && columns === WORKERS) {
+        columns = [...WORKERS, drain];
+        workers = table("Workers", columns);
+        workerBox.replaceChildren(workers.whole);
+      }
+      if (!workers.body.contains(document.activeElement)) {
+        workers.body.replaceChildren(...now.workers.map((each) => row(columns, each, { title: each.reason || null })));
+      }
       const left = (now.worker_count || 0) - now.workers.length;
       more.textContent = left > 0 ? `... and ${count(left, "worker")} more, all alive` : "";
       classHead.hidden = classBox.hidden = now.classes.length === 0;
@@ -100,7 +118,8 @@ export function actorsView(element, context) {
   const filter = make("input", { type: "search", id: "actor-filter", value: context.parameters.get("q") || "", oninput: changed });
   const said = make("p", { class: "faint", role: "status" });
   const box = scrolling("Actors", true);
-  const columns = ACTORS;
+  const done = make("p", { role: "status" });
+  let columns = ACTORS;
   let body = null;
   let asked = 0;
   let shown = 0;
@@ -144,7 +163,7 @@ export function actorsView(element, context) {
       ...found.rows.map((each, place) => row(columns, each, { class: "row", "aria-rowindex": String(found.first + place + 2) })),
       space(after),
     );
-    const text = found.problem || `${count(found.matches, "actor")}${found.matches === found.total ? "" : ` of ${figure(found.total)}`}`;
+    const text = found.problem || `${count(found.matches, "actor")}${found.matches === found.total ? "" : ` of ${figure(found.total)}`}${found.age >= 1.5 ? `, as they were ${found.age.toFixed(0)} s ago` : ""}`;
     if (said.textContent !== text) said.textContent = text;
   }
 
@@ -153,20 +172,39 @@ export function actorsView(element, context) {
     late = true;
     setTimeout(() => { late = false; ask(); }, 60);
   });
+  const act = (each, verb, what, question) => make("button", {
+    type: "button", class: "plain", "aria-label": `${verb} ${each.title}`,
+    onclick: () => context.confirmed(question, verb, what, each.id, (text) => { done.textContent = text; }),
+  }, `${verb} ...`);
+  const actions = {
+    head: "do",
+    cell: (each) => (each.state === "DEAD" ? null : make("span", {},
+      act(each, "Kill", "kill", `Kill ${each.title}? It does not begin anew; its calls, ${figure(each.waiting)} of which wait, fail.`), " ",
+      each.again ? act(each, "Restart", "restart", `End ${each.title}, and have it begin anew? Calls that run fail, or are repeated, as its options say.`) : null)),
+  };
   element.append(make("form", { role: "search", onsubmit: (event) => event.preventDefault() },
-    make("label", { for: "actor-filter" }, "Filter: actor, class, worker, state or id", filter)), said, box);
+    make("label", { for: "actor-filter" }, "Filter: actor, class, worker, state or id", filter)), said, done, box);
   build();
-  return { update: ask };
+  return {
+    update(now) {
+      if (now.actions && !context.saved && columns === ACTORS) {
+        columns = [...ACTORS, actions];
+        build();
+      }
+      if (!body.contains(document.activeElement)) ask();
+    },
+  };
 }
 
 // -- stacks ------------------------------------------------------------------------------------------------------
 
 export function stacksView(element, context) {
   const idle = make("input", { type: "checkbox", id: "idle", onchange: show });
-  const take = make("button", { type: "button", class: "plain", onclick: ask }, "Take stacks");
+  const take = make("button", { type: "button", class: "plain live", onclick: ask }, "Take stacks");
   const said = make("p", { class: "faint", role: "status" }, "Costs each worker a millisecond or two.");
   const list = make("div");
   let found = null;
+  let taken = null;
 
   async function ask() {
     take.disabled = true;
@@ -175,6 +213,7 @@ export function stacksView(element, context) {
     take.disabled = false;
     if (answer !== null) {
       found = answer;
+      taken = context.clock();
       show();
     } else {
       said.textContent = "There was no answer.";
@@ -188,7 +227,7 @@ export function stacksView(element, context) {
       return;
     }
     const folds = found.folds.filter((each) => idle.checked || !each.idle);
-    said.textContent = `${count(found.threads, "thread")} of ${count(found.workers, "worker")} at ${new Date().toLocaleTimeString()}; `
+    said.textContent = `${count(found.threads, "thread")} of ${count(found.workers, "worker")} at ${taken.toLocaleTimeString()}; `
       + `${count(found.folds.length - folds.length, "stack")} of threads that wait for work left out`;
     list.replaceChildren(
       ...found.silent.map((each) => make("p", { class: "bad" }, each)),
@@ -200,6 +239,7 @@ export function stacksView(element, context) {
 
   element.append(make("form", { onsubmit: (event) => event.preventDefault() }, take,
     make("label", { for: "idle", class: "inline" }, idle, "also threads that wait for work")), said, list);
+  if (context.saved) ask();
   return { update() {} };
 }
 
@@ -305,6 +345,72 @@ export function memoryView(element) {
   return {
     update(now) {
       made.body.replaceChildren(...now.workers.map((each) => row(MEMORY, each)));
+    },
+  };
+}
+
+// -- training ----------------------------------------------------------------------------------------------------
+
+const CONTEXTS = [
+  { head: "context", cell: (each) => each.context },
+  { head: "of", cell: (each) => each.origin },
+  { head: "workers", cell: (each) => String(each.workers), number: true },
+  { head: "messages", cell: (each) => figure(each.messages), number: true },
+  { head: "gradients", cell: (each) => figure(each.leaves), number: true },
+  { head: "passes", cell: (each) => String(each.passes), number: true },
+  { head: "last used", cell: (each) => (each.idle === null ? "-" : `${span(each.idle)} ago`), number: true },
+];
+
+const HOPS = [
+  { head: "from", cell: (each) => each[0] },
+  { head: "to", cell: (each) => each[1] },
+  { head: "messages", cell: (each) => figure(each[2]), number: true },
+];
+
+const PASSES = [
+  { head: "backward pass", cell: (each) => each.what },
+  { head: "begun by", cell: (each) => each.worker },
+  { head: "took", cell: (each) => span(each.took), number: true },
+];
+
+export function trainingView(element, context) {
+  const contexts = table("Contexts of distributed autograd", CONTEXTS);
+  const hops = table("Hops", HOPS);
+  const passes = table("The last backward passes", PASSES);
+  const said = make("p", { class: "faint", role: "status" });
+  const told = make("p", { class: "faint", role: "status" });
+  const take = make("button", { type: "button", class: "plain live", onclick: ask }, "Take the last passes");
+
+  async function ask() {
+    take.disabled = true;
+    const found = await context.ask("api/timeline", {});
+    take.disabled = false;
+    if (found === null) return;
+    const rows = found.slices.filter((each) => each[1] === 2 && found.texts[each[4]].startsWith("backward ")).reverse();
+    told.textContent = found.problem || count(rows.length, "pass", "passes");
+    passes.body.replaceChildren(...rows.slice(0, 100).map((each) => row(PASSES, {
+      what: found.texts[each[4]].slice("backward ".length),
+      worker: found.processes[found.lanes[each[0]][0]].name,
+      took: (each[3] - each[2]) / 1e6,
+    })));
+  }
+
+  element.append(
+    make("h2", {}, "Contexts"), said, scrolling("Contexts of distributed autograd", false, contexts.whole),
+    make("h2", {}, "Hops"), make("p", { class: "faint" }, "Messages with tensors that require grad, in the contexts that are alive: gradients go back the other way."),
+    scrolling("Hops", false, hops.whole),
+    make("h2", {}, "Backward passes"), make("form", { onsubmit: (event) => event.preventDefault() }, take), told,
+    scrolling("The last backward passes", false, passes.whole),
+  );
+  if (context.saved) ask();
+  return {
+    update(now) {
+      const training = now.training || { workers: [], contexts: [], hops: [] };
+      const sum = (place) => training.workers.reduce((all, each) => all + each[place], 0);
+      const text = now.problem || `${count(training.workers.length, "worker")} with ${count(sum(1), "context")}, ${count(sum(2), "pass", "passes")} under way`;
+      if (said.textContent !== text) said.textContent = text;
+      contexts.body.replaceChildren(...training.contexts.map((each) => row(CONTEXTS, each)));
+      hops.body.replaceChildren(...training.hops.map((each) => row(HOPS, each)));
     },
   };
 }

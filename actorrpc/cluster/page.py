@@ -1,0 +1,88 @@
+"""The page for the browser that ``init(dashboard=True)`` starts: ``actorrpc dashboard`` as a child of the driver.
+
+It looks in from outside, as it does where a user starts it: the driver has no port and no thread for it. It ends with the
+cluster, and by itself when the driver is gone, whose pidfd it watches: a pipe would stay open in whatever the driver has forked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Final
+
+from actorrpc.cluster.provisioners.fork_client import import_path
+from actorrpc.config import host_and_port
+from actorrpc.errors import ConfigError
+from actorrpc.group import group
+from actorrpc.rpc import api
+from actorrpc.validation import text
+
+__all__ = ["listens_at", "start"]
+
+_END_S: Final = 0.5  # for the last event to those who have the page open
+# `-m` would look for this package on a path that may not have it.
+_BOOT: Final = """
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from actorrpc.cli.commands import main
+sys.exit(main())
+"""
+
+
+def listens_at(dashboard: bool | str) -> tuple[str, int] | None:
+    """Return where the page is to be served, with 0 for any port; None where there is to be none.
+
+    Raises:
+        ConfigError: it can be none of this host's own addresses, or what serves it is not installed.
+    """
+    if dashboard is False:
+        return None
+    host, port = "127.0.0.1", None
+    if dashboard is not True:
+        given = text("dashboard", dashboard) or ""
+        host, port = host_and_port(given.removesuffix(":0"))
+        if not group.is_loopback(host):
+            raise ConfigError(
+                f"dashboard={given!r}: other hosts reach that address. With a certificate, `actorrpc dashboard --bind {host} "
+                "--tls-cert FILE --tls-key FILE` serves the page there; without one, use dashboard=True and a tunnel: "
+                "ssh -L PORT:127.0.0.1:PORT HOST"
+            )
+    if any(importlib.util.find_spec(each) is None for each in ("starlette", "uvicorn")):
+        raise ConfigError(
+            "dashboard=: pip install 'actorrpc[dashboard]' brings starlette and uvicorn, which serve the page"
+        )
+    return host, port or 0
+
+
+def start(where: tuple[str, int]) -> None:
+    """Start the page of the cluster that this process drives, and do not wait for it: it prints its link on stderr.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+    host, port = where
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    own = str(os.getpid())
+    process = subprocess.Popen(
+        [
+            *(sys.executable, *flags, "-P", "-c", _BOOT, json.dumps(import_path())),
+            *("dashboard", "--bind", host, "--port", str(port), "--pid", own, "--ends-with", own),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what the program prints may be for another one to read
+        start_new_session=True,  # Ctrl-C in the terminal is the driver's
+    )
+
+    def end(_graceful: bool) -> None:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    api.before_the_end(end)

@@ -1,0 +1,75 @@
+"""What a visitor may change, where it has said in its handshake that it acts: kill or restart an actor, drain a worker.
+
+A request of its own, apart from the question of :mod:`~actorrpc.observe.protocol`: who only looks changes nothing, whatever it
+sends. The name of a visitor that acts is in the proofs of the handshake, so nobody in between makes it of another. Who holds the
+key may call all of this anyway; but a tool that only looks cannot be brought to do it.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, Final
+
+from actorrpc.agent.context import Worker
+from actorrpc.agent.peers import Peer
+from actorrpc.cluster import api as cluster_api
+from actorrpc.errors import ConfigError, RpcError
+from actorrpc.observe.protocol import ACTED, is_acting, pack, unpack
+
+__all__ = ["asked_to_act"]
+
+_log = logging.getLogger("actorrpc.observe")
+_TEXT: Final = 1000
+
+
+def asked_to_act(worker: Worker, peer: Peer, body: bytes) -> None:
+    """Do what a visitor asks for, and answer. Does not wait: that is for a thread of the pool."""
+    worker.agent.submit(partial(_act, worker, peer, unpack(body)))
+
+
+def _act(worker: Worker, peer: Peer, asked: dict[str, Any]) -> None:
+    what, whom = str(asked.get("do"))[:20], str(asked.get("whom"))[:_TEXT]
+    where = f"visitor {peer.name!r} (pid {peer.record.pid})"
+    problem = ""
+    try:
+        _check(worker, peer)
+        _log.warning("%s: %s %s", where, what, whom)
+        _do(worker, what, whom)
+    except (RpcError, ValueError) as error:
+        problem = (str(error) or type(error).__name__)[:_TEXT]
+        _log.warning("%s: %s %s: not done: %s", where, what, whom, problem)
+    if not worker.agent.closed_down:
+        worker.agent.notify(peer, ACTED, pack({"id": asked["id"], "problem": problem}))
+
+
+def _check(worker: Worker, peer: Peer) -> None:
+    if not (peer.record.is_visitor and is_acting(peer.name)):
+        raise RpcError("only a visitor that has said that it acts changes anything")
+    if worker.agent.settings.data_only:
+        raise RpcError(f"worker {worker.agent.name!r} takes data only")
+
+
+def _do(worker: Worker, what: str, whom: str) -> None:
+    if what in ("kill", "restart"):
+        if worker.actors is None:
+            raise ConfigError(f"worker {worker.agent.name!r} looks after no actors")
+        worker.actors.supervisor.kill(int(whom, 16), what == "kill")
+    elif what == "drain":
+        if worker.cluster is None:
+            raise ConfigError(f"worker {worker.agent.name!r} is no driver of a cluster")
+        if worker.agent.peer(whom).is_self:
+            raise ConfigError("the driver cannot be drained: it leaves with actorrpc.shutdown()")
+        worker.agent.submit(partial(_drain, whom))
+    else:
+        raise ConfigError(f"nothing is known by the name of {what!r}")
+
+
+def _drain(name: str) -> None:
+    """Drain a worker, however long that takes: who has asked for it sees it leave."""
+    try:
+        cluster_api.drain(name)
+    except RpcError as error:
+        _log.warning("drain %s: %s", name, error)
+    else:
+        _log.warning("drain %s: it has left", name)

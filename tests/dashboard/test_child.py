@@ -1,0 +1,142 @@
+"""``init(dashboard=...)``: the page as a child of the driver."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import actorrpc
+from actorrpc import rpc
+from actorrpc.cluster import page
+from actorrpc.errors import ConfigError
+from tests.actors.e2e.kit import until
+
+pytestmark = [pytest.mark.limit(60)]
+_LINK = re.compile(r"(http://\S+)#token=(\S+)")
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        (False, None),
+        (True, ("127.0.0.1", 0)),
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("localhost", ("localhost", 0)),
+        ("127.0.0.1:8265", ("127.0.0.1", 8265)),
+        ("[::1]:8265", ("::1", 8265)),
+    ],
+)
+def test_where_it_listens(given: bool | str, where: tuple[str, int] | None) -> None:
+    assert page.listens_at(given) == where
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("0.0.0.0:8265", r"--tls-cert.*ssh -L"),
+        ("192.0.2.1", "--tls-cert"),
+        ("127.0.0.1:x", "host:port"),
+        ("", "an address is a host"),
+        (1, "dashboard must be a str"),
+        (None, "dashboard must be a str"),
+    ],
+)
+def test_what_is_no_address_of_this_host_is_refused(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        actorrpc.init(dashboard=given)
+    assert not rpc.is_initialized()
+
+
+def test_one_who_joins_is_told_who_has_the_page() -> None:
+    with pytest.raises(ConfigError, match=r"--connect tcp://127\.0\.0\.1:1"):
+        actorrpc.init("tcp://127.0.0.1:1", dashboard=True)
+
+
+def test_without_the_extra_it_says_so_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'actorrpc\[dashboard\]'"):
+        actorrpc.init(dashboard=True)
+    assert not rpc.is_initialized()
+
+
+def test_where_it_cannot_be_started_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("there is no process to be had")
+
+    monkeypatch.setattr(page, "start", fail)
+    with pytest.raises(OSError, match="no process"):
+        actorrpc.init(num_cpus=1, dashboard=True)
+    assert not rpc.is_initialized()
+
+
+def _answers(address: str) -> bool:
+    parts = urlsplit(address)
+    with socket.socket() as made:
+        return made.connect_ex((parts.hostname, parts.port)) == 0
+
+
+def _seen(address: str, token: str) -> dict[str, Any]:
+    """What a browser that follows the link sees."""
+    parts = urlsplit(address)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=30)
+    connection.request("POST", f"{parts.path}login", token, {"Origin": f"http://{parts.netloc}"})
+    answer = connection.getresponse()
+    cookie = answer.headers["Set-Cookie"].partition(";")[0]
+    answer.read()
+    connection.request("GET", f"{parts.path}api/now", None, {"Cookie": cookie})
+    found: dict[str, Any] = json.loads(connection.getresponse().read())
+    connection.close()
+    return found
+
+
+@pytest.mark.slow
+def test_it_shows_the_cluster_and_ends_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+    text = ""
+
+    def link() -> re.Match[str] | None:
+        nonlocal text
+        text += capfd.readouterr().err
+        return _LINK.search(text)
+
+    with actorrpc.init(num_cpus=1, dashboard=True):
+        until(lambda: link() is not None)
+        found = _LINK.search(text)
+        assert found is not None
+        assert _seen(found[1], found[2])["pid"] == os.getpid()
+    assert not _answers(found[1])
+    assert len(_LINK.findall(capfd.readouterr().err)) == 1  # for the next browser
+
+
+_PROGRAM = """
+import signal, actorrpc
+actorrpc.init(num_cpus=1, dashboard=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_it_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(_PROGRAM)
+    with subprocess.Popen([sys.executable, path], stderr=subprocess.PIPE, text=True) as driver:
+        assert driver.stderr is not None
+        found = _LINK.search(driver.stderr.readline())
+        assert found is not None
+        assert _answers(found[1])
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+        until(lambda: not _answers(found[1]))
+        # All who have its end of the pipe are gone, and none has complained.
+        assert "Traceback" not in driver.stderr.read()

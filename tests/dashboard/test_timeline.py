@@ -1,0 +1,113 @@
+"""What the view of the timeline is sent: lanes, slices and arrows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.cli.dashboard.timeline import share, timeline
+from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
+from actorrpc.observe.assemble import Silent
+from actorrpc.observe.trace import Recording
+from tests.dashboard.fakes import SCRIPT
+
+_LANE, _KIND, _BEGUN, _ENDED, _TEXT, _FAILED, _WAITED, _OTHER = range(8)
+
+
+def called(number: int, made: float, answered: float, id: int, to: str) -> list[Any]:
+    return [number, CALLED, made, answered, id, to, 1, "Store.get", 11, False, True, 100, 10]
+
+
+def executed(
+    number: int, arrived: float, begun: float, ended: float, id: int, actor: str = "Store#1"
+) -> list[Any]:
+    moments = map(float, (arrived, begun, ended))
+    return [number, EXECUTED, *moments, id, "driver", 7, "get", 22, True, actor]
+
+
+def _recording(worker: str, records: list[list[Any]], **more: Any) -> Recording:
+    recorder = {"on": True, "total": len(records), "now": 0.0, "threads": {}}
+    made = Recording.of(worker, 100, {"recorder": recorder, "records": records})
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_call_and_its_execution_on_clocks_that_differ() -> None:
+    here = _recording("driver", [called(0, 50.0, 50.010, 3, "w1")])
+    there = _recording("w1", [executed(0, 7.001, 7.003, 7.009, 3)], offset=43.0, error=0.001)
+    found = timeline([here, there], 30.0)
+    assert found["lanes"] == [[0, "calls made", 0], [1, "Store#1", 0]]
+    assert found["slices"] == [[0, CALLED, 0, 10_000, 0, 0, 0, 1], [1, EXECUTED, 3000, 9000, 1, 1, 2000, -1]]
+    assert found["texts"] == ["Store.get", "get"]
+    assert (found["arrows"], found["left_out"], found["clock_error"]) == (1, 0, 0.001)
+    assert [each["more"] for each in found["processes"]] == [False, False]
+
+
+def test_what_overlaps_is_in_lanes_of_its_own() -> None:
+    rows = [executed(n, n, n, n + 2.5, n) for n in range(6)]
+    found = timeline([_recording("w1", rows)], 30.0)
+    assert found["lanes"] == [[0, "Store#1", 0], [0, "Store#1", 1], [0, "Store#1", 2]]
+    assert [each[_LANE] for each in found["slices"]] == [0, 1, 2, 0, 1, 2]
+    crowd = timeline([_recording("w1", [executed(n, 0.0, 0.0, 9.0, n) for n in range(50)])], 30.0)
+    assert len(crowd["lanes"]) == 10
+    assert len(crowd["slices"]) == 50
+
+
+def test_what_is_long_over_and_what_is_too_much_is_left_out() -> None:
+    rows = [executed(n, n, n, n + 1.0, n) for n in range(100)]
+    found = timeline([_recording("w1", rows)], 9.5)
+    assert len(found["slices"]) == 10
+    assert not found["processes"][0]["more"]
+    found = timeline([_recording("w1", rows)], 1e6, most=20)
+    assert (len(found["slices"]), found["left_out"]) == (20, 80)
+    assert found["slices"][0][_BEGUN] == 0
+    late = timeline([_recording("w1", rows[50:])], 1e6)  # those before were overwritten, or not asked for
+    assert late["processes"][0]["more"]
+
+
+def test_many_actors_share_a_track() -> None:
+    rows = [executed(n, n, n, n + 0.5, n, f"Store#{min(n, 20):03}") for n in range(40)]
+    found = timeline([_recording("w1", rows)], 1e6)
+    titles = [title for _, title, _ in found["lanes"]]
+    assert len(titles) == 13
+    assert titles[-1] == "9 other actors"
+    assert "Store#020" in titles  # the one that has done the most
+
+
+def test_functions_notes_and_those_who_have_said_nothing() -> None:
+    rows = [executed(0, 1.0, 1.0, 2.0, 1, ""), [1, NOTED, 3.0, 4.0, "restart", SCRIPT, 5]]
+    silent = Recording.of("w2", 7, Silent("stopped", "a signal has stopped it"))
+    found = timeline([_recording("w1", rows), silent], 30.0)
+    assert [title for _, title, _ in found["lanes"]] == ["functions", "restarts, backward passes"]
+    assert found["texts"] == ["get", f"restart {SCRIPT}"]
+    assert found["missing"] == ["w2: a signal has stopped it"]
+    assert timeline([], 30.0)["slices"] == []
+
+
+def test_the_more_workers_the_fewer_records_of_each() -> None:
+    assert share(1) == 12_000
+    assert share(64) * 64 <= 12_000
+    assert share(100_000) == 100
+
+
+_moment = st.floats(0, 50)
+_rows = st.lists(
+    st.tuples(_moment, _moment, _moment).map(
+        lambda each: (lambda a, b, c: executed(0, a, b, c, 1))(*sorted(each))
+    ),
+    max_size=30,
+)
+
+
+@given(_rows, st.floats(0.1, 60))
+def test_slices_of_a_lane_do_not_overlap_but_in_a_crowd(rows: list[list[Any]], seconds: float) -> None:
+    found = timeline([_recording("w1", rows)], seconds)
+    ends: dict[int, int] = {}
+    for each in found["slices"]:
+        assert 0 <= each[_BEGUN] <= each[_ENDED]
+        if len(found["lanes"]) < 10:
+            assert each[_BEGUN] >= ends.get(each[_LANE], 0) - 1  # figures are rounded
+        ends[each[_LANE]] = max(ends.get(each[_LANE], 0), each[_ENDED])

@@ -1,0 +1,111 @@
+"""What a visitor may change: that it has to say in its handshake that it acts, and what is done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import actorrpc
+from actorrpc import rpc
+from actorrpc.errors import ActorDiedError
+from actorrpc.observe.outside import find_groups
+from actorrpc.observe.protocol import is_acting
+from actorrpc.observe.visitor import Target, Visit
+from tests.actors.e2e.kit import until
+from tests.ports import free_port
+
+pytestmark = [pytest.mark.limit(60)]
+
+
+@actorrpc.remote(max_restarts=1)
+class Store:
+    def __init__(self) -> None:
+        self.number = 0
+
+    def add(self) -> int:
+        self.number += 1
+        return self.number
+
+
+def _act(target: Target, what: str, whom: str, *, acts: bool = True) -> str:
+    limit = time.monotonic() + 30
+    visit = Visit(target, limit, acts=acts)
+    try:
+        return visit.act(what, whom, limit)
+    finally:
+        visit.close()
+
+
+def _alone(data_only: bool = False) -> Iterator[Target]:
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", data_only=data_only)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        (group,) = find_groups(os.getpid())
+        yield group.targets[0]
+    finally:
+        rpc.shutdown()
+
+
+@pytest.fixture
+def alone() -> Iterator[Target]:
+    yield from _alone()
+
+
+@pytest.fixture
+def data_only() -> Iterator[Target]:
+    yield from _alone(data_only=True)
+
+
+@pytest.mark.prints(r"\(pid \d+\)")
+def test_who_only_looks_changes_nothing(alone: Target, caplog: pytest.LogCaptureFixture) -> None:
+    for what, whom in (("kill", "0" * 16), ("drain", "alone"), ("eval", "1")):
+        assert "only a visitor that has said" in _act(alone, what, whom, acts=False)
+    lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(lines) == 3
+    assert all("not done" in each and f"pid {os.getpid()}" in each for each in lines)
+
+
+@pytest.mark.prints(r"\(pid \d+\)")
+def test_what_cannot_be_done_is_said(alone: Target) -> None:
+    assert "'eval'" in _act(alone, "eval", "1 + 1")
+    assert "no driver" in _act(alone, "drain", "alone")
+    assert "invalid literal" in _act(alone, "kill", "x")
+
+
+@pytest.mark.prints(r"\(pid \d+\)")
+def test_a_worker_that_takes_data_only_does_nothing(data_only: Target) -> None:
+    assert "data only" in _act(data_only, "kill", "0" * 16)
+
+
+def test_how_those_are_called_who_act() -> None:
+    assert is_acting("acting-visitor-0a")
+    assert not is_acting("visitor-0a")
+    assert not is_acting("worker-acting-visitor-")
+
+
+@pytest.mark.slow
+@pytest.mark.prints(r"\(pid \d+\)|it has left")
+def test_actors_are_killed_and_restarted_and_workers_drained(caplog: pytest.LogCaptureFixture) -> None:
+    with actorrpc.init(num_cpus=2, log_to_driver=False):
+        (group,) = find_groups(os.getpid())
+        driver = group.targets[0]
+        first, second = Store.remote(), Store.remote()
+        assert actorrpc.get([first.add.remote(), first.add.remote(), second.add.remote()]) == [1, 2, 1]
+        ids = {each.title: each.actor_id for each in actorrpc.state(30).actors}
+        names = {each.actor_id: each.worker for each in actorrpc.state(30).actors}
+        one, other = (ids[each] for each in sorted(ids, key=lambda title: names[ids[title]]))
+        assert _act(driver, "restart", one) == ""
+        until(lambda: {each.actor_id: each.restarts for each in actorrpc.state(30).actors}[one] == 1)
+        assert actorrpc.get(first.add.remote()) == 1
+        assert _act(driver, "kill", one) == ""
+        with pytest.raises(ActorDiedError):
+            actorrpc.get(first.add.remote())
+        assert "driver cannot be drained" in _act(driver, "drain", "driver")
+        assert _act(driver, "drain", names[other]) == ""
+        until(lambda: f"drain {names[other]}: it has left" in caplog.text)
+    assert f"restart {one}" in caplog.text
+    assert f"kill {one}" in caplog.text
