@@ -214,8 +214,10 @@ def test_a_method_that_waits_is_told_once() -> None:
     """Not by the error of the call that it waits for, too, while it cleans up."""
     actor, other, log = Busy.remote(), Busy.remote(), []
     for _ in range(5):
+        asked = len(actorrpc.get(other.all.remote()))
         ref = actor.asks.remote(other)
-        _started(actor, ref)
+        while len(actorrpc.get(other.all.remote())) == asked:
+            pass  # it has not come to where it tidies up
         assert actorrpc.cancel(ref)
         with pytest.raises(actorrpc.CancelledError):
             actorrpc.get(ref)
