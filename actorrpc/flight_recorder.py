@@ -24,7 +24,7 @@ from actorrpc.wire.frames import REPLY
 if TYPE_CHECKING:
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLED", "EXECUTED", "KEPT", "NOTED", "FlightRecorder", "method_of"]
+__all__ = ["CALLED", "EXECUTED", "KEPT", "NOTED", "FlightRecorder", "method_of", "name_of"]
 
 KEPT: Final = 32768
 """Records; at about 400 bytes each, at most 13 MiB."""
@@ -49,6 +49,11 @@ def method_of(actor: str, method: str) -> str:
 
 
 _NAMED: Final = frozenset({FunctionType, BuiltinFunctionType, MethodType, type})
+
+
+def name_of(function: Any) -> str:
+    """Return how a function that is called is named: of an object that can be called, its class; its attributes are its own."""
+    return str(function.__qualname__ if type(function) in _NAMED else type(function).__qualname__)
 
 
 class FlightRecorder:
@@ -99,7 +104,9 @@ class FlightRecorder:
                     if type(what) is str
                     else what.__qualname__
                     if type(what) in _NAMED
-                    else type(what).__qualname__  # its attributes are its own
+                    else type(
+                        what
+                    ).__qualname__  # name_of(), without the call: this is on the path of every call
                 ),
                 execution.thread,
                 failed,

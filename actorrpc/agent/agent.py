@@ -211,7 +211,7 @@ class Agent:
 
         Args:
             header: fields that are to travel along.
-            message: names a mailbox over there; what travels then is ``(args, kwargs)`` alone, ``function`` is not used.
+            mail: names a mailbox over there; what travels then is ``(args, kwargs)`` alone, ``function`` is not used.
             timeout: seconds; 0 means no bound but that of the call that this one is nested in.
             future: completed with the outcome; without one, the caller waits with ``Call.result``.
             keep: kept alive until the call is over.
@@ -308,11 +308,12 @@ class Agent:
         *,
         keep: Any = None,
         label: str | None = None,
+        header: Header | None = None,
     ) -> Any:
         """Make a call as :meth:`call` does, and return its value or raise its error."""
         call: Call | None = None
         try:
-            call = self.call(peer, function, args, kwargs, timeout, keep=keep, label=label)
+            call = self.call(peer, function, args, kwargs, timeout, keep=keep, label=label, header=header)
             return call.result()
         except BaseException:
             if call is not None:
@@ -624,9 +625,8 @@ class Agent:
         signals.uninstall(self._put_off)
         codec.restrict(-self.settings.data_only)
         stacks = sys._current_frames()
-        left = [
-            each for each in left if each.ident in stacks
-        ]  # the others are at their ends, and get no processor
+        # Those that have no frame are at their ends, and get no processor.
+        left = [each for each in left if each.ident in stacks]
         if left:
             where = ", ".join(f"{each.name} ({_place(stacks.get(each.ident or 0))})" for each in left)
             _log.warning("threads of %r are still in user code after shutdown: %s", self.name, where)

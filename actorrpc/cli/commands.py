@@ -25,7 +25,7 @@ from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
 from actorrpc.observe.trace import Recording, write
-from actorrpc.observe.visitor import KeptVisits, Target
+from actorrpc.observe.visitor import KeptVisits
 
 __all__ = ["main"]
 
@@ -504,8 +504,7 @@ def _profile(found: argparse.Namespace) -> int:
             if isinstance(answer, Silent):
                 missing[record.name] = answer.reason or answer.state
                 continue
-            target = Target.of(record, made.group.key, made.group.targets[0].settings)
-            samplers.append(profile.Sampler(record.name, target, actors, found.all))
+            samplers.append(profile.Sampler(record.name, made.target(record), actors, found.all))
     if not samplers and not missing:
         raise _NotThereError(f"there is no actor and no worker {found.whom!r}; actorrpc status lists them")
     took = profile.sample(samplers, found.seconds, found.rate, found.timeout, threading.Event())

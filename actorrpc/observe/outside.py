@@ -78,6 +78,10 @@ class GroupLook:
         """The picture of the group."""
         return assemble(self.answers.values(), self.took)
 
+    def target(self, record: WorkerRecord) -> Target:
+        """Return one of its workers as a target of a visit."""
+        return Target.of(record, self.group.key, self.group.targets[0].settings)
+
 
 def settings_here() -> Settings:
     """Return the settings of this process's environment, of which certificates and seals count.

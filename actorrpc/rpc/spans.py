@@ -18,10 +18,11 @@ import importlib
 import inspect
 import struct
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
@@ -32,7 +33,7 @@ from actorrpc.agent.context import Worker
 from actorrpc.agent.executor import ASYNC_MARK, Later
 from actorrpc.agent.hooks import RIDERS, Bystander
 from actorrpc.errors import ConfigError
-from actorrpc.flight_recorder import method_of
+from actorrpc.flight_recorder import method_of, name_of
 from actorrpc.futures import Future
 from actorrpc.rpc import api
 from actorrpc.wire.headers import Header
@@ -50,24 +51,18 @@ _HALF: Final = (1 << 64) - 1
 _SAMPLED: Final = 1
 _OURS: Final = "actorrpc."
 _OF_RREFS: Final = "actorrpc.rpc.rref"
-_FUNCTIONS: Final = frozenset({FunctionType, BuiltinFunctionType, MethodType, type})
 _STACK: Final = 20_000  # characters of a stack that a span takes
-
-
-def _name_of(function: Any) -> str:
-    named = type(function) in _FUNCTIONS
-    return str(function.__qualname__ if named else type(function).__qualname__)
 
 
 def _of_call(function: Any, args: tuple[Any, ...]) -> str:
     """Return how a call of a function is named; empty where it is one of this package's own."""
     module = function.__module__ if type(function) is FunctionType else None
     if type(module) is not str or not module.startswith(_OURS):
-        return method_of("", _name_of(function))
+        return method_of("", name_of(function))
     if module == _OF_RREFS:
         match function.__name__:
             case "_create":  # of rpc.remote()
-                return method_of("", _name_of(args[2]))
+                return method_of("", name_of(args[2]))
             case "_invoke":  # a method of what an RRef refers to
                 return str(args[1])
     return ""
@@ -111,6 +106,15 @@ class _OtelApi:
             pass
         return self.trace.get_current_span  # type: ignore[no-any-return]
 
+    @contextmanager
+    def within(self, context: Any) -> Iterator[None]:
+        """Have a context be the current one for a block."""
+        token = self.context.attach(context)
+        try:
+            yield
+        finally:
+            self.context.detach(token)
+
     def end(self, span: Any, error: BaseException | None, ended: int) -> None:
         """End a span; ``ended`` is nanoseconds since the epoch."""
         if error is not None:
@@ -136,6 +140,7 @@ class _SpanClient:
         self._otel = otel
         self._current = otel.current
         self._call = agent.call
+        self._ask = agent.ask
 
     def _sampled(self, span: Any) -> bool:
         return bool(span.get_span_context().trace_flags & _SAMPLED)
@@ -169,6 +174,7 @@ class _SpanClient:
         keep: Any = None,
         label: str | None = None,
         mail: MailHeader | None = None,
+        header: Header | None = None,
     ) -> Call:
         """Do what :meth:`Agent.call` does."""
         current = self._current()
@@ -180,7 +186,16 @@ class _SpanClient:
                 name = method_of("", label or mail.header.get("method", ""))
         if not name:
             return self._call(
-                peer, function, args, kwargs, timeout, future=future, keep=keep, label=label, mail=mail
+                peer,
+                function,
+                args,
+                kwargs,
+                timeout,
+                future=future,
+                keep=keep,
+                label=label,
+                mail=mail,
+                header=header,
             )
         span, header = self._begin(name, peer)
         assert future is not None
@@ -227,21 +242,17 @@ class _SpanClient:
         label: str | None = None,
     ) -> Any:
         """Do what :meth:`Agent.ask` does."""
-        current, span, header = self._current(), None, None
-        if current is not None and self._sampled(current) and (name := _of_call(function, args)):
-            span, header = self._begin(name, peer)
-        call: Call | None = None
+        current = self._current()
+        name = "" if current is None or not self._sampled(current) else _of_call(function, args)
+        if not name:
+            return self._ask(peer, function, args, kwargs, timeout, keep=keep, label=label)
+        span, header = self._begin(name, peer)
         try:
-            call = self._call(peer, function, args, kwargs, timeout, keep=keep, label=label, header=header)
-            value = call.result()
+            value = self._ask(peer, function, args, kwargs, timeout, keep=keep, label=label, header=header)
         except BaseException as error:
-            if call is not None:
-                call.give_up()
-            if span is not None:
-                self._otel.end(span, error, time.time_ns())
+            self._otel.end(span, error, time.time_ns())
             raise
-        if span is not None:
-            self._otel.end(span, None, time.time_ns())
+        self._otel.end(span, None, time.time_ns())
         return value
 
 
@@ -299,15 +310,12 @@ class _SpanServer(Bystander):
             if span is None:
                 return call()
             within = self._otel.trace.set_span_in_context(span)
-            attach, detach = self._otel.context.attach, self._otel.context.detach
-            token = attach(within)
             try:
-                value = call()
+                with self._otel.within(within):
+                    value = call()
             except BaseException as error:
                 self._otel.end(span, error, time.time_ns())
                 raise
-            finally:
-                detach(token)
             if inspect.iscoroutine(value):
                 return self._awaited(value, span, within)
             if inspect.isgenerator(value):
@@ -327,29 +335,26 @@ class _SpanServer(Bystander):
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, Any], span: Any, within: Any) -> Any:
         """Run a coroutine within a span, which ends with it. Its task has a context of its own."""
-        token = self._otel.context.attach(within)
         error: BaseException | None = None
-        try:
-            return await coroutine
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            self._otel.end(span, error, time.time_ns())
-            self._otel.context.detach(token)
+        with self._otel.within(within):
+            try:
+                return await coroutine
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                self._otel.end(span, error, time.time_ns())
 
     def _stepped(self, items: Generator[Any, Any, Any], span: Any, within: Any) -> Generator[Any, Any, None]:
         """Run a generator within a span: its steps are, and what its thread does between them is not."""
         error: BaseException | None = None
         try:
             while True:
-                token = self._otel.context.attach(within)
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-                finally:
-                    self._otel.context.detach(token)
+                with self._otel.within(within):
+                    try:
+                        item = next(items)
+                    except StopIteration:
+                        return
                 yield item
         except BaseException as caught:
             error = None if isinstance(caught, GeneratorExit) else caught
@@ -367,13 +372,11 @@ class _SpanServer(Bystander):
         error: BaseException | None = None
         try:
             while True:
-                token = self._otel.context.attach(within)
-                try:
-                    item = await anext(items)
-                except StopAsyncIteration:
-                    return
-                finally:
-                    self._otel.context.detach(token)
+                with self._otel.within(within):
+                    try:
+                        item = await anext(items)
+                    except StopAsyncIteration:
+                        return
                 yield item
         except BaseException as caught:
             error = None if isinstance(caught, GeneratorExit) else caught

@@ -29,7 +29,7 @@ from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CALLER_BIT, CURRENT, FRAME_BIT, Execution
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
-from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted
+from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted, riding
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 from actorrpc.wire.frames import MAIL
@@ -284,8 +284,8 @@ class ActorExecutor:
     ) -> Callable[[], Any]:
         """Return what to run in place of ``method(*args, **kwargs)``: spans are the outermost."""
         interceptors: Sequence[Interceptor] = self.agent.interceptors
-        if execution.header is not None and "trace" in execution.header and "trace" in RIDERS:
-            interceptors = [RIDERS["trace"], *interceptors]
+        if execution.header and not RIDERS.keys().isdisjoint(execution.header):
+            interceptors = riding(interceptors, execution.header)
         return intercepted(interceptors, execution, method, args, kwargs)
 
     def _returned(self, entry: Envelope, method: Any, value: Any, *, keeps: bool = True) -> Any:

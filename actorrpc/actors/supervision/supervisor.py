@@ -57,6 +57,11 @@ _AGAIN_S: Final = 0.1  # how soon another place is asked for, where one was name
 _END_S: Final = 5.0  # how long actors may take to end when this process leaves
 
 
+def _new_id() -> int:
+    """Return a number for an actor, or an incarnation of one: no other has it."""
+    return int.from_bytes(os.urandom(8), "little") | 1 << 63
+
+
 class Supervisor:
     """Looks after the actors that this process created; that of rank 0 also after detached ones. Thread-safe.
 
@@ -109,7 +114,7 @@ class Supervisor:
         options, shown = self._prepared(options)
         snapshot = cls if isinstance(cls, Snapshot) else Snapshot.of(cls)
         arguments = Snapshot.of((args, kwargs)) if args or kwargs else None
-        actor_id = int.from_bytes(os.urandom(8), "little") | 1 << 63
+        actor_id = _new_id()
         if options.lifetime != "detached" or agent.record.rank == 0:
             return self._adopt(actor_id, snapshot, arguments, info, options, shown, place)
         options = self._places.for_others(place, options)
@@ -213,7 +218,7 @@ class Supervisor:
         with self.lock:
             if self._closed or not actor.is_due:
                 return
-            instance_id = actor.instance_id = int.from_bytes(os.urandom(8), "little") | 1 << 63
+            instance_id = actor.instance_id = _new_id()
             actor.killed = False
             actor.doomed = ""
             actor.worker, actor.process, actor.worker_name = None, None, ""

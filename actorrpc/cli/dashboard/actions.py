@@ -79,5 +79,5 @@ def act(see: See, what: str, whom: str) -> str:
 def _target(seen: GroupLook, name: str) -> Target:
     for record, _ in seen.answers.values():
         if record.name == name:
-            return Target.of(record, seen.group.key, seen.group.targets[0].settings)
+            return seen.target(record)
     raise ConfigError(f"worker {name!r}, which would have to do it, is not to be found")
