@@ -79,9 +79,9 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         if part in parts:
             at = first.get(part, 0)
             at = at if type(at) is int and at >= 0 else 0
-            found[part], more = page(worker, at, most)
-            if more:
-                following[part] = at + most
+            found[part], place = page(worker, at, most)
+            if place is not None:
+                following[part] = place
     if "process" in parts:
         found["process"] = _process(worker)
     if "members" in parts:
@@ -305,17 +305,20 @@ def _is_of_tasks(hosted: HostedActor) -> bool:
     return hosted.spec is not None and hosted.spec.info.name == TASKS
 
 
-def _hosted(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], bool]:
+def _hosted(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
+    """Return the actors from the identifier ``first`` on: one that ends between two pages moves no other."""
     if worker.actors is None:
-        return [], False
+        return [], None
     now = _time.now()
     actors = [
-        each for each in worker.actors.registry.all() if each.spec is not None and not _is_of_tasks(each)
+        each
+        for each in worker.actors.registry.all()
+        if each.id >= first and each.spec is not None and not _is_of_tasks(each)
     ]
     actors.sort(key=lambda each: each.id)
     latest = _latest(worker)
-    rows = [_actor(hosted, now, latest.get(hosted.title)) for hosted in actors[first : first + most]]
-    return rows, len(actors) > first + most
+    rows = [_actor(hosted, now, latest.get(hosted.title)) for hosted in actors[:most]]
+    return rows, actors[most].id if len(actors) > most else None
 
 
 def _latest(worker: Worker) -> dict[str, list[tuple[float, bool]]]:
@@ -422,9 +425,9 @@ def _say_awaited(what: Call | Stall) -> str:
     return "the next item of a stream"
 
 
-def _supervised(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], bool]:
+def _supervised(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
     if worker.actors is None:
-        return [], False
+        return [], None
     rows, more = worker.actors.supervisor.page(first, most, dead=_DEAD)
     found = [
         {
@@ -444,16 +447,16 @@ def _supervised(worker: Worker, first: int, most: int) -> tuple[list[dict[str, A
         for row in rows
         if row.class_name != TASKS
     ]
-    return found, more
+    return found, first + most if more else None
 
 
 # -- references --------------------------------------------------------------------------------------------------
 
 
-def _holders(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], bool]:
+def _holders(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
     """Return who refers to which values, of some of the values that live here; equal ones as one."""
     if worker.references is None:
-        return [], False
+        return [], None
     agent = worker.agent
     names = {each.key: each.name for each in (agent.self_peer, *agent.peers())}
     rows: dict[tuple[str, str, str], list[int]] = {}
@@ -472,7 +475,7 @@ def _holders(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]
         {"holder": holder, "what": what, "actor_id": actor, "references": references, "bytes": size}
         for (holder, what, actor), (references, size) in rows.items()
     ]
-    return found, more
+    return found, first + most if more else None
 
 
 def _value(outcome: Outcome | None) -> tuple[str, str, int]:
@@ -502,12 +505,13 @@ _RAW: Final = frozenset({bytes, bytearray})
 # -- stacks ------------------------------------------------------------------------------------------------------
 
 
-def _stacks(_worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], bool]:
+def _stacks(_worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
+    """Return the stacks of the threads from the identifier ``first`` on: one that ends between two pages moves no other."""
     names = {each.ident: each.name for each in threading.enumerate()}
     own = threading.get_ident()
-    frames = sorted(each for each in sys._current_frames().items() if each[0] != own)
-    stacks = [_stack(ident, names.get(ident, ""), frame) for ident, frame in frames[first : first + most]]
-    return stacks, len(frames) > first + most
+    frames = sorted(each for each in sys._current_frames().items() if first <= each[0] != own)
+    stacks = [_stack(ident, names.get(ident, ""), frame) for ident, frame in frames[:most]]
+    return stacks, frames[most][0] if len(frames) > most else None
 
 
 def _stack(ident: int, name: str, frame: FrameType | None) -> dict[str, Any]:
@@ -520,7 +524,8 @@ def _stack(ident: int, name: str, frame: FrameType | None) -> dict[str, Any]:
     return {"ident": ident, "name": _text(name), "frames": found}
 
 
-_Page = Callable[[Worker, int, int], tuple[list[dict[str, Any]], bool]]
+#: of a worker, where to begin and how many: the rows, and where the next page begins, if there is one
+_Page = Callable[[Worker, int, int], tuple[list[dict[str, Any]], int | None]]
 _PAGED: Final[tuple[tuple[str, _Page, int], ...]] = (
     ("actors", _hosted, _ACTORS),
     ("supervised", _supervised, _SUPERVISED),

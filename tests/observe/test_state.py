@@ -371,6 +371,36 @@ def test_an_answer_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("embedded")
+def test_a_thread_that_ends_between_two_pages_hides_no_other() -> None:
+    worker = current_worker()
+    assert worker is not None
+    ends = [threading.Event() for _ in range(4)]
+    threads = [threading.Thread(target=each.wait) for each in ends]
+    for each in threads:
+        each.start()
+    try:
+        known = sorted(each.ident for each in threads if each.ident is not None)
+        first, place = collect._stacks(worker, 0, 1)
+        seen = list(first)
+        for thread, end in zip(threads, ends, strict=True):
+            if thread.ident == known[0]:
+                while place is not None and place <= known[0]:
+                    page, place = collect._stacks(worker, place, 1)
+                    seen += page
+                end.set()
+                thread.join()
+        while place is not None:
+            page, place = collect._stacks(worker, place, 1)
+            seen += page
+        assert set(known) <= {each["ident"] for each in seen}
+    finally:
+        for end in ends:
+            end.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.usefixtures("embedded")
 def test_a_question_that_makes_no_sense_gets_something_that_does() -> None:
     worker = current_worker()
     assert worker is not None
