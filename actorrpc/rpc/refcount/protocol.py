@@ -504,14 +504,22 @@ class RRefTable:
             return PendingCounts(len(self._held.entries), len(self._held.children), owners, len(self._drops))
 
     def leaks(self) -> list[Leak]:
-        """List the forks of values that live here, and the handles that are held here."""
+        """List the forks of values that live here, and the handles that are held here.
+
+        A fork that nothing here refers to any more is none of them, though its owner may not have said that it knows it:
+        where the owner does not answer (it is stopped, or cut off), that is not for this worker to mend.
+        """
         with self._lock:
             found = [
                 Leak(entry.rref_id, fork_id, holder)
                 for entry in self._values.entries.values()
                 for fork_id, holder in entry.forks.items()
             ]
-            found += [Leak(user.rref_id, user.fork_id, self.me) for user in self._held.entries.values()]
+            found += [
+                Leak(user.rref_id, user.fork_id, self.me)
+                for user in self._held.entries.values()
+                if user.handles
+            ]
             return found
 
     def holders(self, rref_id: RRefId) -> dict[ForkId, WorkerKey] | None:

@@ -27,7 +27,7 @@ from actorrpc.rpc.refcount.messages import (
     pack_message,
     unpack_message,
 )
-from actorrpc.rpc.refcount.protocol import Effects, Handle, Outcome, Pending, RRefTable
+from actorrpc.rpc.refcount.protocol import Effects, Handle, Leak, Outcome, Pending, RRefTable
 from actorrpc.rpc.refcount.tables import HandleTable, ValueTable
 from actorrpc.wire.identity import WorkerKey
 from tests.rpc.refcount.simulator import Violation, play
@@ -808,6 +808,18 @@ def test_leaving_deletes_users_those_to_come_too() -> None:
     group.drop(A, handle)
     group.drop(B, *received.handles)
     group.assert_empty()
+
+
+def test_what_an_owner_that_does_not_answer_has_not_confirmed_is_no_leak_of_the_one_who_leaves() -> None:
+    group = Group(A, B, C)
+    handle = group.create(A, B)
+    data = group[A].fork(handle, C)
+    received = group[C].receive([data], A)  # and the owner, B, is stopped: it never reads what C asks
+    assert not received.pending.done
+    assert group[C].leaks() == [Leak(handle.rref_id, data.fork_id, C)]
+    group[C].delete_all_users()
+    assert group[C].leaks() == []
+    assert not group[C].pending_counts().idle
 
 
 def test_silent_after_close() -> None:
