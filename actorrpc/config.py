@@ -45,6 +45,8 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
     "ACTORRPC_RECORDER": "0: no record is kept of the last calls of each worker (default 1: of 32 768)",
     "ACTORRPC_OTEL": "1: calls within a span of OpenTelemetry are spans, too (extra otel; default 0)",
+    "ACTORRPC_DEBUG": "0: breakpoint() in calls holds nothing, and no debugger is let in (default 1)",
+    "ACTORRPC_DEBUG_WAIT": "seconds for which breakpoint() holds a call that nobody attaches to (default 600)",
     "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default that of SIGRTMIN+7; 0: none)",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: left alone)",
 }
@@ -129,6 +131,8 @@ class Settings:
     # -- looking inside --------------------------------------------------------------------
     recorder: bool = option(True, flag)
     otel: bool = option(False, flag)
+    debug: bool = option(True, flag)
+    debug_wait: float = option(600.0, _seconds)
     dump_signal: int = option(signal.SIGRTMIN + 7, partial(integer, least=0, most=64))
     # -- threads ---------------------------------------------------------------------------
     max_threads: int = option(512, _several)

@@ -55,6 +55,8 @@ _FIELDS: dict[str, Any] = {
     "switch_interval": ([0.1, 1, None], [0, -1, _NAN, _INF], ["1", True]),
     "recorder": _FLAG,
     "otel": _FLAG,
+    "debug": _FLAG,
+    "debug_wait": _TIME,
     "dump_signal": ([0, 41, 64], [-1, 65], ["41", 41.0, True, None]),
     "max_threads": ([2, 1000], [1, 0, -1], ["8", 8.0, True, None]),
     "starvation_s": _TIME,
@@ -133,6 +135,7 @@ def test_every_other_variable_is_read_into_a_field(monkeypatch: pytest.MonkeyPat
         "ACTORRPC_TRANSPORT": "tcp",
         "ACTORRPC_TLS_MIN_VERSION": "1.2",
         "ACTORRPC_LANE": "0",
+        "ACTORRPC_DEBUG": "0",
         "ACTORRPC_RECORDER": "0",
     }
     for variable in ENVIRONMENT.keys() - _NO_FIELDS:

@@ -16,7 +16,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _FOLDERS = ["actorrpc", "benchmarks", "docs", "examples", "tests", ".ci"]
 # In two parts each, so that this file has none of them.
 _UNFINISHED = [a + b for a, b in [("TO", "DO"), ("FIX", "ME"), ("XX", "X"), ("HA", "CK")]]
-_UNFINISHED_CODE = [a + b for a, b in [("NotImplemented", "Error"), ("break", "point"), ("set_", "trace")]]
+_UNFINISHED_CODE = [a + b for a, b in [("NotImplemented", "Error"), ("set_", "trace")]]
 _CONFLICT = [7 * "<" + " ", 7 * ">" + " "]
 
 
@@ -51,6 +51,7 @@ def _project() -> dict[str, Any]:
 def test_nothing_is_left_unfinished() -> None:
     assert not _found(rf"\b({'|'.join(_UNFINISHED)})\b")
     assert not _found(rf"\b({'|'.join(_UNFINISHED_CODE)})\b", "actorrpc/")
+    assert not _found(r"^\s*break" + r"point\(\)", "actorrpc/")  # as a statement: the debugger speaks of it
     assert not _found(rf"^({'|'.join(_CONFLICT)})")
 
 

@@ -124,6 +124,8 @@ class Agent:
         self.flights = FlightRecorder() if settings.recorder else None
         self.gate: MessageFilter | None = None
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
+        self.held: set[int] = set()  # threads whose calls a debugger holds
+        self.on_failure: Callable[[Execution, Exception], None] | None = None
         self.on_peer_end: list[Callable[[Peer], None]] = []
         self.post: MailRouter = NullRouter(self)
         self.confirm: Callable[[list[Any], Execution], None] = lambda received, execution: None

@@ -337,7 +337,9 @@ class Call:
                 if _interrupts.pending:
                     checkpoint()
             while not self.done and not self.wait(None, reads):
-                if self.expire():
+                if (
+                    self.deadline <= _time.now() and self.expire()
+                ):  # it may have been put off: see actorrpc.debugger
                     break
         except BaseException:
             self.give_up()

@@ -54,6 +54,7 @@ class Worker:
         "agent",
         "autograd",
         "cluster",
+        "debugger",
         "ends",
         "group",
         "in_force",
@@ -81,6 +82,7 @@ class Worker:
         self.cluster: Any = None
         self.leaver: Any = None
         self.observer: Any = None
+        self.debugger: Any = None
 
 
 _process: Worker | None = None  # the worker that this process is; None where it is none, or has several

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final, NoReturn
 
-from actorrpc.cli import doctor, logs, profile, views
+from actorrpc.cli import debug, doctor, logs, profile, views
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
@@ -212,6 +212,32 @@ def _parser() -> _CommandParser:
         default="127.0.0.1",
         metavar="HOST",
         help="listen at this address instead; nothing asks for a password there",
+    )
+
+    debugger = command(
+        "debug",
+        _debug,
+        "list the calls that breakpoint() holds, and talk to them as with pdb",
+        "A call that is held goes on when its front end is gone.",
+    )
+    debugger.set_defaults(timeout=5.0)
+    debugger.add_argument(
+        "which",
+        nargs="?",
+        metavar="SESSION|ACTOR|WORKER|all",
+        help="attach to this one; commands are pdb's, detach leaves the call held",
+    )
+    debugger.add_argument(
+        "--now",
+        action="store_true",
+        help="enter what this ACTOR runs, in the middle of it; or when it is idle",
+    )
+    debugger.add_argument(
+        "--cast",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="give this command to all that are meant, and print their answers, equal ones as one; may be repeated",
     )
 
     page = command(
@@ -576,6 +602,66 @@ def _metrics(found: argparse.Namespace) -> int:
 def _is_one(groups: list[FoundGroup]) -> bool:
     """Say whether these are workers of one group that was found by each of them."""
     return len(_looks_at(groups, ["process"], 0.8)) == 1
+
+
+def _debug(found: argparse.Namespace) -> int:
+    made = [views.Picture.of(each) for each in _looks(found, _PARTS)]
+    workers = [worker for picture in made for worker in picture.state.workers]
+    if found.which is None:
+        if found.now or found.cast:
+            raise _NotThereError("say which: actorrpc debug (SESSION|ACTOR|WORKER|all)")
+        held = [each for worker in workers for each in worker.held]
+        if found.json:
+            _print_json({"held": [asdict(each) for each in held]})
+        else:
+            _print(debug.lines(held))
+        return _FOUND
+    targets = {
+        record.name: look.target(record)
+        for look in _looks(found, ["process"])
+        for record, _ in look.answers.values()
+    }
+    until = time.monotonic() + found.timeout
+    if found.now:
+        actors = [each for picture in made for each in picture.actors_named(found.which) if each.answered]
+        if len(actors) != 1:
+            raise _NotThereError(
+                f"--now enters one actor that lives; {len(actors)} are called {found.which!r}"
+            )
+        (actor,) = actors
+        sessions = [debug.Attached.entering(actor.title, actor.actor_id, targets[actor.worker], until)]
+    else:
+        meant = {each.actor_id for picture in made for each in picture.actors_named(found.which)}
+        held = debug.matching(workers, meant, found.which)
+        if not held:
+            raise _NotThereError(f"no call of {found.which!r} is held; actorrpc debug lists those that are")
+        if len(held) > 1 and not found.cast:
+            _print(debug.lines(held))
+            raise _NotThereError("these are several: say which SESSION, or give commands to all with --cast")
+        sessions = [
+            debug.Attached.to(each.session, targets[each.session.rpartition(":")[0]], until) for each in held
+        ]
+    if not found.cast:
+        over = debug.talk(sessions[0], sys.stdin, _write, debug.is_terminal())
+        if not over and not found.json:
+            _print([f"detached from {sessions[0].name}; actorrpc debug {sessions[0].name} attaches again"])
+        return _FOUND
+    answers = debug.cast(sessions, found.cast, found.timeout)
+    for each in sessions:
+        each.detach()
+    if found.json:
+        rows = [{"sessions": names, "text": text, "runs": not whole} for names, text, whole in answers]
+        _print_json({"answers": rows})
+    else:
+        for names, text, whole in answers:
+            _print([f"{', '.join(names)}:" + ("" if whole else " (runs)")])
+            _write(text)
+    return _FOUND
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _dashboard(found: argparse.Namespace) -> int:

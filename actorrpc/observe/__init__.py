@@ -10,6 +10,7 @@ from __future__ import annotations
 from actorrpc.observe.model import (
     Finding,
     GroupState,
+    HeldCall,
     MailboxState,
     ObservedActor,
     ObservedCall,
@@ -27,6 +28,7 @@ from actorrpc.observe.trace import TraceSummary
 __all__ = [
     "Finding",
     "GroupState",
+    "HeldCall",
     "MailboxState",
     "ObservedActor",
     "ObservedCall",

@@ -12,6 +12,7 @@ import itertools
 import socket
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
@@ -32,6 +33,8 @@ from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
 from actorrpc.autograd.contexts import Context
 from actorrpc.cluster import resources
+from actorrpc.debugger.protocol import HELD
+from actorrpc.debugger.session import DebugSession
 from actorrpc.flight_recorder import EXECUTED
 from actorrpc.observe import processes
 from actorrpc.observe.protocol import PARTS
@@ -185,6 +188,8 @@ def _process(worker: Worker) -> dict[str, Any]:
         contexts = list(worker.autograd.contexts.live.values())
         found["autograd"] = {"contexts": len(contexts), "passes": sum(len(each.passes) for each in contexts)}
         found["contexts"] = [_context(each, now) for each in contexts[-_CONTEXTS:]]
+    if worker.debugger is not None:
+        found["held"] = [_held(each) for each in worker.debugger.sessions()[:_CALLS]]
     if worker.actors is not None:
         producers = sorted(worker.actors.streams.all(), key=lambda each: not each.pause)
         found["streams"] = [_stream(each) for each in producers[:_STREAMS]]
@@ -194,6 +199,23 @@ def _process(worker: Worker) -> dict[str, Any]:
             hosted.counts()[1] for hosted in worker.actors.registry.all() if _is_of_tasks(hosted)
         )
     return found
+
+
+def _held(session: DebugSession) -> dict[str, Any]:
+    actor = None if session.execution is None else session.execution.actor
+    file, line, function = session.place
+    return {
+        "session": session.name,
+        "call": _text(session.title),
+        "actor_id": "" if actor is None or actor.spec is None else f"{actor.spec.actor_id:016x}",
+        "why": _text(session.why),
+        "is_held": session.state == HELD,
+        "file": file,
+        "line": line,
+        "function": function,
+        "since": time.monotonic() - session.since,
+        "attached": session.attached is not None,
+    }
 
 
 def _connection(peer: Peer, now: float) -> dict[str, Any]:

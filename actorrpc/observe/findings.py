@@ -96,6 +96,17 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
                 remedy=remedy,
             )
         )
+    found += [
+        Finding(
+            kind="debugger",
+            wrong=False,
+            what=f"{each.call} on {worker.name!r} is held in the debugger at {each.file}:{each.line}, in {each.function}(), "
+            f"for {each.since:.1f} s, by {each.why}" + ("; a front end is attached" if each.attached else ""),
+            remedy="" if each.attached else f"actorrpc debug {each.session} attaches to it",
+        )
+        for each in worker.held
+        if each.is_held
+    ][:_SHOWN]
     if worker.descriptor_limit and worker.descriptors > _NEAR * worker.descriptor_limit:
         found.append(
             Finding(

@@ -229,6 +229,33 @@ class ObservedHolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCall:
+    """A call that a debugger holds, or has held and may hold again: ``actorrpc debug`` talks to it.
+
+    Attributes:
+        session: names it in the group.
+        call: the actor and its method, or the function.
+        actor_id: of the actor; empty where it is none's.
+        why: what has held it.
+        is_held: it is held now; otherwise it runs, to the next stop or to its end.
+        file, line, function: where it was held last.
+        since: seconds since then.
+        attached: a front end is attached to it.
+    """
+
+    session: str = ""
+    call: str = ""
+    actor_id: str = ""
+    why: str = ""
+    is_held: bool = False
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    since: float = 0.0
+    attached: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorker:
     """A worker of the group.
 
@@ -255,6 +282,7 @@ class ObservedWorker:
         streams: those produced here, the ones that pause first; ``stream_count`` of all.
         autograd: contexts and passes of distributed autograd, in numbers; ``contexts``: those that were made last.
         deadlocks: circles of calls that were broken here, the last ones: what their errors say.
+        held: calls that a debugger holds here.
         tasks: calls of remote functions that run in it.
         threads: its stacks, where they were asked for.
         dumped: the stacks were written by a signal handler, as it does not answer.
@@ -286,6 +314,7 @@ class ObservedWorker:
     autograd: dict[str, int] = field(default_factory=dict)
     contexts: tuple[ObservedContext, ...] = ()
     deadlocks: tuple[str, ...] = ()
+    held: tuple[HeldCall, ...] = ()
     tasks: int = 0
     threads: tuple[ThreadStack, ...] = ()
     dumped: bool = False
@@ -357,7 +386,7 @@ class Finding:
 
     Attributes:
         kind: one word for programs: ``"worker"``, ``"actor"``, ``"deadlock"``, ``"mailbox"``, ``"deadline"``, ``"stream"``,
-            ``"descriptors"``, ``"threads"``, ``"suspect"``, or what a check of ``actorrpc doctor`` is about.
+            ``"descriptors"``, ``"threads"``, ``"suspect"``, ``"debugger"``, or what a check of ``actorrpc doctor`` is about.
         wrong: it is a fault; otherwise it may be as it was meant.
         what: it, in one sentence.
         remedy: what can be done; may be empty.

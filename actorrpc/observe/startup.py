@@ -19,6 +19,7 @@ import msgpack
 from actorrpc.agent.context import Worker, process_worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver_client import RemoteDirectory
+from actorrpc.debugger import startup as _debugger  # noqa: F401  # its part begins before this one
 from actorrpc.errors import ConfigError
 from actorrpc.futures import Future
 from actorrpc.group.rendezvous import Rendezvous

@@ -241,6 +241,26 @@ class Visit:
             return 0.0, 0.0
         return compare_clocks(lambda: self._ask(["records"], CLOCK, until), time.monotonic)
 
+    def tell(self, notice: str, body: bytes) -> None:
+        """Send a notice. Raises OSError where the connection has ended."""
+        self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
+
+    def hear(self, notice: str, until: float) -> list[bytes]:
+        """Return the notices of a name that have come, as soon as there are any frames; none after ``until``.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        try:
+            found = self._frames(until)
+        except TimeoutError:
+            return []
+        return [
+            bytes(frame.body)
+            for frame in found
+            if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == notice
+        ]
+
     def _ask(self, parts: list[str], begin: dict[str, int], until: float) -> dict[str, Any]:
         return self._say(ASK, ANSWER, {"what": parts, "from": begin}, until)
 
@@ -253,8 +273,7 @@ class Visit:
 
     def _say(self, notice: str, answer: str, question: dict[str, Any], until: float) -> dict[str, Any]:
         self._numbers += 1
-        body = pack({"id": self._numbers, **question})
-        self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
+        self.tell(notice, pack({"id": self._numbers, **question}))
         while True:
             for frame in self._frames(until):
                 if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == answer:

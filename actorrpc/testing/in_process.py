@@ -39,6 +39,7 @@ from actorrpc.agent.context import Worker, add_several, begin_acting, end_acting
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd import startup as autograd
 from actorrpc.config import Settings
+from actorrpc.debugger import startup as debugger
 from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError
 from actorrpc.futures import Future, hush
 from actorrpc.group import group as groups
@@ -293,7 +294,8 @@ class InProcessCluster:
         stack.callback(self._end, made)
         made.in_force = True
         with worker:
-            made.ends += [start(made) for start in (spans.start, autograd.start, actors.start, observe.start)]
+            starts = (spans.start, autograd.start, actors.start, debugger.start, observe.start)
+            made.ends += [start(made) for start in starts]
 
     @staticmethod
     def _end(worker: Worker) -> None:

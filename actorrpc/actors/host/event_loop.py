@@ -209,7 +209,7 @@ class _LoopWatch:
         self._loop = loop
         self._title = title
         self._runner = runner
-        self._submit = agent.submit
+        self._agent = agent
         self._tick = Tick(agent.clock, _HELD_S, self._look)
         self._turn = 0  # of the loop
         self._sleeps = False
@@ -243,9 +243,9 @@ class _LoopWatch:
         present = self._present()
         if present != self._seen:
             self._seen, self._since = present, now
-        elif now - self._since >= _HELD_S * 0.9:
+        elif now - self._since >= _HELD_S * 0.9 and self._runner.ident not in self._agent.held:
             self._since = now
-            self._submit(self._report)  # it reads source files
+            self._agent.submit(self._report)  # it reads source files
         return True
 
     def _present(self) -> tuple[int, int]:

@@ -182,6 +182,14 @@ class ActorExecutor:
         """Answer a call whose method has raised, and see to the actor's end where that is what it means."""
         if self.agent.abandoned:
             self.agent.end_fork(self.label(entry), error)
+        spec, execution = self.hosted.spec, entry.execution
+        if spec is not None and spec.options.on_error == "debug" and self.agent.on_failure is not None:
+            if (
+                execution is not None
+                and isinstance(error, Exception)
+                and not is_a(error, (RpcError, ActorExit))
+            ):
+                self.agent.on_failure(execution, error)
         if is_a(error, ActorExit):
             self.hosted.exited(entry, str(error))
         elif is_a(error, SystemExit) and "method" in entry.header:  # otherwise it is the constructor's

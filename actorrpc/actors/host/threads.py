@@ -48,6 +48,7 @@ __all__ = [
     "ActorThread",
     "Bystanders",
     "Interrupted",
+    "bears_interruption",
 ]
 
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
@@ -75,7 +76,7 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
-def _bears_interruption(frame: FrameType | None) -> bool:
+def bears_interruption(frame: FrameType | None) -> bool:
     """Tell whether an exception that is set for a thread with this stack arrives, and cuts none of our own code in two.
 
     An import is left alone as well: what it has half made can often not be imported again. A ``__del__`` loses the exception:
@@ -111,7 +112,7 @@ def _may_raise(frame: FrameType) -> bool:
         if found.f_code in (ActorThread._turn.__code__, ActorThread.serve.__code__) or is_protected(found):
             return False  # it does its own work, before a method or behind it; or it must not be cut in two
         found = found.f_back
-    return _bears_interruption(found)
+    return bears_interruption(found)
 
 
 def _module(frame: FrameType) -> str:
@@ -164,6 +165,7 @@ class ActorThread(Carrier):
         # The event loops on which coroutines of its methods await something of ours, one for each of those.
         self._awaits: list[asyncio.AbstractEventLoop] = []
         self._context = Context()
+        self._enters: Callable[[], None] | None = None
         self._interrupts = threading.RLock()
 
     def start(self) -> None:
@@ -429,14 +431,14 @@ class ActorThread(Carrier):
         """Raise :class:`Interrupted` in the method that runs ``entry``, if it (still) does, once.
 
         Not while the thread is in our own code, which must not be cut in two, nor where it would be lost
-        (:func:`_bears_interruption`): then it is tried again a little later, for as long as the entry runs. A method that is
+        (:func:`bears_interruption`): then it is tried again a little later, for as long as the entry runs. A method that is
         hardly ever in code of its own is interrupted when it next calls us, or in its wait.
         """
         time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
         with self._interrupts:
             if self.under_way.get(entry) not in (RUNS, _WANTED):
                 return
-            if self.running is entry and _bears_interruption(sys._current_frames().get(self.ident)):
+            if self.running is entry and bears_interruption(sys._current_frames().get(self.ident)):
                 self._settle(entry, _STRUCK)
                 _watch_what_is_lost()
                 _set_async_exc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
@@ -452,12 +454,28 @@ class ActorThread(Carrier):
 
     def raise_interruption(self) -> None:
         """Raise the interruption of what runs here, if there is one. On this thread: see futures.interruption_point."""
+        enters = self._enters
+        if enters is not None and _may_raise(sys._getframe(2)):
+            self._enters = None
+            with self._interrupts:
+                self._unwanted()
+            enters()
         with self._interrupts:
             entry = self.running
             if entry is None or self.under_way.get(entry) != _WANTED or not _may_raise(sys._getframe(2)):
                 return
             self._settle(entry, _RAISED)
         raise Interrupted
+
+    def enter(self, run: Callable[[], None]) -> None:
+        """Have the thread call ``run()`` in its next wait of ours, or in the one that it is in, where it could be interrupted."""
+        with self._interrupts:
+            self._enters = run
+            INTERRUPTED.add(self)
+        try:
+            self._stirs[-1][0]()
+        except IndexError:
+            pass
 
     def interruption_lost(self) -> None:
         """Have the interruption that has just been lost come again. On this thread, at any point of it."""
@@ -495,7 +513,7 @@ class ActorThread(Carrier):
                 self._unwanted()
 
     def _unwanted(self) -> None:
-        if _WANTED not in self.under_way.values():
+        if _WANTED not in self.under_way.values() and self._enters is None:
             INTERRUPTED.discard(self)
 
     def stack(self) -> str:

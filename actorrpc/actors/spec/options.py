@@ -17,6 +17,7 @@ from actorrpc.validation import (
     Check,
     amounts,
     checks_of,
+    choice,
     flag,
     integer,
     mapping,
@@ -401,6 +402,8 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
             constructor. The answer (of a generator: its end) leaves when the process that has made the actor has that state:
             what a caller has been told is not lost with the actor. Where ``checkpoint()`` raises, the call fails with
             CheckpointError, and the state before it is kept; where ``restore`` raises, that is as if the constructor had.
+        on_error: ``"debug"``: a method that has raised is held, with its frames, until a debugger lets it go on (``actorrpc
+            debug``), or nobody has attached for ACTORRPC_DEBUG_WAIT seconds; its caller hears of the error then.
         timeout, priority, concurrency_group, max_buffered_items: see :class:`CallOptions`; for all of its methods.
         yielding: internal: calls that wait in one of our waits do not count as running.
         place: internal: the actor's place in its group.
@@ -425,6 +428,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
     allow_out_of_order_execution: bool | None = option(None, partial(flag, none=True))
     reentrant: bool = option(True, flag)
     checkpoint_every: int = option(1, partial(integer, least=1, right=_CHECKPOINT))
+    on_error: str = option("raise", partial(choice, of=("raise", "debug")))
     yielding: bool = False
     place: Mapping[str, int] | None = None
 

@@ -21,7 +21,7 @@ import pytest
 
 import actorrpc
 from actorrpc import CancelledError, Future, cancel, get, rpc
-from actorrpc.actors.host.threads import ActorThread, Interrupted, _bears_interruption
+from actorrpc.actors.host.threads import ActorThread, Interrupted, bears_interruption
 from actorrpc.actors.streams.producer import Producer
 from actorrpc.futures import INTERRUPTED
 from tests.actors.alone import alone
@@ -329,7 +329,7 @@ def test_what_makes_a_named_tuple_is_interrupted_only_where_its_caller_may_be(
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_globals["__name__"] == "namedtuple_pair":
-            found.append(_bears_interruption(frame))
+            found.append(bears_interruption(frame))
 
     made = eval("lambda pair: pair(1, 2)", {"__name__": caller})
     before = sys.getprofile()
@@ -343,9 +343,7 @@ def test_what_makes_a_named_tuple_is_interrupted_only_where_its_caller_may_be(
 
 def test_an_import_is_not_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
-    monkeypatch.setattr(
-        sys, "look", lambda: found.append(_bears_interruption(sys._getframe())), raising=False
-    )
+    monkeypatch.setattr(sys, "look", lambda: found.append(bears_interruption(sys._getframe())), raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "half_made_by_a_test.py").write_text("import sys\nsys.look()\n")
     importlib.import_module("half_made_by_a_test")
@@ -358,7 +356,7 @@ def test_a_coroutine_that_no_task_runs_yet_is_not_left_behind() -> None:
     found: list[tuple[str, bool]] = []
 
     def look(where: str) -> None:
-        found.append((where, _bears_interruption(sys._getframe())))
+        found.append((where, bears_interruption(sys._getframe())))
 
     def made(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
         look("before")

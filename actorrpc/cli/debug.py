@@ -1,0 +1,263 @@
+"""The debugger's front end: lists the calls that are held, talks to one of them, or gives commands to many.
+
+What is typed goes over the connection of a visitor, as questions do; there is no port. As long as it is connected, it answers
+signs of life: a thread of its own reads what is typed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TextIO
+
+from actorrpc.cli.text import span, table
+from actorrpc.debugger.protocol import EVENT, HELD, OVER, REQUEST, pack, unpack
+from actorrpc.errors import RpcError
+from actorrpc.observe.model import HeldCall, ObservedWorker
+from actorrpc.observe.visitor import Target, Visit
+
+__all__ = ["Attached", "cast", "lines", "matching", "talk"]
+
+_SLICE_S: Final = 0.05
+
+
+@dataclass(slots=True)
+class Attached:
+    """A front end that is attached to a call, or about to be. One thread at a time uses it.
+
+    Attributes:
+        name: of the session.
+        state: as the worker has said last.
+        asks: it waits for a command.
+        text: what was written and is not shown yet.
+    """
+
+    name: str
+    visit: Visit
+    session: int = 0
+    state: str = ""
+    asks: bool = False
+    text: list[str] = field(default_factory=list)
+    _numbers: Any = field(default_factory=lambda: itertools.count(1))
+
+    @classmethod
+    def to(cls, held: str, target: Target, until: float) -> Attached:
+        """Attach to a session.
+
+        Raises:
+            OSError, RpcError: that cannot be done.
+        """
+        made = cls(held, Visit(target, until), int(held.rpartition(":")[2]))
+        try:
+            made._ask({"do": "attach", "session": made.session}, until)
+        except BaseException:
+            made.visit.close()
+            raise
+        return made
+
+    @classmethod
+    def entering(cls, title: str, actor_id: str, target: Target, until: float) -> Attached:
+        """Enter an actor: attach to what it runs, in the middle of it.
+
+        Raises:
+            OSError, RpcError: that cannot be done.
+        """
+        made = cls(title, Visit(target, until))
+        try:
+            made._ask({"do": "enter", "actor": actor_id}, until)
+            while not made.session or not made.asks:
+                if time.monotonic() > until:
+                    raise RpcError(
+                        f"{title} has come to no line of Python where it could be held: it is in code in C, or waits for "
+                        "something else than actorrpc. actorrpc stack shows where it is"
+                    )
+                made.hear(until)
+            made.name = f"{made.visit.name}:{made.session}"
+        except BaseException:
+            made.visit.close()
+            raise
+        return made
+
+    def _ask(self, request: dict[str, Any], until: float) -> dict[str, Any]:
+        number = next(self._numbers)
+        self.visit.tell(REQUEST, pack({**request, "id": number}))
+        answer: dict[str, Any] | None = None
+        while answer is None and time.monotonic() < until:
+            for body in self.visit.hear(EVENT, until):  # what has come behind the answer counts as well
+                found = unpack(body)
+                if found.get("id") == number:
+                    answer = found
+                self._take(found)
+        if answer is not None:
+            if "error" in answer:
+                raise RpcError(str(answer["error"]))
+            return answer
+        raise TimeoutError(f"worker {self.visit.name!r} has not answered in time")
+
+    def hear(self, until: float) -> None:
+        """Take what comes, until something has."""
+        for body in self.visit.hear(EVENT, until):
+            self._take(unpack(body))
+
+    def _take(self, found: dict[str, Any]) -> None:
+        session = found.get("session")
+        if type(session) is not int or session != (self.session or session):
+            return
+        self.session = session
+        self.state = str(found.get("state", ""))
+        self.asks = found.get("asks") is True
+        if "text" in found:
+            self.text.append(str(found["text"]))
+
+    def say(self, line: str) -> None:
+        """Give a command."""
+        self.asks = False
+        self.visit.tell(REQUEST, pack({"do": "say", "session": self.session, "line": line}))
+
+    def shown(self) -> str:
+        """Return what is to be shown, once."""
+        found, self.text = "".join(self.text), []
+        return found
+
+    def detach(self) -> None:
+        """Leave the call as it is, and hang up."""
+        try:
+            self.visit.tell(REQUEST, pack({"do": "detach", "session": self.session}))
+        except OSError:
+            pass
+        self.visit.close()
+
+
+# -- listing -------------------------------------------------------------------------------------------------------
+
+
+def matching(workers: Iterable[ObservedWorker], actors: Collection[str], which: str) -> list[HeldCall]:
+    """Return the held calls that are meant: by session, worker or call, of these ``actors`` (their ids), or ``all`` of them."""
+    found = [(worker, each) for worker in workers for each in worker.held]
+    exact = [each for _, each in found if each.session == which]
+    if exact or which == "all":
+        return exact or [each for _, each in found]
+    return [each for worker, each in found if which in (worker.name, each.call) or each.actor_id in actors]
+
+
+def lines(held: Sequence[HeldCall]) -> list[str]:
+    """Return the held calls as a table."""
+    if not held:
+        return [
+            "no call is held; breakpoint() in a method holds one, and actorrpc debug ACTOR --now enters one that runs"
+        ]
+    return table(
+        ["SESSION", "CALL", "WHERE", "SINCE", "HELD BY"],
+        [
+            (
+                each.session,
+                each.call,
+                f"{each.file}:{each.line} in {each.function}()",
+                span(each.since) if each.is_held else "runs",
+                each.why + (", attached" if each.attached else ""),
+            )
+            for each in held
+        ],
+    )
+
+
+# -- talking -------------------------------------------------------------------------------------------------------
+
+
+def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_terminal: bool) -> bool:
+    """Talk to a held call until it is over or the user detaches; returns whether it is over.
+
+    Each line that is read is given when the call asks for a command. ``detach``, the end of the input, and Ctrl-C detach: the
+    call stays as it is. A terminal waits for the call to be held again after it has gone on.
+    """
+    typed: queue.Queue[str | None] = queue.Queue()
+    wanted, ended = threading.Semaphore(0), threading.Event()
+
+    def type_in() -> None:
+        # One line at a time, when it is wanted: what is typed later may be for the shell.
+        while wanted.acquire() and not ended.is_set():
+            line = read.readline()
+            typed.put(line or None)
+            if not line:
+                return
+
+    threading.Thread(target=type_in, name="typed", daemon=True).start()
+    waits_for_line = told = False
+    try:
+        while True:
+            write(attached.shown())
+            if attached.state == OVER:
+                return True
+            if attached.asks and not waits_for_line:
+                waits_for_line, told = True, False
+                wanted.release()
+            if not attached.asks and attached.state != HELD and not told and is_terminal:
+                told = True
+                write("(it goes on; Ctrl-C detaches)\n")
+            try:
+                line = typed.get_nowait()
+            except queue.Empty:
+                attached.hear(time.monotonic() + _SLICE_S)
+                continue
+            waits_for_line = False
+            if line is None or line.strip() == "detach":
+                if line is None and is_terminal:
+                    write("\n")
+                break
+            attached.say(line)
+            while not is_terminal and attached.state == HELD and not attached.asks:
+                attached.hear(
+                    time.monotonic() + 1.0
+                )  # nobody is there who could press Ctrl-C: one answer, one command
+    except KeyboardInterrupt:
+        write("\n")
+    except ConnectionError:
+        if attached.state == HELD:
+            raise
+        return True  # its worker has left
+    finally:
+        ended.set()
+        wanted.release()
+    attached.detach()
+    return False
+
+
+def cast(
+    sessions: Sequence[Attached], commands: Sequence[str], timeout: float
+) -> list[tuple[list[str], str, bool]]:
+    """Give commands to many held calls: each to all of them before the answer of any is waited for, ``timeout`` seconds each.
+
+    Returns:
+        For each answer that differs: the names of those that gave it, its text, and whether they are held again, or over: the
+        others run.
+    """
+    texts: dict[str, list[str]] = {each.name: [] for each in sessions}
+    late: set[str] = set()
+    for each in sessions:
+        each.shown()
+    for command in commands:
+        asked = [each for each in sessions if each.state != OVER and each.name not in late]
+        for each in asked:
+            each.say(command)
+        until = time.monotonic() + timeout
+        for each in asked:
+            # Each says first that it runs, or asks again.
+            while not each.asks and each.state != OVER and time.monotonic() < until:
+                each.hear(min(until, time.monotonic() + _SLICE_S))
+            texts[each.name].append(each.shown().removesuffix("(Pdb) "))
+            if not each.asks and each.state != OVER:
+                late.add(each.name)
+    folded: dict[tuple[str, bool], list[str]] = {}
+    for each in sessions:
+        folded.setdefault(("".join(texts[each.name]), each.name not in late), []).append(each.name)
+    return [(names, text, complete) for (text, complete), names in folded.items()]
+
+
+def is_terminal() -> bool:
+    """Whether somebody types."""
+    return sys.stdin.isatty()

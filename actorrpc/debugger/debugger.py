@@ -1,0 +1,384 @@
+"""The debug sessions of a worker: which calls are held, who may talk to them, and whose time is put off meanwhile.
+
+Handlers of notices run on the thread that reads the connection, and never wait: a worker all of whose calls are held still
+answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+import time
+from functools import partial
+from types import FrameType
+from typing import Any, Final
+
+from actorrpc.actors.host.actor import HostedActor
+from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.executor import ActorExecutor
+from actorrpc.actors.host.threads import bears_interruption
+from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.agent.context import Worker, current_worker
+from actorrpc.agent.executor import named
+from actorrpc.agent.mail import MailHeader
+from actorrpc.agent.peers import Peer
+from actorrpc.agent.timers import Tick
+from actorrpc.debugger import entering
+from actorrpc.debugger.prompt import users_frames
+from actorrpc.debugger.protocol import EVENT, PUT_OFF, RUNS, pack, unpack
+from actorrpc.debugger.session import DebugSession
+from actorrpc.errors import ProtocolError
+from actorrpc.futures import Future
+
+__all__ = ["Debugger", "look_around"]
+
+_log = logging.getLogger("actorrpc.debugger")
+_LOOK_S: Final = 0.5  # how often it is looked whether calls that were held are over
+_AGAIN_S: Final = 0.2
+_MOST_S: Final = 60.0  # by so much a caller's deadline is moved at a time, at most
+INFINITE: Final = float("inf")
+# Where a front end enters an actor that runs nothing: the frame that it finds, with the actor as ``self``.
+_IDLE: Final[dict[str, Any]] = {"__name__": "idle actor"}
+exec(compile("def idle(self, hold):\n    hold()\n", "<idle actor>", "exec"), _IDLE)
+
+
+# What calls the methods of actors.
+_CALL_METHODS: Final = frozenset(
+    each.__code__
+    for each in (
+        ActorExecutor.run,
+        ActorExecutor._call,
+        ActorExecutor._call_function,
+        ActorExecutor._run_plain,
+        ActorExecutor._run_async,
+    )
+)
+
+
+class Debugger:
+    """One worker's part. Thread-safe: its table changes by single, atomic steps."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.numbers = itertools.count(1)
+        self._agent = worker.agent
+        self._actors = worker.actors
+        self._sessions: dict[int, DebugSession] = {}
+        self._entering: dict[Peer, _Entry] = {}
+        self._tick = Tick(worker.agent.clock, _LOOK_S, self._look)
+        self._ignored: set[tuple[str, int]] = (
+            set()
+        )  # calls of breakpoint() that are not heeded, which was said
+
+    @property
+    def worker(self) -> str:
+        """The name of the worker."""
+        return self._agent.name
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing is debugged here; empty where it may be."""
+        settings = self._agent.settings
+        if not settings.debug:
+            return "ACTORRPC_DEBUG=0 has switched the debugger off"
+        if settings.data_only:
+            return "it takes data only"
+        if self._agent.connector.key is None:
+            return "its group has no key: anybody could run code in it"
+        return ""
+
+    def sessions(self) -> list[DebugSession]:
+        """Return the sessions that there are, in their order."""
+        return list(self._sessions.values())
+
+    # -- holding calls: on their threads -------------------------------------------------------------------------
+
+    def breakpoint(self, frame: FrameType, execution: Execution | None) -> None:
+        """Hold a call at the next line of ``frame``."""
+        if self.refusal:
+            where = (frame.f_code.co_filename, frame.f_lineno)
+            if where not in self._ignored:
+                self._ignored.add(where)
+                _log.warning(
+                    "breakpoint() at %s:%d holds nothing on worker %r: %s. This is said once.",
+                    *where,
+                    self.worker,
+                    self.refusal,
+                )
+            return
+        self._session(execution, "breakpoint()").prompt.trace(frame)
+
+    def failed(self, execution: Execution, error: BaseException) -> None:
+        """Hold a call that has failed, where its actor is to be debugged then, before its caller hears of it."""
+        if not self.refusal:
+            self._session(execution, f"{type(error).__name__}, which it has raised").prompt.examine(error)
+
+    def _session(self, execution: Execution | None, why: str) -> DebugSession:
+        """Return the session of the call, or the thread, that the calling thread runs; one that it has goes on."""
+        for each in self.sessions():
+            if each.execution is execution and (
+                execution is not None or each.thread == threading.get_ident()
+            ):
+                each.why = why
+                return each
+        if execution is None:
+            title = f"thread {threading.current_thread().name!r}"
+        elif execution.actor is None or execution.actor.spec is None:
+            title = f"{named(execution)}()"
+        else:
+            title = f"{execution.actor.title}.{execution.what}()"
+        return DebugSession(self, execution, title, why)
+
+    def held(self, session: DebugSession) -> None:
+        """Hear that a session holds its call, on the call's thread."""
+        self._sessions[session.number] = session
+        self._agent.held.add(session.thread)
+        self._tick.poke()
+        if session.attached is None:
+            _log.warning(
+                "%s on %r is held by %s at %s. To debug it: actorrpc debug %s; it goes on by itself after %g s "
+                "(ACTORRPC_DEBUG_WAIT)",
+                session.title,
+                self.worker,
+                session.why,
+                session.where,
+                session.name,
+                self._agent.settings.debug_wait,
+            )
+
+    def let_go(self, session: DebugSession) -> None:
+        """Hear that a session holds its call no more, on the call's thread."""
+        self._agent.held.discard(session.thread)
+
+    def why_not_held(self, session: DebugSession) -> str:
+        """Return why a call is not to be held any more; empty where it is."""
+        if self._agent.closed_down:
+            return "as its worker shuts down"
+        if session.execution is not None and not self._runs(session.execution):
+            return "as nobody waits for it any more"
+        waited = time.monotonic() - session.since
+        if session.attached is None and waited > self._agent.settings.debug_wait:
+            return f"as nobody has attached to it within {self._agent.settings.debug_wait:g} s"
+        return ""
+
+    def _runs(self, execution: Execution) -> bool:
+        """Whether a call has still to be answered, or produces a stream."""
+        found = execution.peer.running.get(execution.id)
+        if found is execution or (type(found) is Envelope and found.execution is execution):
+            return True
+        streams = () if self._actors is None else self._actors.streams.all()
+        return any(getattr(each.entry, "execution", None) is execution for each in streams)
+
+    def _look(self) -> bool:
+        """Take out the sessions whose calls are over."""
+        for each in self.sessions():
+            over = each.state == RUNS and (
+                not self._runs(each.execution) if each.execution is not None else not each.prompt.traces
+            )
+            if over:
+                del self._sessions[each.number]
+                each.end()
+        return bool(self._sessions)
+
+    # -- callers: their time is put off ----------------------------------------------------------------------------
+
+    def put_off(self, execution: Execution, seconds: float) -> None:
+        """Move the deadline of a call that runs here, and have its caller do the same; less than 0: bring it forward."""
+        if execution.deadline != INFINITE:
+            execution.deadline += seconds
+            body = pack({"call": execution.id, "seconds": seconds})
+            self.notify(execution.peer, PUT_OFF, body)
+
+    def put_off_there(self, peer: Peer, body: bytes) -> None:
+        """Hear that a call of this worker is held over there."""
+        found = unpack(body)
+        id, seconds = found.get("call"), found.get("seconds")
+        if type(id) is not int or type(seconds) is not float or not -_MOST_S <= seconds <= _MOST_S:
+            raise ProtocolError("a call is put off by no number of seconds")
+        call = peer.pending.get(id)
+        if self.refusal or call is None or call.deadline == INFINITE:
+            return
+        call.deadline += seconds
+        for each in (self._agent.self_peer, *self._agent.peers()):
+            for entry in list(each.running.values()):
+                execution = entry if isinstance(entry, Execution) else getattr(entry, "execution", None)
+                if execution is not None and call in (execution.nested or ()):
+                    self.put_off(execution, seconds)
+                    return
+
+    # -- front ends ----------------------------------------------------------------------------------------------
+
+    def notify(self, peer: Peer, name: str, body: bytes) -> None:
+        """Send a notice, if there is a connection for it."""
+        self._agent.notify(peer, name, body)
+
+    def asked(self, peer: Peer, body: bytes) -> None:
+        """Do what a front end wants."""
+        request = unpack(body)
+        number = request.get("id")
+        try:
+            found = self._do(peer, request)
+        except _RefusedError as error:
+            found = {"error": str(error)}
+        if type(number) is int:
+            self.notify(peer, EVENT, pack({**found, "id": number}))
+
+    def _do(self, peer: Peer, request: dict[str, Any]) -> dict[str, Any]:
+        if self.refusal:
+            raise _RefusedError(f"worker {self.worker!r} refuses the debugger: {self.refusal}")
+        what = request.get("do")
+        if what == "enter":
+            return self._enter(peer, str(request.get("actor")))
+        if what == "leave":
+            self._entering.pop(peer, None)
+            return {}
+        session = self._sessions.get(request.get("session", 0))
+        if session is None:
+            raise _RefusedError(
+                f"worker {self.worker!r} has no such session: the call has gone on, or is over"
+            )
+        if what == "attach":
+            other = session.attached
+            if other is not None and other is not peer:
+                raise _RefusedError(f"another front end is attached to {session.name}: {_who(other)}")
+            _log.warning(
+                "%s has attached to %s, which is held at %s", _who(peer), session.title, session.where
+            )
+            return session.attach(peer)
+        if session.attached is not peer:
+            raise _RefusedError(f"not attached to {session.name}")
+        if what == "detach":
+            session.attached = None
+        elif what == "say":
+            session.say(str(request.get("line", "")))
+        else:
+            raise ProtocolError("a front end of the debugger wants something unknown")
+        return {}
+
+    def left(self, peer: Peer) -> None:
+        """Have what a front end holds go on when it is gone without a word."""
+        self._entering.pop(peer, None)
+        for each in self.sessions():
+            if each.attached is peer:
+                _log.warning("%s is gone: %s goes on", _who(peer), each.title)
+                each.let_go()
+
+    # -- entering what runs --------------------------------------------------------------------------------------
+
+    def _enter(self, peer: Peer, actor_id: str) -> dict[str, Any]:
+        for hosted in self._actors.registry.all():
+            if hosted.spec is not None and f"{hosted.spec.actor_id:016x}" == actor_id:
+                break
+        else:
+            raise _RefusedError(f"there is no such actor on worker {self.worker!r} any more")
+        _log.warning("%s enters %s", _who(peer), hosted.title)
+        entry = self._entering[peer] = _Entry(self, peer, hosted)
+        self._agent.submit(partial(self._try_to_enter, entry))
+        return {}
+
+    def _try_to_enter(self, entry: _Entry) -> None:
+        """Have what an actor runs entered, or, where it runs nothing, have it call us; again, as what runs may be at its end."""
+        if self._entering.get(entry.peer) is not entry or self._agent.closed_down:
+            return
+        if entry.begin():
+            again = partial(self._agent.submit, partial(self._try_to_enter, entry))
+            self._agent.clock.after(_AGAIN_S, again)
+        else:
+            mail = MailHeader({"mailbox": entry.hosted.id, "method": "<call>"})
+            self._agent.call(
+                self._agent.self_peer, None, (look_around,), {}, 0.0, future=_ignored(), mail=mail
+            )
+
+    def entered(self, entry: _Entry) -> bool:
+        """Say whether a front end still waits for an entry, and take that out; exactly one caller gets True."""
+        return self._entering.get(entry.peer) is entry and self._entering.pop(entry.peer, None) is entry
+
+    def look_around(self, instance: Any) -> None:
+        """Be called in an actor that runs nothing, in its turn."""
+        execution = CURRENT.get()
+        assert execution is not None
+        for entry in list(self._entering.values()):
+            if entry.hosted is execution.actor and self.entered(entry):
+                session = self._session(execution, _who(entry.peer))
+                session.attached = entry.peer
+                _IDLE["idle"](instance, partial(_hold_caller, session))
+
+
+class _RefusedError(Exception):
+    """A front end cannot have what it wants; it is told why."""
+
+
+class _Entry:
+    """A front end that wants to enter what an actor runs, until it is there.
+
+    Two ways lead there, and the first one is taken: a trace function of the actor's thread, at the next line of the user's code;
+    and the next look of a wait of ours for interruptions.
+    """
+
+    def __init__(self, debugger: Debugger, peer: Peer, hosted: HostedActor) -> None:
+        self.peer = peer
+        self.hosted = hosted
+        self._debugger = debugger
+
+    def begin(self) -> bool:
+        """Begin; False where the actor runs nothing."""
+        for runner in list(self.hosted.threads):
+            if runner.entered:
+                runner.enter(self.at_wait)
+                entering.enter(runner.ident, self.at_line)
+                return True
+        for loop in list(self.hosted.loops.values()):
+            if loop.runner.entries and loop.runner.current is not None:
+                entering.enter(loop.runner.ident, self.at_line)
+                return True
+        return False
+
+    def at_line(self, frame: FrameType) -> bool:
+        """Be called at each line of the thread; True when that is enough."""
+        execution = CURRENT.get()
+        frames = users_frames(frame)
+        if execution is None or execution.actor is not self.hosted or frames[:1] != [frame]:
+            return False  # in our own code, before a call or behind it
+        caller = frames[-1].f_back
+        if caller is None or caller.f_code not in _CALL_METHODS:
+            return False  # something that our own code has called, as to pack the answer
+        if not bears_interruption(frame):
+            return False  # in an import, for which others would wait
+        if self._debugger.entered(self):
+            self._session(execution).prompt.trace(frame)
+        return True
+
+    def at_wait(self) -> None:
+        """Be called in a wait of the thread."""
+        execution = CURRENT.get()
+        frames = users_frames(sys._getframe())
+        if execution is not None and frames and self._debugger.entered(self):
+            self._session(execution).prompt.hold(frames[0])
+
+    def _session(self, execution: Execution) -> DebugSession:
+        session = self._debugger._session(execution, _who(self.peer))
+        session.attached = self.peer
+        return session
+
+
+def _hold_caller(session: DebugSession) -> None:
+    session.prompt.hold(sys._getframe(1))
+
+
+def _who(peer: Peer) -> str:
+    return f"a front end of the debugger (pid {peer.record.pid})"
+
+
+def _ignored() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.label = "a look into an actor"
+    future.add_done_callback(Future.acknowledge)
+    return future
+
+
+def look_around(instance: Any) -> None:
+    """Hold an idle actor for the front end that wants to enter it. Called as one of its calls."""
+    worker = current_worker()
+    if worker is not None and worker.debugger is not None:
+        worker.debugger.look_around(instance)

@@ -1,0 +1,78 @@
+"""Brings another thread, which runs Python code, into the debugger: it calls a function of ours at its next line.
+
+CPython 3.11 has no function for that, but what such a function is made of: a trace function is set for the other thread, which
+calls ``enter`` within that thread at its next event, and is gone. A thread that is in code in C comes to it later, or never.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+__all__ = ["can_enter", "enter"]
+
+_LINE: Final = 2  # PyTrace_LINE
+_api: Final = ctypes.pythonapi
+_TRACE: Final = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_void_p
+)
+
+
+def _declared(name: str, result: Any, *arguments: Any) -> Any:
+    found = getattr(_api, name, None)
+    if found is not None:
+        found.restype, found.argtypes = result, arguments
+    return found
+
+
+_interpreter = _declared("PyInterpreterState_Get", ctypes.c_void_p)
+_first = _declared("PyInterpreterState_ThreadHead", ctypes.c_void_p, ctypes.c_void_p)
+_next = _declared("PyThreadState_Next", ctypes.c_void_p, ctypes.c_void_p)
+_frame_of = _declared("PyThreadState_GetFrame", ctypes.py_object, ctypes.c_void_p)
+_set_trace = _declared("_PyEval_SetTrace", ctypes.c_int, ctypes.c_void_p, _TRACE, ctypes.py_object)
+
+
+def can_enter() -> bool:
+    """Whether this interpreter lets it be done."""
+    return None not in (_interpreter, _first, _next, _frame_of, _set_trace)
+
+
+def _event(run: Callable[[FrameType], bool], frame: FrameType, what: int, _argument: Any) -> int:
+    """Be called by the interpreter, on the thread that was meant, at each event until ``run`` has returned True."""
+    if what == _LINE and run(frame):  # a frame that is being left comes to no other line
+        found: object = sys.gettrace()
+        if found is run:
+            sys.settrace(None)
+    return 0
+
+
+_EVENT: Final = _TRACE(_event)
+
+
+def enter(thread: int, run: Callable[[FrameType], bool]) -> bool:
+    """Have a thread call ``run(frame)`` at each line that it comes to, until that returns True; False if it was not found, as
+    it has gone on meanwhile.
+
+    ``run`` must not raise. It may set another trace function. The thread's own trace function, if it has one, is replaced.
+    """
+    time.sleep(
+        0
+    )  # a fresh turn of the interpreter: no other thread runs, or ends, before this one has found it
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return False
+    state = _first(_interpreter())
+    while state:
+        try:
+            found = _frame_of(state)
+        except ValueError:  # it has none
+            found = None
+        if found is frame:
+            _set_trace(state, _EVENT, run)
+            return True
+        state = _next(state)
+    return False

@@ -1,0 +1,68 @@
+"""Wiring: has ``breakpoint()`` in calls hold them, and front ends talk to them, as long as a worker is in its group.
+
+``breakpoint()`` elsewhere (in the driver, in a rank's own code) does what it did before. So it does where PYTHONBREAKPOINT says
+something.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.context import Worker, current_worker, workers_here
+from actorrpc.debugger.debugger import Debugger
+from actorrpc.debugger.protocol import PUT_OFF, REQUEST
+from actorrpc.rpc import api
+
+__all__ = ["start"]
+
+
+def start(worker: Worker) -> Callable[[bool], None]:
+    """Begin; returns what ends it."""
+    agent = worker.agent
+    made = worker.debugger = Debugger(worker)
+    agent.on_notice[REQUEST] = made.asked
+    agent.on_notice[PUT_OFF] = made.put_off_there
+    agent.inbox.prompt |= {REQUEST, PUT_OFF}
+    agent.on_peer_end.append(made.left)
+    agent.on_failure = made.failed
+    previous = sys.breakpointhook
+    if getattr(previous, "func", None) is not _breakpoint:
+        sys.breakpointhook = partial(_breakpoint, previous)
+
+    def end(_graceful: bool) -> None:
+        worker.debugger = agent.on_failure = None
+        hook = sys.breakpointhook
+        if isinstance(hook, partial) and hook.func is _breakpoint:
+            if not any(each.debugger is not None for each in workers_here()):
+                sys.breakpointhook = hook.args[0]
+
+    return end
+
+
+def _breakpoint(previous: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    worker, execution = current_worker(), CURRENT.get()
+    debugger = None if worker is None else worker.debugger
+    if (
+        debugger is None
+        or os.environ.get("PYTHONBREAKPOINT")
+        or (execution is None and not _has_no_terminal())
+    ):
+        return previous(*args, **kwargs)
+    debugger.breakpoint(sys._getframe(1), execution)
+    return None
+
+
+def _has_no_terminal() -> bool:
+    """Whether pdb would read from nothing, as in a worker that was started by another process."""
+    try:
+        return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
+    except OSError:
+        return True
+
+
+api.on_start.append(start)

@@ -1,0 +1,384 @@
+"""Calls that are held, entered and talked to, over the connections of a cluster that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.cli import commands
+from actorrpc.cli.debug import Attached, cast, talk
+from actorrpc.debugger.protocol import OVER
+from actorrpc.errors import ActorError, CancelledError, RpcError
+from actorrpc.observe import HeldCall, ObservedActor
+from actorrpc.observe.outside import find_groups, look
+from actorrpc.observe.visitor import Target
+from tests.actors.e2e.kit import until
+
+pytestmark = [pytest.mark.limit(60), pytest.mark.prints]
+_S = 30.0
+
+
+@actorrpc.remote
+class Counter:
+    def __init__(self) -> None:
+        self.n = 0
+
+    def add(self, k: int) -> int:
+        before = self.n
+        breakpoint()
+        self.n = before + k
+        return self.n
+
+    def twice(self) -> str:
+        for _ in range(2):
+            breakpoint()
+        return "done"
+
+    def spin(self, path: str) -> int:
+        turns = 0
+        while not os.path.exists(path):
+            turns += 1
+        return turns
+
+    def ask(self, other: Any, k: int) -> int:
+        return int(actorrpc.get(other.add.remote(k)))
+
+    def count(self) -> int:
+        return self.n
+
+    def fail(self) -> int:
+        known = {"a": 1}
+        return known["b"]
+
+    def items(self, n: int) -> Iterator[int]:
+        for number in range(n):
+            if number == 1:
+                breakpoint()
+            yield number
+
+
+@actorrpc.remote
+class Coroutines:
+    def __init__(self) -> None:
+        self.value = 3
+
+    async def step(self) -> int:
+        await asyncio.sleep(0)
+        breakpoint()
+        found = self.value
+        await asyncio.sleep(0)
+        return found
+
+
+@actorrpc.remote
+def task(k: int) -> int:
+    breakpoint()
+    return k + 1
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[None]:
+    with actorrpc.init(num_cpus=4, log_to_driver=False):
+        yield
+
+
+@pytest.fixture
+def counter(job: None) -> Iterator[Any]:
+    made = Counter.remote()
+    yield made
+    actorrpc.kill(made)
+
+
+def _held() -> list[HeldCall]:
+    return [each for worker in actorrpc.state(_S).workers for each in worker.held if each.is_held]
+
+
+def _soon_held(count: int = 1) -> list[HeldCall]:
+    until(lambda: len(_held()) == count)
+    return _held()
+
+
+def _targets() -> dict[str, Target]:
+    (group,) = find_groups(os.getpid())
+    found = look(group, ["process"], _S)
+    settings = group.targets[0].settings
+    return {record.name: Target.of(record, group.key, settings) for record, _ in found.answers.values()}
+
+
+@contextmanager
+def _attached(held: HeldCall) -> Iterator[Attached]:
+    made = Attached.to(held.session, _targets()[held.session.rpartition(":")[0]], time.monotonic() + _S)
+    try:
+        yield made
+    finally:
+        made.detach()
+
+
+def _say(attached: Attached, *lines: str) -> str:
+    """Give commands, and return the last one's answer."""
+    text = ""
+    for line in lines:
+        attached.shown()
+        attached.say(line)
+        while not attached.asks and attached.state != OVER:
+            attached.hear(time.monotonic() + 1.0)
+        text = attached.shown()
+    return text.removesuffix("(Pdb) ").strip()
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = commands.main(["debug", "--pid", str(os.getpid()), "--timeout", str(_S), *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_a_call_is_held_looked_into_and_changed(counter: Any) -> None:
+    ref = counter.add.remote(5)
+    (held,) = _soon_held()
+    assert (held.function, held.why, held.attached) == ("add", "breakpoint()", False)
+    assert os.path.basename(held.file) == "test_calls.py"
+    with _attached(held) as front_end:
+        assert "self.n = before + k" in front_end.shown()
+        assert _say(front_end, "p before, k") == "(0, 5)"
+        assert _say(front_end, "k + 1") == "6"
+        assert _say(front_end, "print('seen')") == "seen"
+        assert _say(front_end, "nothing") == "*** NameError: name 'nothing' is not defined"
+        assert _say(front_end, "interact").startswith("***")
+        assert _say(front_end, "!before = 100") == ""
+        assert "return self.n" in _say(front_end, "next")
+        assert "executor" not in _say(front_end, "where")
+        front_end.say("continue")
+        assert actorrpc.get(ref) == 105
+        until(lambda: front_end.hear(time.monotonic() + 0.1) or front_end.state == OVER)
+    assert not _held()
+
+
+def test_status_names_it(counter: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    ref = counter.add.remote(1)
+    (held,) = _soon_held()
+    assert commands.main(["status", "--pid", str(os.getpid()), "--timeout", str(_S)]) == 0
+    assert f"actorrpc debug {held.session} attaches to it" in capsys.readouterr().out
+    status, text = _run(capsys)
+    assert status == 0
+    assert held.session in text
+    assert _run(capsys, held.session, "--cast", "c")[0] == 0
+    assert actorrpc.get(ref) == 1
+
+
+@pytest.mark.slow
+def test_the_time_of_its_callers_is_put_off(counter: Any) -> None:
+    first = Counter.remote()
+    actorrpc.get([actorrpc.ready(first), actorrpc.ready(counter)])
+    ref = first.ask.options(timeout=0.5).remote(counter, 2)
+    (held,) = _soon_held()
+    begun = time.monotonic()
+    until(lambda: time.monotonic() - begun > 1.0)  # longer than its time
+    with _attached(held) as front_end:
+        front_end.say("c")
+        assert actorrpc.get(ref) == 2
+    actorrpc.kill(first)
+
+
+def test_stepping_out_of_a_call_ends_with_it(counter: Any) -> None:
+    ref, others = counter.add.remote(1), [counter.count.remote() for _ in range(3)]
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert "--Return--" in _say(front_end, "return")
+        front_end.say("step")
+        assert actorrpc.get([ref, *others]) == [1, 1, 1, 1]
+
+
+def test_a_breakpoint_of_a_front_end_ends_with_the_call(counter: Any) -> None:
+    ref = counter.add.remote(1)
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert "Breakpoint" in _say(front_end, f"b {held.line + 2 - 1}")
+        assert "return self.n" in _say(front_end, "c")
+        front_end.say("c")
+        assert actorrpc.get(ref) == 1
+    again = counter.add.remote(1)
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert "return self.n" not in front_end.shown()
+        front_end.say("c")
+        assert actorrpc.get(again) == 2
+
+
+def test_one_session_for_all_stops_of_a_call(counter: Any) -> None:
+    ref = counter.twice.remote()
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert "for _ in range(2)" in _say(front_end, "c")
+        front_end.say("c")
+        assert actorrpc.get(ref) == "done"
+
+
+def test_a_coroutine_is_stepped_over_its_awaits(job: None) -> None:
+    actor = Coroutines.remote()
+    ref = actor.step.remote()
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert "await asyncio.sleep(0)" in _say(front_end, "n")
+        assert "return found" in _say(front_end, "n")
+        assert _say(front_end, "found") == "3"
+        front_end.say("q")
+        assert actorrpc.get(ref) == 3
+    actorrpc.kill(actor)
+
+
+def test_a_task_and_a_stream(counter: Any) -> None:
+    ref = task.remote(1)
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        front_end.say("c")
+        assert actorrpc.get(ref) == 2
+    items = counter.items.remote(3)
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert _say(front_end, "number") == "1"
+        front_end.say("c")
+        assert [actorrpc.get(each) for each in items] == [0, 1, 2]
+
+
+def test_a_call_goes_on_when_its_front_end_is_gone_without_a_word(counter: Any) -> None:
+    ref = counter.add.remote(1)
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        front_end.visit._sock.close()
+        assert actorrpc.get(ref) == 1
+
+
+def test_detaching_leaves_it_held(counter: Any) -> None:
+    ref = counter.add.remote(1)
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        with pytest.raises(RpcError, match="another front end is attached"), _attached(held):
+            pass
+        shown: list[str] = []
+        assert not talk(front_end, io.StringIO("p k\ndetach\n"), shown.append, False)
+        assert "1" in "".join(shown)
+    assert [each.attached for each in _held()] == [False]
+    with _attached(held) as front_end:
+        assert talk(front_end, io.StringIO("c\n"), shown.append, True)
+    assert actorrpc.get(ref) == 1
+
+
+def test_commands_for_many(job: None, capsys: pytest.CaptureFixture[str]) -> None:
+    many = [Counter.remote() for _ in range(3)]
+    refs = [each.add.remote(number // 2) for number, each in enumerate(many)]
+    held = _soon_held(3)
+    targets = _targets()
+    front_ends = [
+        Attached.to(each.session, targets[each.session.rpartition(":")[0]], time.monotonic() + _S)
+        for each in held
+    ]
+    answers = cast(front_ends, ["p k"], _S)
+    assert sorted((len(names), text) for names, text, _ in answers) == [(1, "1\n"), (2, "0\n")]
+    for each in front_ends:
+        each.detach()
+    status, text = _run(capsys, "all", "--cast", "n", "--cast", "c")
+    assert status == 0
+    assert "return self.n" in text
+    assert actorrpc.get(refs) == [0, 0, 1]
+    for each in many:
+        actorrpc.kill(each)
+
+
+def enter(actor: Any) -> Attached:
+    found = _observed(actor)
+    return Attached.entering(found.title, found.actor_id, _targets()[found.worker], time.monotonic() + _S)
+
+
+def _observed(actor: Any) -> ObservedActor:
+    id = f"{actor._actorrpc_card.actor_id:016x}"
+    (found,) = [each for each in actorrpc.state(_S).actors if each.actor_id == id]
+    return found
+
+
+def test_what_runs_is_entered(counter: Any, tmp_path: Any) -> None:
+    ref = counter.spin.remote(str(tmp_path / "end"))
+    until(lambda: [each.method for each in _observed(counter).running] == ["spin"])
+    front_end = enter(counter)
+    for _ in range(5):
+        if "NameError" in _say(front_end, "p turns"):
+            _say(front_end, "up")  # it is in a function that it calls
+    assert int(_say(front_end, "p turns")) > 0
+    (tmp_path / "end").touch()
+    assert "spin" in _say(front_end, "where")
+    front_end.say("c")
+    assert actorrpc.get(ref) > 0
+    front_end.detach()
+
+
+def test_what_is_idle_is_entered(counter: Any) -> None:
+    assert actorrpc.get(counter.count.remote()) == 0
+    front_end = enter(counter)
+    assert _say(front_end, "p self.n") == "0"
+    assert _say(front_end, "!self.n = 7") == ""
+    ref = counter.count.remote()
+    front_end.say("c")
+    assert actorrpc.get(ref) == 7
+    front_end.detach()
+
+
+def test_what_waits_in_a_call_is_entered(counter: Any) -> None:
+    other = Counter.options(name="other").remote()
+    ref = counter.ask.remote(other, 4)
+    (held,) = _soon_held()
+    front_end = enter(counter)
+    assert _say(front_end, "p k") == "4"
+    front_end.say("c")
+    with _attached(held) as inner:
+        inner.say("c")
+        assert actorrpc.get(ref) == 4
+    front_end.detach()
+    actorrpc.kill(other)
+
+
+def test_an_actor_that_is_debugged_where_it_fails(job: None) -> None:
+    actor = Counter.options(on_error="debug").remote()
+    ref = actor.fail.remote()
+    (held,) = _soon_held()
+    assert held.why.startswith("KeyError")
+    with _attached(held) as front_end:
+        assert _say(front_end, "p known") == "{'a': 1}"
+        front_end.say("c")
+        with pytest.raises(KeyError):
+            actorrpc.get(ref)
+    assert actorrpc.get(actor.count.remote()) == 0
+    actorrpc.kill(actor)
+
+
+def test_a_call_that_is_cancelled_is_held_no_more(counter: Any) -> None:
+    ref = counter.add.remote(1)
+    _soon_held()
+    actorrpc.cancel(ref)
+    with pytest.raises(CancelledError):
+        actorrpc.get(ref)
+    until(lambda: not _held())
+    assert actorrpc.get(counter.count.remote()) in (0, 1)
+
+
+def test_an_actor_that_is_killed_is_held_no_more(counter: Any) -> None:
+    ref = counter.add.remote(1)
+    _soon_held()
+    actorrpc.kill(counter)
+    with pytest.raises(ActorError):
+        actorrpc.get(ref)
+    until(lambda: not _held())
+
+
+def test_what_is_not_there(job: None, capsys: pytest.CaptureFixture[str]) -> None:
+    status = commands.main(["debug", "--pid", str(os.getpid()), "--timeout", str(_S), "nobody"])
+    assert status == 2
+    assert "no call of 'nobody' is held" in capsys.readouterr().err
+    status = commands.main(["debug", "--pid", str(os.getpid()), "--timeout", str(_S), "--now"])
+    assert status == 2
+    assert "say which" in capsys.readouterr().err
