@@ -24,6 +24,7 @@ from actorrpc.observe.visitor import Target, Visit
 __all__ = ["Attached", "cast", "lines", "matching", "talk"]
 
 _SLICE_S: Final = 0.05
+_DETACH_S: Final = 1.0  # for a worker to say that it has heard
 
 
 @dataclass(slots=True)
@@ -125,10 +126,10 @@ class Attached:
         return found
 
     def detach(self) -> None:
-        """Leave the call as it is, and hang up."""
+        """Leave the call as it is, and hang up. The worker has heard of it then: another front end can attach at once."""
         try:
-            self.visit.tell(REQUEST, pack({"do": "detach", "session": self.session}))
-        except OSError:
+            self._ask({"do": "detach", "session": self.session}, time.monotonic() + _DETACH_S)
+        except (OSError, RpcError):  # the worker, or the call, is gone
             pass
         self.visit.close()
 

@@ -20,6 +20,7 @@ def _stop_here() -> int:
     return 7
 
 
+@pytest.mark.prints("holds nothing on worker 'worker0'")
 def test_a_worker_that_takes_data_only_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with InProcessCluster(data_only=True) as cluster, cluster["worker0"]:
         worker = current_worker()
@@ -30,6 +31,7 @@ def test_a_worker_that_takes_data_only_holds_nothing(caplog: pytest.LogCaptureFi
     assert "holds nothing on worker 'worker0': it takes data only" in caplog.text
 
 
+@pytest.mark.prints("holds nothing on worker 'worker1'")
 def test_in_a_group_without_a_key_calls_go_on(caplog: pytest.LogCaptureFixture) -> None:
     with InProcessCluster() as cluster:
         cluster["worker1"].run(_forget_key)
@@ -45,7 +47,7 @@ def test_in_a_group_without_a_key_calls_go_on(caplog: pytest.LogCaptureFixture) 
 def _forget_key() -> None:
     worker = current_worker()
     assert worker is not None
-    worker.agent.connector.key = None
+    worker.agent.connector._key = None
 
 
 @pytest.mark.parametrize(
