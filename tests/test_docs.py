@@ -22,7 +22,7 @@ _PROGRAMS = [
     page for page in _PAGES if any(each.language == "python" and not each.skipped for each in blocks(page))
 ]
 # Run with every change; the others, which take some seconds each, in the slow layer.
-_ESSENTIAL = {"README.md", "docs/tutorial.md"}
+_ESSENTIAL = {"README.md"}
 
 
 def _name(page: Path) -> str:

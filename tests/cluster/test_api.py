@@ -347,6 +347,7 @@ def _task() -> int:
     return 1
 
 
+@pytest.mark.slow
 def test_without_a_processor_there_is_no_place_for_what_says_nothing() -> None:
     with init(num_cpus=0):
         for make in (_Plain.remote, _Plain.options(placement_timeout=60).remote, _task.remote):

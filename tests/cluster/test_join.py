@@ -288,6 +288,7 @@ def test_the_time_out_is_for_all_of_it(elsewhere: str, monkeypatch: pytest.Monke
     assert 0 < limits[0] <= 9.0
 
 
+@pytest.mark.slow
 def test_who_finds_another_group_in_force_leaves_nothing(
     elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

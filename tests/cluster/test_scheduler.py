@@ -185,6 +185,7 @@ def test_waiting_booking_and_leaving(driver: ClusterContext) -> None:
     until(lambda: not is_there("w1"))
 
 
+@pytest.mark.slow
 def test_the_drivers_own_process_and_that_of_an_actor(driver: ClusterContext) -> None:
     here = Place.options(worker="driver", resources={"disk": 1}).remote()
     assert actorrpc.get(here.where.remote()) == "driver"

@@ -197,6 +197,7 @@ def _say(agent: Agent, rng: random.Random, old: list[bytes]) -> None:
         reset(sock)
 
 
+@pytest.mark.slow
 @nightly
 @pytest.mark.prints(r"a connection from 127\.\d+\.\d+\.\d+ was refused: ")
 def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

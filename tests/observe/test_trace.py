@@ -251,6 +251,7 @@ def _methods_of(events: list[dict[str, Any]]) -> Counts[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_of_the_next_moments(tmp_path: Path) -> None:
     counter = Counter.remote()

@@ -669,6 +669,7 @@ def fail_with(rref: Any) -> None:
     raise LookupError("with an RRef in hand")
 
 
+@pytest.mark.slow
 def test_values_go_with_the_last_reference_and_not_before() -> None:
     rpc_group(_counting, 3)
 

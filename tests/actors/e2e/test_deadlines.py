@@ -123,6 +123,7 @@ def test_a_late_call_is_not_started(gate: Path) -> None:
     del caught
 
 
+@pytest.mark.slow
 def test_a_call_that_is_late_before_its_actor_is_there(gate: Path) -> None:
     slow = SlowStart.remote(str(gate))
     with pytest.raises(actorrpc.RpcTimeoutError):

@@ -172,7 +172,15 @@ def test_exceptions_have_both_types() -> None:
     del error, caught, odd, outer
 
 
-@pytest.mark.parametrize("kind", ["interrupt", "generator", "stop", "base"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "interrupt",
+        pytest.param("generator", marks=pytest.mark.slow),
+        pytest.param("stop", marks=pytest.mark.slow),
+        "base",
+    ],
+)
 @pytest.mark.parametrize("method", ["base", "async_base"])
 def test_no_exception_ends_the_worker(method: str, kind: str) -> None:
     actor = Faulty.remote()

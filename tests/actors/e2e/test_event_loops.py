@@ -304,6 +304,7 @@ def test_a_circle_through_other_actors_is_found() -> None:
     assert get(actor.tick.remote()) == "tick"
 
 
+@pytest.mark.slow
 def test_unrelated_calls_wait() -> None:
     actor = _made()
     gate = Gate.remote()

@@ -47,6 +47,7 @@ def later(path: str, value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 def test_calls_with_unresolved_arguments_keep_their_place(gates: Callable[[], Path]) -> None:
     recorder = Recorder.remote()
     gate, second = gates(), gates()

@@ -101,6 +101,7 @@ class Sink:
 # -- values ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_large_results_are_handed_over_as_they_were() -> None:
     source, sink = Source.remote(), Sink.remote()
     first, second = source.next_state.remote(), source.next_state.remote()

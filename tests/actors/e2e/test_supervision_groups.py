@@ -130,8 +130,8 @@ def _error(ref: Any) -> BaseException:
     ("strategy", "others", "born"),
     [
         ("one_for_one", [], ["+b"]),
-        ("one_for_all", ["-c", "-a"], ["+a", "+b", "+c"]),
-        ("rest_for_one", ["-c"], ["+b", "+c"]),
+        pytest.param("one_for_all", ["-c", "-a"], ["+a", "+b", "+c"], marks=pytest.mark.slow),
+        pytest.param("rest_for_one", ["-c"], ["+b", "+c"], marks=pytest.mark.slow),
     ],
 )
 def test_strategies(tmp_path: Path, strategy: Any, others: list[str], born: list[str]) -> None:
@@ -324,6 +324,7 @@ def test_one_that_leaves_or_is_busy(tmp_path: Path, gate: Path) -> None:
     open_gate(gate)  # where it shares a process, the old one's thread is still there
 
 
+@pytest.mark.slow
 def test_nothing_reaches_the_wrong_incarnation(tmp_path: Path) -> None:
     """Numbers are written down by whoever gets them: none twice, none that its caller knows not to have run."""
     path = tmp_path / "log"

@@ -50,6 +50,7 @@ class AsyncUnruly:
         return "pong"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Unruly, AsyncUnruly])
 def test_exceptions_that_refuse_attributes_are_the_callers(cls: Any) -> None:
     actor = cls.remote()

@@ -182,6 +182,7 @@ def test_in_the_embedded_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.limit(60)
 def test_the_first_one_starts_the_cluster() -> None:
     assert not actorrpc.is_initialized()

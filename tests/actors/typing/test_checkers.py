@@ -74,7 +74,7 @@ def _code(page: str) -> str:
 @pytest.mark.parametrize(
     "checker",
     [
-        "mypy",
+        pytest.param("mypy", marks=pytest.mark.slow),
         pytest.param("pyright", marks=pytest.mark.slow),
         "pyrefly",
         "ty",
