@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDERS = ["actorrpc", "benchmarks", "docs", "examples", "tests", ".ci"]
@@ -72,6 +75,22 @@ def test_every_requirement_is_pinned() -> None:
             pinned.add(_normal(name))
     wanted = {_normal(text) for group in [project["dependencies"], *extras.values()] for text in group}
     assert wanted - {"actorrpc"} <= pinned
+
+
+def test_what_is_pinned_installs_on_the_oldest_python_that_is_promised() -> None:
+    """Debian 12 has 3.11.2: a pin that asks for a later 3.11 makes the README's commands fail there."""
+    oldest = _project()["project"]["requires-python"].removeprefix(">=") + ".0"
+    for line in (_ROOT / "constraints.txt").read_text().splitlines():
+        name, _, _ = line.partition("==")
+        with contextlib.suppress(
+            importlib.metadata.PackageNotFoundError
+        ):  # of an extra that is not installed here
+            wants = (
+                importlib.metadata.metadata(name).get("Requires-Python")
+                if line[:1] not in ("", "#")
+                else None
+            )
+            assert wants is None or SpecifierSet(wants).contains(oldest), f"{line} asks for Python {wants}"
 
 
 def _normal(requirement: str) -> str:
