@@ -263,17 +263,20 @@ def worker_of(group: Group, timeout: float, what: str, namespace: str = "") -> W
 def _end(worker: Worker, graceful: bool) -> None:
     """Tell the floors above that it is over; once, and again only where a signal handler has cut a graceful end short."""
     while worker.ends:
-        end = worker.ends.pop()
+        end = worker.ends[
+            -1
+        ]  # it stays until it is done: what a handler raises may come between any two lines
         try:
             end(graceful)
         except BaseException as error:
             if not isinstance(error, Exception) or is_of_handler(error):
-                if graceful:
-                    worker.ends.append(end)
+                if not graceful:
+                    worker.ends.remove(end)
                 raise
             _log.exception(
                 "a part of worker %r raised at its end; the others end all the same", worker.agent.name
             )
+        worker.ends.remove(end)
 
 
 @uninterruptible

@@ -7,9 +7,12 @@ import gc
 import itertools
 import operator
 import os
+import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ import actorrpc
 from actorrpc import autograd, rpc
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.optim import DistributedOptimizer
+from actorrpc.rpc import api
 from actorrpc.transport.connection_state import CLOSED
 from tests.interruptions import Interrupted, Steps, raising
 from tests.layers import rest_is_slow
@@ -281,6 +285,25 @@ def test_a_handler_that_raises_while_a_worker_joins_or_leaves_leaves_nothing_ope
     steps, left = _left_at_each(join_and_leave, every)
     assert steps > 1000
     assert not left
+
+
+def test_each_part_of_a_worker_is_told_of_its_end_wherever_ctrl_c_comes() -> None:
+    def told(name: str, graceful: bool) -> None:
+        heard.append(name)
+
+    parts = [partial(told, "first"), partial(told, "second")]
+    for at in itertools.count(1):
+        heard: list[str] = []
+        worker: Any = SimpleNamespace(ends=parts.copy(), agent=SimpleNamespace(name="w"))
+        steps = Steps(signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt):
+            steps.run(partial(api._end, worker, True), at)
+        api._end(worker, False)
+        assert set(heard) == {"first", "second"}, steps.place
+        assert not worker.ends
+        if not steps.place:
+            break
+    assert at > 5
 
 
 def test_a_handler_that_raises_while_a_thread_is_started_does_not_end_the_thread() -> None:
