@@ -100,7 +100,7 @@ def _run(what: list[str], asked: argparse.Namespace) -> dict[str, Any]:
         "-m",
         "pytest",
         "-n",
-        "2",
+        "3",
         "--dist",
         "loadfile",
         "-q",
