@@ -54,7 +54,9 @@ INLINE: Final = 1
 LANE: Final = 2
 STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
-_MEANING: Final = frames.MAIL | frames.POST | frames.OBJECTS  # flags that say nothing of where the buffers are
+_MEANING: Final = (
+    frames.MAIL | frames.POST | frames.OBJECTS
+)  # flags that say nothing of where the buffers are
 
 _SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
 _SHARE_STEP_S: Final = 0.002

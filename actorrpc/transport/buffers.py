@@ -103,9 +103,7 @@ def size_classes(nbytes: int) -> tuple[int, ...]:
     return tuple(classes)
 
 
-def reserve(
-    size: int, fd: int = -1, *, private: bool = False, offset: int = 0
-) -> tuple[mmap.mmap, int]:
+def reserve(size: int, fd: int = -1, *, private: bool = False, offset: int = 0) -> tuple[mmap.mmap, int]:
     """Map ``size`` bytes and return the object that keeps them mapped and their address.
 
     Without ``fd`` the memory is anonymous and private, so that a forked child gets its own copy; with

@@ -1,7 +1,7 @@
 """Who holds how much of a host's memory for objects: each process writes what it holds into a file that all of its group read.
 
 A segment counts once, however many hold it, and as long as any process does. A file whose process is gone, which the lock on it
-tells, does not count, and is removed by whoever finds it.
+tells, does not count, and the process that finds it removes it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class ObjectAccounts:
         """Make the file, when there is something to write."""
         if self._file is None and self._path is not None:
             try:
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                fd = os.open(
+                    self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+                )
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.ftruncate(fd, _ROWS * _ROW_SIZE)

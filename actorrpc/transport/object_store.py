@@ -7,7 +7,7 @@ for reading only, over a Unix socket, and map it privately: copy-on-write, so th
 The kernel counts the readers. A lease for writing is granted to a descriptor if and only if no other description of that file is
 open for reading: none in another process, none in flight in a socket, none behind a mapping, none that a forked child has
 inherited. The writer keeps such a descriptor, its *probe*, and asks. So no message says that an object is no longer used, and
-none can be lost: whoever dies, the answer is right. A segment that nobody reads is filled again, as memory that was used before
+none can be lost: whichever process dies, the answer is right. A segment that nobody reads is filled again, as memory that was used before
 is several times faster to fill, or goes back to the system. After its writer's death a segment lives as long as somebody reads it.
 
 Objects below 8 MiB share segments, in ranges that begin at pages; a segment is used again as a whole only.
@@ -44,7 +44,9 @@ SEGMENT_ID_SIZE: Final = 16
 OWN_SEGMENT: Final = 8 << 20
 """Objects of so many bytes have a segment to themselves."""
 
-_SHARED_SIZE: Final = 64 << 20  # of a segment that objects share: pages that nobody has written take no memory
+_SHARED_SIZE: Final = (
+    64 << 20
+)  # of a segment that objects share: pages that nobody has written take no memory
 _PAGE: Final = mmap.PAGESIZE
 _KEEP_S: Final = 1.0  # a segment that nobody reads is kept for so long, warm, to be filled again
 _WAIT_S: Final = 0.01  # between two looks whether there is room
@@ -73,7 +75,9 @@ class Segment:
 
     __slots__ = ("__weakref__", "_given", "_store", "_whole", "fd", "id", "label", "pid", "site", "size")
 
-    def __init__(self, store: ObjectStore, fd: int, segment_id: bytes, size: int, label: str, site: str) -> None:
+    def __init__(
+        self, store: ObjectStore, fd: int, segment_id: bytes, size: int, label: str, site: str
+    ) -> None:
         self._store = store
         self.fd = fd
         self.id = segment_id
@@ -354,7 +358,11 @@ class ObjectStore:
         """Hear that an object has been written."""
         with self._lock:
             written.filling -= 1
-            drop = (written.spilled or not self._recycles) and not written.filling and written is not self._shared
+            drop = (
+                (written.spilled or not self._recycles)
+                and not written.filling
+                and written is not self._shared
+            )
             if drop and written in self._written:
                 self._written.remove(written)
         if drop:
@@ -516,7 +524,7 @@ class ObjectStore:
                 _madvise(address, _pages(nbytes), _DONTNEED)
                 segment._given.discard(offset)
 
-    # -- upkeep ------------------------------------------------------------------------------------
+    # -- giving back ------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Take segments off the accounts that nobody here holds any more."""
@@ -541,7 +549,9 @@ class ObjectStore:
                 now = self._clock()
                 crowded = self._accounts.total() + self._kept() > self._limit
                 for each in list(self._written):
-                    if each is self._shared and (self._shared_segment is None or self._shared_segment() is not None):
+                    if each is self._shared and (
+                        self._shared_segment is None or self._shared_segment() is not None
+                    ):
                         continue
                     was_free = each.free
                     if self._is_free(each) and was_free and (crowded or now - each.used_at >= _KEEP_S):

@@ -26,6 +26,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from actorrpc import _time
 from actorrpc._limits import explain_memory
@@ -55,7 +56,9 @@ _TRIM_EVERY = 1.0
 _NO_MEMFD = 1.0  # no new segment for so long after the system refused one
 _NO_ROOM = 0.02  # ... or the descriptor socket was full
 _ANNOUNCEMENT_WAIT = 1.0
-_ANNOUNCEMENT = struct.Struct("<QQ16s64s64s")  # number, size; of an object's segment, what names it, its label and its site
+_ANNOUNCEMENT = struct.Struct(
+    "<QQ16s64s64s"
+)  # number, size; of an object's segment, what names it, its label and its site
 _NO_OBJECT = bytes(16)
 _PLACEMENT = struct.Struct("<QQI")  # segment, loan, count; the sizes follow
 _MAX_SIZE = 1 << 47
@@ -493,7 +496,7 @@ class Borrower:
         whole = self._loans.lend(segment.memory, segment.address, segment.size, (segment_id, loan))
         return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
-    def take_objects(self, numbers: Iterable[int]) -> list[Segment | RpcError]:
+    def take_objects(self, numbers: Iterable[Any]) -> list[Segment | RpcError]:
         """Return the segments that a frame names: they were announced before it. One that cannot be had is the error.
 
         Thread-safe. Does not wait. Called once for each frame, so that what nobody opens goes with it.
@@ -504,11 +507,15 @@ class Borrower:
         found: list[Segment | RpcError] = []
         with self._fetch_lock:
             for number in numbers:
+                if type(number) is not int:
+                    raise ProtocolError(f"{type(number).__name__} is no number of an object")
                 while number not in self._objects and not self._closed and self._receive():
                     pass
+                taken = self._objects.pop(number, None)
                 found.append(
-                    self._objects.pop(number, None)
-                    or ProtocolError(f"the object {number} of a message was never announced, or came twice")
+                    ProtocolError(f"the object {number} of a message was never announced, or came twice")
+                    if taken is None
+                    else taken
                 )
         return found
 
@@ -665,7 +672,7 @@ class Borrower:
             if segment_id == _NO_OBJECT:
                 raise short
             self._sock.recv(_ANNOUNCEMENT.size, socket.MSG_DONTWAIT)
-            self._objects[number] = short  # for the message that names it; what waits behind it can go on
+            self._objects[number] = short  # for the message that names it: those behind it can go on
             return True
         try:
             self._sock.recv(_ANNOUNCEMENT.size, socket.MSG_DONTWAIT)

@@ -88,7 +88,9 @@ _new: Final[Any] = tuple.__new__
 
 STREAM: Final = 4  # flag of a message whose buffers come in chunks
 POST: Final = 32  # flag of a request that has no answer
-OBJECTS: Final = 64  # flag of a message with objects in shared memory, whose descriptors have been sent before it
+OBJECTS: Final = (
+    64  # flag of a message with objects in shared memory, whose descriptors have been sent before it
+)
 MAIL: Final = 16  # flag of a request that is for a mailbox, which is entered in the order of the wire
 
 
@@ -254,7 +256,8 @@ class FrameReader:
                 try:
                     return [
                         _new(
-                            Frame, (kind, 0, id, remaining, chain, b"", bytes(view[PREFIX_SIZE:count]), None, None)
+                            Frame,
+                            (kind, 0, id, remaining, chain, b"", bytes(view[PREFIX_SIZE:count]), None, None),
                         )
                     ]
                 except MemoryError:

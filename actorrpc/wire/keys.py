@@ -51,7 +51,9 @@ _RAW: Final = 32
 _SOCKET: Final = ".sock"
 _GROUP: Final = ".group"
 _OBJECTS: Final = ".objects"
-_FILE_NAME: Final = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{16}\.key|[0-9a-f]{8}\.(?:sock|group|[0-9a-f]{8}\.objects))", re.ASCII)
+_FILE_NAME: Final = re.compile(
+    r"(\d+)-(\d+)-(\d+)-([0-9a-f]{16}\.key|[0-9a-f]{8}\.(?:sock|group|[0-9a-f]{8}\.objects))", re.ASCII
+)
 
 
 class Key:

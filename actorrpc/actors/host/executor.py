@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
     from actorrpc.actors.host.event_loop import EventLoop
     from actorrpc.actors.host.loop_thread import LoopThread
+    from actorrpc.agent.peers import Peer
 
 __all__ = ["ActorExecutor", "died"]
 
@@ -603,7 +604,9 @@ class ActorExecutor:
             if snapshot.nbytes <= SMALL:
                 found.append(each)
             else:
-                found.append(snapshot if self.agent.shares_memory(entry.peer) else StoredResult(RRef(snapshot)))
+                found.append(
+                    snapshot if self.agent.shares_memory(entry.peer) else StoredResult(RRef(snapshot))
+                )
         return found
 
     def fail(self, entry: Envelope, error: BaseException) -> None:

@@ -102,7 +102,9 @@ def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
     if shared and nbytes < LARGE:
         return value
     execution = CURRENT.get()
-    snapshot = Snapshot.of(value, label="a result" if execution is None else f"the result of {named(execution)}")
+    snapshot = Snapshot.of(
+        value, label="a result" if execution is None else f"the result of {named(execution)}"
+    )
     return snapshot if shared else StoredResult(RRef(snapshot))
 
 
@@ -293,7 +295,7 @@ class ObjectRef(Generic[T_co]):
 
     def _final(self) -> Future[T_co]:
         """Return a future of a value of its own; start to fetch it if it is known to be elsewhere."""
-        return self._followed(Future())
+        return self._followed(Future())  # type: ignore[no-any-return]
 
     def _followed(self, future: Future[Any]) -> Any:
         settled = self._settled()
@@ -359,12 +361,14 @@ class ObjectRef(Generic[T_co]):
             return found
         if kind is Snapshot:
             return found.open(copy)
-        # It came with a reply, and is given away here for the first time: whoever asks again gets it as it was.
+        # It came with a reply, and is given away here for the first time: those who ask again get it as it was.
         try:
             snapshot = Snapshot.of(found, recorded=False)
         except RpcError:
             return found  # gradients flow through it, or it cannot be copied: all get the same
-        future = self._fetched if self._fetched is not None and self._fetched._value is found else self._future
+        future = (
+            self._fetched if self._fetched is not None and self._fetched._value is found else self._future
+        )
         assert future is not None
         with _lock:
             if future._value is found:

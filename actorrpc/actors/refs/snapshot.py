@@ -53,7 +53,17 @@ class Snapshot:
     the receiver. What is in the main module goes by name to workers that run the same program, and by value to others.
     """
 
-    __slots__ = ("_body", "_buffers", "_by_name", "_definitions", "_held", "_sizes", "_tag", "nbytes", "stored")
+    __slots__ = (
+        "_body",
+        "_buffers",
+        "_by_name",
+        "_definitions",
+        "_held",
+        "_sizes",
+        "_tag",
+        "nbytes",
+        "stored",
+    )
 
     def __init__(
         self,
@@ -215,8 +225,14 @@ class Snapshot:
                     context.objects = []
                 context.objects.append(stored.segment)
                 where = len(context.objects) - 1, stored.offset, stored.nbytes, self._sizes
-                body = self._body if isinstance(self._body, bytes) else bytes(self._body)
-                return _arrive, (where, body, dict(self._definitions), tuple(self._held), self._by_name, self._tag)
+                return _arrive, (
+                    where,
+                    bytes(self._body),
+                    dict(self._definitions),
+                    tuple(self._held),
+                    self._by_name,
+                    self._tag,
+                )
         body: Any = self._body
         if len(body) > _OUT_OF_BAND:
             body = pickle.PickleBuffer(body)
@@ -245,7 +261,11 @@ def _arrive(
     """
     index, offset, nbytes, sizes = where
     context = codec.current_decoding()
-    if not isinstance(context, MessageContext) or not context.objects or not 0 <= index < len(context.objects):
+    if (
+        not isinstance(context, MessageContext)
+        or not context.objects
+        or not 0 <= index < len(context.objects)
+    ):
         raise ProtocolError("an object in shared memory that its message does not name")
     segment = context.objects[index]
     if not isinstance(segment, Segment):
@@ -262,7 +282,9 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
     offsets, nbytes = layout([span.nbytes for span in spans])
     execution = CURRENT.get()
     until = _time.now() + agent.settings.object_wait if execution is None else execution.deadline
-    room = agent.objects.allocate(nbytes, label=label, site=site, until=min(until, _time.now() + agent.settings.object_wait))
+    room = agent.objects.allocate(
+        nbytes, label=label, site=site, until=min(until, _time.now() + agent.settings.object_wait)
+    )
     if room is None:
         return None
     for span, offset in zip(spans, offsets, strict=True):

@@ -289,7 +289,9 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
         execution = CURRENT.get()
         if timeout is None and (execution is None or execution.deadline == _INFINITE):
             value = (refs._future or refs._ask()).wait()  # the path of most calls
-            if type(value) in ATOMS or (sys.getrefcount(refs) == _SOLE and refs._id is None and type(value) not in _KEPT):
+            if type(value) in ATOMS or (
+                sys.getrefcount(refs) == _SOLE and refs._id is None and type(value) not in _KEPT
+            ):
                 return value  # nobody can change it, or ask for it again
             if type(value) is StoredResult:
                 value = refs._settled().wait()
