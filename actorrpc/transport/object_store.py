@@ -63,6 +63,31 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
+class _Descriptor:
+    """A descriptor for reading, which is closed when its segment is gone.
+
+    Not the segment itself: an object that has a finaliser can be had from a weak reference while that runs.
+    """
+
+    __slots__ = ("fd", "pid", "segment_id", "store")
+
+    def __init__(self, store: ObjectStore, fd: int, segment_id: bytes) -> None:
+        self.store = store
+        self.fd = fd
+        self.segment_id = segment_id
+        self.pid = os.getpid()
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if self.pid == os.getpid():
+            self.close()
+            self.store.hear_let_go(self.segment_id)
+
+
 class Segment:
     """A segment as one process holds it: a descriptor for reading, as long as anything here needs it.
 
@@ -73,20 +98,22 @@ class Segment:
         site: where that was made.
     """
 
-    __slots__ = ("__weakref__", "_given", "_store", "_whole", "fd", "id", "label", "pid", "site", "size")
+    __slots__ = ("__weakref__", "_descriptor", "_given", "_store", "_whole", "id", "label", "site", "size")
 
-    def __init__(
-        self, store: ObjectStore, fd: int, segment_id: bytes, size: int, label: str, site: str
-    ) -> None:
+    def __init__(self, store: ObjectStore, fd: int, segment_id: bytes, size: int, label: str, site: str) -> None:
         self._store = store
-        self.fd = fd
+        self._descriptor = _Descriptor(store, fd, segment_id)
         self.id = segment_id
         self.size = size
         self.label = label
         self.site = site
-        self.pid = os.getpid()
         self._whole: tuple[mmap.mmap, int] | None = None
         self._given: set[int] = set()  # offsets of ranges of ``_whole`` whose views live
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 in a fork of the process that holds it."""
+        return self._descriptor.fd
 
     def range(self, offset: int, nbytes: int) -> StoredRange:
         """Return one object's place in it.
@@ -100,14 +127,7 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if self.pid == os.getpid():
-            self.close()
-            self._store.hear_let_go(self.id)
+        self._descriptor.close()
 
 
 class StoredRange:
