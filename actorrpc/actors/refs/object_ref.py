@@ -1,9 +1,9 @@
 """ObjectRefs: what a call to an actor gives at once, and its result later.
 
-A small result rides on the reply. A large one is written once into memory that all processes of the host share: what travels,
-with the reply and from process to process, is a :class:`Snapshot` that names it, and its descriptor. Each ``get()`` makes a value of its
-own from a snapshot. To another host a large result does not travel unasked: what does is a reference to where it is,
-:class:`StoredResult`, and the process that wants the value fetches it from there, directly. An ObjectRef that is sent before its
+A small result rides on the reply. A large one is written once into memory that all processes of the host share: a
+:class:`Snapshot` that names it travels, with the reply and from process to process, and its descriptor with it. Each ``get()``
+makes a value of its own from a snapshot. To another host a large result does not travel unasked, but a reference to where it is,
+:class:`StoredResult`; the process that wants the value fetches it from there, directly. An ObjectRef that is sent before its
 result is there travels as an RRef of this worker that is given the result when it comes (a promise).
 """
 
@@ -303,7 +303,7 @@ class ObjectRef(Generic[T_co]):
         return future
 
     def _settled(self) -> Future[Any]:
-        """Return the future of the value, or of a snapshot of it that is here; start to fetch it if it is known to be elsewhere."""
+        """Return the future of the value, or of a snapshot of it that is here; what is known to be elsewhere is fetched."""
         future = self._ask()
         if future._done and (future._error is not None or type(future._value) is not StoredResult):
             return future
