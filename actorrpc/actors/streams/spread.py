@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from actorrpc._exception_text import say
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.errors import CancelledError
@@ -67,7 +68,9 @@ class _Parts:
         except IndexError:  # one more than was asked for: nobody wants it, nor what is behind it
             if came._error is not None:
                 _log.error(
-                    "%s has given %d values (num_returns), and then raised", *self._said, exc_info=came._error
+                    "%s has given %d values (num_returns), and then raised %s",
+                    *self._said,
+                    say(came._error, repr),
                 )
             return False
         if came._error is not None:

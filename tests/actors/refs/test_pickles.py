@@ -145,7 +145,9 @@ def test_a_worker_that_has_ended(cluster: InProcessCluster) -> None:
         data = pickle.dumps(ref), pickle.dumps(counter)
     assert get([pickle.loads(data[0])]) == [1]
     cluster.kill("worker1")
-    with pytest.raises(errors.PeerDiedError, match=r"an ObjectRef to put\(int\) .* worker 'worker1'.* has ended"):
+    with pytest.raises(
+        errors.PeerDiedError, match=r"an ObjectRef to put\(int\) .* worker 'worker1'.* has ended"
+    ):
         pickle.loads(data[0])
     with pytest.raises(errors.ActorDiedError, match=r"Counter#\w+ has ended: .*worker 'worker1'") as caught:
         pickle.loads(data[1])
@@ -159,7 +161,9 @@ def test_other_groups_and_none() -> None:
         weak = actorrpc.get_actor(things.Counter.options(name="n", lifetime="detached").remote() and "n")
         data = [pickle.dumps(each) for each in (counter, ref, weak)]
     for each in data:
-        with pytest.raises(errors.NotInitializedError, match=r"pickled in the group \w{8} of 'worker0'.* none"):
+        with pytest.raises(
+            errors.NotInitializedError, match=r"pickled in the group \w{8} of 'worker0'.* none"
+        ):
             pickle.loads(each)
     for each in (counter, ref):
         with pytest.raises(errors.NotInitializedError):

@@ -87,7 +87,7 @@ def test_what_it_raises(runtime: Runtime) -> None:
     ended()
 
 
-@pytest.mark.prints("steps has given 2 values .*, and then raised")
+@pytest.mark.prints("failing has given 2 values .*, and then raised LookupError")
 def test_what_it_raises_behind_its_values_is_logged(runtime: Runtime) -> None:
     _open.set()
     assert get(spread(here(failing, 0, 2), 2)) == [0, 1]
