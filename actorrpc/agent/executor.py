@@ -366,7 +366,7 @@ class Executor:
                 wrapped.__cause__ = error
                 error = wrapped
             elif is_a(error, LimitError):
-                error.maybe_executed = True  # type: ignore[attr-defined]  # it is its result for which there is no room
+                error.maybe_executed = True  # it is its result for which there is no room
             self.fail(conn, id, error, execution)
 
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:

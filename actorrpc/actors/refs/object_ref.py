@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeV
 
 from actorrpc._exception_text import shown, type_name
 from actorrpc.actors.context import runtime
+from actorrpc.actors.refs import pickles
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import named
@@ -239,6 +240,9 @@ class ObjectRef(Generic[T_co]):
     group, complete or not. ObjectRefs are equal when they are for the same result, wherever they have been.
     Thread-safe.
 
+    What ``pickle``, ``cloudpickle`` or ``torch.save`` makes of it can be loaded by all workers of the group, and holds nothing:
+    keep the ObjectRef until it was loaded, which waits for the worker that has pickled it.
+
     Args:
         future: completes with the result, with :class:`StoredResult`, or with the error.
         label: how messages call it.
@@ -442,10 +446,9 @@ class ObjectRef(Generic[T_co]):
     def __deepcopy__(self, memo: dict[int, Any]) -> ObjectRef[T_co]:
         return self
 
-    def __reduce__(self) -> NoReturn:
-        raise SerializationError(
-            f"{self!r} can only be sent in calls of actorrpc, not pickled: get() its value first"
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In a pickle of the program's own; messages have _reduce().
+        return _load, (pickles.address_of(self._as_promise()), self._identity(), self._name())
 
     def _not_a_value(self, what: str) -> NoReturn:
         raise TypeError(
@@ -484,7 +487,9 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
     if isinstance(context, LocalReferences):
         return context.hold(ref)
     if not isinstance(context, MessageContext):
-        ref.__reduce__()
+        raise SerializationError(
+            f"{ref!r} can only be sent in the arguments and results of calls, and not with an exception: get() its value first"
+        )
     known = ref._identity(), ref._name()
     future = ref._future
     if future is None or not future._done:
@@ -526,6 +531,16 @@ def _arrive_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
 def _arrive_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
     """Rebuild an ObjectRef whose call is not over (named in pickles)."""
     return ObjectRef._arrived(ref_id, label, None, promise)
+
+
+def _load(address: pickles.Address, ref_id: bytes, label: str) -> ObjectRef[Any]:
+    """Rebuild an ObjectRef that a program has pickled (named in pickles).
+
+    Raises: as :func:`pickles.find`.
+    """
+    promise = pickles.find(address, f"an ObjectRef to {label}")
+    future = promise._references.promised.get(address.value) if promise.is_owner() else None
+    return ObjectRef._arrived(ref_id, label, future, promise)
 
 
 codec.register(ObjectRef, _reduce)
