@@ -496,17 +496,24 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         return _arrive_promise, (*known, ref._as_promise())
     error = future._error
     value = future._value
+    if error is None and type(value) is StoredResult:
+        rref = value.rref
+        error = rref._references.table.failure(rref._handle)
+        fetched = ref._fetched
+        if fetched is not None and fetched._done and fetched._error is None:
+            # It is here as well: for a process of this host nearer than where it was made, and all that is left where that is gone.
+            if error is not None:
+                ref._future, error = fetched, None
+            if ref._future is fetched or rrefs.runtime().agent.shares_memory(context.peer):
+                value = fetched._value
+        elif type(error) is PeerDiedError:
+            error = _lost(ref._name(), error)
     if (
         type(value) is Snapshot
         and value.nbytes > SMALL
         and not rrefs.runtime().agent.shares_memory(context.peer)
     ):
         return _arrive_promise, (*known, ref._as_promise())
-    if error is None and type(value) is StoredResult:
-        rref = value.rref
-        error = rref._references.table.failure(rref._handle)
-        if type(error) is PeerDiedError:
-            error = _lost(ref._name(), error)
     if error is not None:
         future.acknowledge()  # the caller of get() will see
         worker = rrefs.runtime().agent.name
