@@ -501,7 +501,7 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         error = rref._references.table.failure(rref._handle)
         fetched = ref._fetched
         if fetched is not None and fetched._done and fetched._error is None:
-            # It is here as well: nearer to a process of this host than where it was made, and all that is left where that is gone.
+            # It is here, too: nearer to a process of this host than where it was made, and all that is left where that is gone.
             if error is not None:
                 ref._future, error = fetched, None
             if ref._future is fetched or rrefs.runtime().agent.shares_memory(context.peer):
