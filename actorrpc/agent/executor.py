@@ -365,6 +365,8 @@ class Executor:
                 wrapped = SerializationError(f"the result of {named(execution)} cannot be sent: {say(error)}")
                 wrapped.__cause__ = error
                 error = wrapped
+            elif is_a(error, LimitError):
+                error.maybe_executed = True  # it is its result for which there is no room
             self.fail(conn, id, error, execution)
 
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:

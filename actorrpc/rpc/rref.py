@@ -44,6 +44,7 @@ __all__ = [
     "RRef",
     "RRefProxy",
     "call_method",
+    "lend",
     "new_references",
     "reduce",
     "run_here",
@@ -451,6 +452,13 @@ class RRef(Generic[T]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RRef[T]:
         raise RRefError("an RRef is a reference: deepcopy would not copy its value; use to_here() for a copy")
+
+
+def lend(rref_id: RRefId) -> RRef[Any] | None:
+    """Return one more reference to a value of this worker by its name; None where nothing holds it any more."""
+    references = runtime()
+    handle = references.table.handle_if_held(rref_id)
+    return None if handle is None else references._wrap(references, handle)
 
 
 def reduce(rref: RRef[Any]) -> tuple[Any, ...]:

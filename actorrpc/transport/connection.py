@@ -370,7 +370,7 @@ class Connection(StateMachine):
         reader = self._reader
         while True:
             for frame in found:
-                # Whole messages pass; what controls the connection, comes in chunks, with objects, or is for a mailbox is looked at.
+                # Whole messages pass; what controls the connection, is in chunks, has objects or is for a mailbox is looked at.
                 if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
                     frames.append(frame)
                     continue

@@ -21,6 +21,8 @@ _ROW: Final = struct.Struct("<16sQ")
 _TEXT: Final = 104
 _ROW_SIZE: Final = _ROW.size + 2 * _TEXT  # the segment's name and bytes, its label, its site
 _ROWS: Final = 4096  # more segments than this are not counted; the file takes memory for rows that are used
+_HEAD: Final = struct.Struct("<Q")  # how many rows have ever been used
+_SIZE: Final = _HEAD.size + _ROWS * _ROW_SIZE
 _NONE: Final = bytes(16)
 
 
@@ -66,6 +68,7 @@ class ObjectAccounts:
         self._name = "" if path is None else os.path.basename(path)
         self._suffix = suffix
         self._path = path
+        self._used = 0
         self._file: mmap.mmap | None = None
         self._fd = -1
 
@@ -78,8 +81,8 @@ class ObjectAccounts:
                 )
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.ftruncate(fd, _ROWS * _ROW_SIZE)
-                    self._file = mmap.mmap(fd, _ROWS * _ROW_SIZE)
+                    os.ftruncate(fd, _SIZE)
+                    self._file = mmap.mmap(fd, _SIZE)
                 except BaseException:
                     os.close(fd)
                     raise
@@ -103,12 +106,15 @@ class ObjectAccounts:
                 if not self._unused:
                     return
                 row = self._rows[segment_id] = self._unused.pop()
-            at = row * _ROW_SIZE
+            at = _HEAD.size + row * _ROW_SIZE
             held = self._held[segment_id]
             text = b"".join(_fitting(each) for each in (label, site))
             # The name last: a reader that comes in between sees no row, or the one before.
             file[at + 16 : at + _ROW_SIZE] = struct.pack("<Q", held.nbytes) + text
             file[at : at + 16] = segment_id
+            if row >= self._used:
+                self._used = row + 1
+                file[: _HEAD.size] = _HEAD.pack(self._used)
 
     def let_go(self, segment_id: bytes) -> None:
         """Note that a segment is held here no more."""
@@ -116,7 +122,8 @@ class ObjectAccounts:
             self._held.pop(segment_id, None)
             row = self._rows.pop(segment_id, None)
             if row is not None and self._file is not None:
-                self._file[row * _ROW_SIZE : row * _ROW_SIZE + 16] = _NONE
+                at = _HEAD.size + row * _ROW_SIZE
+                self._file[at : at + 16] = _NONE
                 self._unused.append(row)
 
     def bytes_of(self, segment_id: bytes) -> int:
@@ -188,20 +195,21 @@ def _read(path: str) -> list[Holding]:
             pass  # its process lives
         else:
             # Between making a file and locking it there is nothing in it yet: one of the right size has no owner any more.
-            if os.fstat(fd).st_size == _ROWS * _ROW_SIZE:
+            if os.fstat(fd).st_size == _SIZE:
                 os.unlink(path)
             return []
         owner = os.path.basename(path).split("-")[1:2]  # as keys.accounts_path names it
         pid = int(owner[0]) if owner and owner[0].isdecimal() else 0
-        found = []
-        end = os.lseek(fd, 0, os.SEEK_END)
-        with mmap.mmap(fd, end, prot=mmap.PROT_READ) if end else memoryview(b"") as file:
-            for at in range(0, end, _ROW_SIZE):
+        found: list[Holding] = []
+        if os.fstat(fd).st_size != _SIZE:
+            return found  # it is being made
+        with mmap.mmap(fd, _SIZE, prot=mmap.PROT_READ) as file:
+            (used,) = _HEAD.unpack_from(file, 0)
+            for at in range(_HEAD.size, _HEAD.size + min(used, _ROWS) * _ROW_SIZE, _ROW_SIZE):
                 segment_id, nbytes = _ROW.unpack_from(file, at)
                 if segment_id != _NONE:
-                    texts = bytes(file[at + _ROW.size : at + _ROW_SIZE])
-                    label, site = (_text(texts[:_TEXT]), _text(texts[_TEXT:]))
-                    found.append(Holding(pid, segment_id, nbytes, label, site))
+                    texts = file[at + _ROW.size : at + _ROW_SIZE]
+                    found.append(Holding(pid, segment_id, nbytes, _text(texts[:_TEXT]), _text(texts[_TEXT:])))
         return found
     finally:
         os.close(fd)

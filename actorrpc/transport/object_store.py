@@ -7,13 +7,15 @@ for reading only, over a Unix socket, and map it privately: copy-on-write, so th
 The kernel counts the readers. A lease for writing is granted to a descriptor if and only if no other description of that file is
 open for reading: none in another process, none in flight in a socket, none behind a mapping, none that a forked child has
 inherited. The writer keeps such a descriptor, its *probe*, and asks. So no message says that an object is no longer used, and
-none can be lost: whichever process dies, the answer is right. A segment that nobody reads is filled again, as memory that was used before
-is several times faster to fill, or goes back to the system. After its writer's death a segment lives as long as somebody reads it.
+none can be lost: whichever process dies, the answer is right. A segment that nobody reads is filled again, as memory that was
+used before is several times faster to fill, or goes back to the system. After its writer's death a segment lives as long as
+somebody reads it.
 
 Objects below 8 MiB share segments, in ranges that begin at pages; a segment is used again as a whole only.
 
-One lock, ``ObjectStore._lock``, guards the tables. No user code runs under it, and no memory is copied; it is re-entrant for one
-case only: a finaliser that the collector runs in the middle of a section, and that makes an object itself. ``_busy`` turns it away.
+One lock, ``ObjectStore._lock``, guards the tables. No user code runs under it, and no memory is copied. It is re-entrant for one
+case only: a finaliser that the collector runs in the middle of a section, and that makes an object itself; ``_busy`` turns it
+away.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ _SHARED_SIZE: Final = (
 )  # of a segment that objects share: pages that nobody has written take no memory
 _PAGE: Final = mmap.PAGESIZE
 _KEEP_S: Final = 1.0  # a segment that nobody reads is kept for so long, warm, to be filled again
+_LOOK_S: Final = 0.1  # how long what all processes hold is taken for what it was
 _WAIT_S: Final = 0.01  # between two looks whether there is room
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10  # F_SEAL_FUTURE_WRITE
 _MFD_FLAGS: Final = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -63,6 +66,31 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
+class _Descriptor:
+    """A descriptor for reading, which is closed when its segment is gone.
+
+    Not the segment itself: an object that has a finaliser can be had from a weak reference while that runs.
+    """
+
+    __slots__ = ("fd", "pid", "segment_id", "store")
+
+    def __init__(self, store: ObjectStore, fd: int, segment_id: bytes) -> None:
+        self.store = store
+        self.fd = fd
+        self.segment_id = segment_id
+        self.pid = os.getpid()
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if self.pid == os.getpid():
+            self.close()
+            self.store.hear_let_go(self.segment_id)
+
+
 class Segment:
     """A segment as one process holds it: a descriptor for reading, as long as anything here needs it.
 
@@ -73,20 +101,24 @@ class Segment:
         site: where that was made.
     """
 
-    __slots__ = ("__weakref__", "_given", "_store", "_whole", "fd", "id", "label", "pid", "site", "size")
+    __slots__ = ("__weakref__", "_descriptor", "_given", "_store", "_whole", "id", "label", "site", "size")
 
     def __init__(
         self, store: ObjectStore, fd: int, segment_id: bytes, size: int, label: str, site: str
     ) -> None:
         self._store = store
-        self.fd = fd
+        self._descriptor = _Descriptor(store, fd, segment_id)
         self.id = segment_id
         self.size = size
         self.label = label
         self.site = site
-        self.pid = os.getpid()
         self._whole: tuple[mmap.mmap, int] | None = None
         self._given: set[int] = set()  # offsets of ranges of ``_whole`` whose views live
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 in a fork of the process that holds it."""
+        return self._descriptor.fd
 
     def range(self, offset: int, nbytes: int) -> StoredRange:
         """Return one object's place in it.
@@ -100,14 +132,7 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if self.pid == os.getpid():
-            self.close()
-            self._store.hear_let_go(self.id)
+        self._descriptor.close()
 
 
 class StoredRange:
@@ -171,7 +196,8 @@ class Allocation:
         return self._range
 
     def discard(self) -> None:
-        """Give the room back unused; dropping it does the same."""
+        """Give the room back unused."""
+        self._store.finished(self._written)
 
 
 @dataclass(slots=True, eq=False)
@@ -253,6 +279,8 @@ class ObjectStore:
         self._shared_segment: weakref.ref[Segment] | None = None
         self._views: Loans[tuple[weakref.ref[Segment] | None, int, int, int]] = Loans()
         self._recycles = True  # unless the system grants no leases
+        # What the group held when it was last looked at, when that was, and what was written here since.
+        self._total, self._looked_at, self._spent = 0, float("-inf"), 0
 
     def hear_let_go(self, segment_id: bytes) -> None:
         """Note that a segment is held here no more. Runs in a finaliser: takes no lock."""
@@ -398,6 +426,11 @@ class ObjectStore:
 
     def _has_room(self, nbytes: int, dropped: list[_Written]) -> bool:
         """Whether so many bytes more are within the limit, if need be in the place of segments that are kept to be used again."""
+        self._spent += nbytes
+        now = self._clock()
+        if now < self._looked_at + _LOOK_S and self._total + self._spent <= self._limit // 2:
+            return True  # far from the limit a moment ago: to look at all accounts takes a while
+        self._total, self._looked_at, self._spent = self._accounts.total(), now, nbytes
         while self._accounts.total() + self._kept() + nbytes > self._limit:
             idle = [each for each in self._written if each is not self._shared and self._is_free(each)]
             if not idle:
@@ -450,9 +483,9 @@ class ObjectStore:
         most = "; ".join(map(str, rows[:5])) or "nothing is held"
         more = f"; and {len(rows) - 5} more" if len(rows) > 5 else ""
         return ObjectStoreFullError(
-            f"{label}, of {_amount(nbytes)}, finds no room: the objects of this group on this host take {_amount(self._accounts.total())} "
-            f"of {_amount(self._limit)}. Nothing was stored. Let go of references and values, raise object_memory=, or give "
-            f"spill_dir= a directory on a disk. Held: {most}{more}"
+            f"{label}, of {_amount(nbytes)}, finds no room: the objects of this group on this host take "
+            f"{_amount(sum(row.nbytes for row in rows))} of {_amount(self._limit)}. Nothing was stored. Let go of references and "
+            f"values, raise object_memory=, or give spill_dir= a directory on a disk. Held: {most}{more}"
         )
 
     # -- reading -----------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from typing import Final, NoReturn
 from actorrpc.errors import AuthenticationError, ConfigError
 
 __all__ = [
-    "accounts_path",
     "Key",
+    "accounts_path",
     "boot_id",
     "check_private_file",
     "create_group_file",

@@ -151,8 +151,7 @@ def test_calls_and_references(counter: Any) -> None:
     assert ref.hex() in repr(ref)
     with pytest.raises(TypeError, match="reference already"):
         ray.put(ref)
-    with pytest.raises(TypeError, match="not pickled by the program itself"):
-        pickle.dumps(ref)
+    assert ray.get(pickle.loads(ray.cloudpickle.dumps(ref))) == 12
 
 
 def test_wait(counter: Any) -> None:
@@ -235,7 +234,10 @@ def test_streams(counter: Any) -> None:
 
 def test_a_generator_with_a_number_of_results(counter: Any) -> None:
     assert ray.get(counter.items.options(num_returns=3).remote(3)) == [0, 1, 2]
-    assert ray.get(counter.items.options(num_returns=2).remote(3)) == [0, 1]
+    assert ray.get(counter.items.options(num_returns=2).remote(3)) == [
+        0,
+        1,
+    ]  # Ray raises nothing here, either
     first, second, third = counter.items.options(num_returns=3).remote(1, fails=True)
     assert ray.get(first) == 0
     for ref in (second, third):

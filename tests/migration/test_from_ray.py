@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import signal
@@ -21,7 +22,6 @@ import torch
 
 import actorrpc
 from actorrpc import get
-from actorrpc.errors import SerializationError
 from actorrpc.testing import InProcessCluster
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 from tests.announced import LAST_WORDS, PROFILER
@@ -466,7 +466,7 @@ def test_what_there_is_and_what_it_does() -> None:
         ({"address": "auto"}, "it must be tcp://HOST:PORT"),
         ({"local_mode": True}, "to debug, call the class itself"),
         ({"include_dashboard": False}, "say dashboard=True"),
-        ({"object_store_memory": 1}, "lane_bytes"),
+        ({"object_store_memory": 1}, "object_memory"),
         ({"runtime_env": {"pip": ["x"]}}, "say env= for an actor"),
         ({"logging_level": 10}, "configure Python's logging"),
     ],
@@ -576,10 +576,23 @@ def test_cancelling_a_future_cancels_the_call() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("a generator with num_returns=3")
-def test_a_generator_is_a_stream_that_can_be_unpacked() -> None:
+def test_a_generator_with_a_number_of_results() -> None:
+    actor = Worker.remote()
+    first, second = actor.steps.options(num_returns=2).remote(1 << 30)
+    assert get(first) == 0  # while it goes on
+    assert get(second) == 1
+
+
+@pytest.mark.usefixtures("near")
+@row('a generator with num_returns="dynamic"')
+@row("get(generator), and generators in as_completed")
+def test_a_generator_is_a_stream_and_a_result() -> None:
     actor = Worker.remote()
     a, b, c = actor.steps.remote()
     assert get([a, b, c]) == [0, 1, 2]
+    stream = actor.steps.options(num_returns="dynamic").remote()
+    assert get([stream, actorrpc.put(3)]) == [[0, 1, 2], 3]
+    assert sorted(map(get, actorrpc.as_completed([actor.steps.remote(), actorrpc.put(3)]))) == [0, 1, 2, 3]
     first = next(actor.steps.options(max_buffered_items=1).remote(1 << 30))
     assert get(first) == 0
 
@@ -614,15 +627,23 @@ def test_what_becomes_of_results_whose_process_dies(passing: InProcessCluster) -
     assert get(small) == "small"
 
 
-@pytest.mark.usefixtures("near")
-@row("an ObjectRef or a handle can be pickled")
+def _said_by_loading(data: bytes) -> str:
+    try:
+        return f"nothing: {pickle.loads(data)!r}"
+    except actorrpc.errors.RRefError as error:
+        return str(error)
+
+
+@pytest.mark.usefixtures("passing")
+@row("an ObjectRef or a handle that the program pickles")
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
-def test_references_are_not_pickled_by_programs(dumps: Any) -> None:
+def test_references_in_pickles_of_the_program(dumps: Any) -> None:
     actor = Worker.remote()
     ref = actorrpc.put(1)
-    for each in (ref, actor):
-        with pytest.raises(SerializationError):
-            dumps(each)
+    assert pickle.loads(dumps([ref, actor])) == [ref, actor]
+    lost = dumps(actorrpc.put(2))
+    gc.collect()
+    until(lambda: "keep the reference itself" in _said_by_loading(lost))
     assert get(actorrpc.remote(lambda: get(ref)).remote()) == 1
     [inside] = get(actor.echo.remote([{"deep": ref}]))
     assert get(inside["deep"]) == 1

@@ -542,12 +542,16 @@ def test_options_of_ours() -> None:
 
 
 @pytest.mark.usefixtures("near")
-@row("a handle that the program pickles by itself")
-def test_a_pickled_handle_is_weak() -> None:
+@row("a reference or a handle that the program pickles by itself")
+def test_a_pickle_keeps_nothing() -> None:
     counter = Counter.remote()
     pickled = ray.cloudpickle.dumps(counter)
-    assert ray.get(ray.cloudpickle.loads(pickled).add.remote()) == 1
+    loaded = ray.cloudpickle.loads(pickled)
     del counter
+    assert ray.get(loaded.add.remote()) == 1
+    ref = ray.put(2)
+    assert ray.get(ray.cloudpickle.loads(ray.cloudpickle.dumps(ref))) == 2
+    del loaded
     gc.collect()
     until(lambda: actorrpc.list_actors()[0].state == "DEAD")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -33,10 +34,18 @@ from torch import nn
 from actorrpc._exception_text import say
 from actorrpc.actors.client.route import shaped
 from actorrpc.actors.context import runtime
+from actorrpc.actors.refs import pickles
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.spec.class_info import ClassInfo, MethodInfo, kind_of
 from actorrpc.actors.spec.options import CallOptions
-from actorrpc.errors import ConfigError, RpcError, SerializationError
+from actorrpc.errors import (
+    ActorDiedError,
+    ConfigError,
+    PeerDiedError,
+    RpcError,
+    RRefError,
+    SerializationError,
+)
 from actorrpc.futures import Future
 from actorrpc.rpc import modules
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
@@ -373,6 +382,10 @@ class ActorHandle(Generic[C_co]):
 
     The actor lives as long as there is a handle somewhere; those that were got by name do not count. Handles are
     equal when they mean the same actor, and travel in arguments and results.
+
+    What ``pickle``, ``cloudpickle`` or ``torch.save`` makes of a handle can be loaded by all workers of the group, and does not
+    keep the actor alive: keep a handle until it was loaded. What is loaded counts as any other handle. To load it waits for the
+    worker that has made the actor; elsewhere than in the group, and when the actor has ended, it raises an error.
     """
 
     _is_actor_handle = True  # for those who cannot import this module
@@ -476,10 +489,10 @@ class ActorHandle(Generic[C_co]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise SerializationError(
-            f"{self!r} can only be pickled by RPC: send it in an argument or a result, or give the actor a name= and find it "
-            "with actorrpc.get_actor()"
-        )
+        # In a pickle of the program's own; messages have _reduce().
+        card = _card(self)
+        address = pickles.here() if card.anchor is None else pickles.address_of(card.anchor)
+        return _load, (address, replace(card, anchor=None, location=None), self.__dict__["_actorrpc_given"])
 
 
 def _card(handle: ActorHandle[Any]) -> Card:
@@ -545,7 +558,10 @@ def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
         return context.hold(handle)
     card = _card(handle)
     if context is None and card.anchor is not None:
-        return handle.__reduce__()
+        raise SerializationError(
+            f"{handle!r} can only be sent in the arguments and results of calls, and not with an exception: give the actor a "
+            "name= and find it with actorrpc.get_actor()"
+        )
     state = handle.__dict__
     # The anchor in it is an RRef: its reducer makes the fork that keeps the actor alive over there.
     return _rebuild, (state["_actorrpc_route"].card, state["_actorrpc_given"])
@@ -553,6 +569,32 @@ def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
 
 def _rebuild(card: Card, given: dict[str, Any] | None = None) -> ActorHandle[Any]:
     return ActorHandle(card, runtime().routes.of(card), given)
+
+
+def _load(
+    address: pickles.Address | pickles.GroupIdentity, card: Card, given: dict[str, Any] | None
+) -> ActorHandle[Any]:
+    """Rebuild a handle that a program has pickled (named in pickles).
+
+    Raises:
+        ActorDiedError: the actor has ended.
+        NotInitializedError, SerializationError, RpcTimeoutError: as :func:`pickles.find`.
+    """
+    what = f"a handle of {card.title}"
+    if isinstance(address, pickles.GroupIdentity):
+        pickles.enter(address, what)
+    else:
+        try:
+            card = card.held_by(pickles.find(address, what))
+        except (RRefError, PeerDiedError) as error:
+            raise ActorDiedError(
+                f"{card.title} has ended: {error}",
+                maybe_executed=False,
+                worker=card.supervisor_name,
+                actor=card.title,
+                actor_id=card.actor_id,
+            ) from None
+    return _rebuild(card, given)
 
 
 codec.register(ActorHandle, _reduce)

@@ -28,6 +28,7 @@ from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
 from actorrpc.actors.spec.class_info import MethodInfo
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.actors.streams.consumer import Again, ObjectRefGenerator
+from actorrpc.actors.streams.spread import spread
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded, SerializationError
 from actorrpc.futures import INTERRUPTED, Future, interruption_point
@@ -68,7 +69,8 @@ def shaped(
     count = options.num_returns
     if count == "streaming" or info.streams:
         translate = None if route is None else partial(route.explain, info, options)
-        return ObjectRefGenerator(future, translate=translate, again=again)
+        stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, translate=translate, again=again)
+        return spread(stream, count) if isinstance(count, int) and count > 1 else stream
     if count == 1:
         return ObjectRef(future, label=label)
     return [ObjectRef(each, label=label) for each in _split(future, count)] if count else None

@@ -1,9 +1,9 @@
 """ObjectRefs: what a call to an actor gives at once, and its result later.
 
-A small result rides on the reply. A large one is written once into memory that all processes of the host share: what travels,
-with the reply and from process to process, is a :class:`Snapshot` that names it, and its descriptor. Each ``get()`` makes a value of its
-own from a snapshot. To another host a large result does not travel unasked: what does is a reference to where it is,
-:class:`StoredResult`, and the process that wants the value fetches it from there, directly. An ObjectRef that is sent before its
+A small result rides on the reply. A large one is written once into memory that all processes of the host share: a
+:class:`Snapshot` that names it travels, with the reply and from process to process, and its descriptor with it. Each ``get()``
+makes a value of its own from a snapshot. To another host a large result does not travel unasked, but a reference to where it is,
+:class:`StoredResult`; the process that wants the value fetches it from there, directly. An ObjectRef that is sent before its
 result is there travels as an RRef of this worker that is given the result when it comes (a promise).
 """
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeV
 
 from actorrpc._exception_text import shown, type_name
 from actorrpc.actors.context import runtime
+from actorrpc.actors.refs import pickles
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import named
@@ -239,6 +240,9 @@ class ObjectRef(Generic[T_co]):
     group, complete or not. ObjectRefs are equal when they are for the same result, wherever they have been.
     Thread-safe.
 
+    What ``pickle``, ``cloudpickle`` or ``torch.save`` makes of it can be loaded by all workers of the group, and holds nothing:
+    keep the ObjectRef until it was loaded, which waits for the worker that has pickled it.
+
     Args:
         future: completes with the result, with :class:`StoredResult`, or with the error.
         label: how messages call it.
@@ -303,7 +307,7 @@ class ObjectRef(Generic[T_co]):
         return future
 
     def _settled(self) -> Future[Any]:
-        """Return the future of the value, or of a snapshot of it that is here; start to fetch it if it is known to be elsewhere."""
+        """Return the future of the value, or of a snapshot of it that is here; what is known to be elsewhere is fetched."""
         future = self._ask()
         if future._done and (future._error is not None or type(future._value) is not StoredResult):
             return future
@@ -442,10 +446,9 @@ class ObjectRef(Generic[T_co]):
     def __deepcopy__(self, memo: dict[int, Any]) -> ObjectRef[T_co]:
         return self
 
-    def __reduce__(self) -> NoReturn:
-        raise SerializationError(
-            f"{self!r} can only be sent in calls of actorrpc, not pickled: get() its value first"
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In a pickle of the program's own; messages have _reduce().
+        return _load, (pickles.address_of(self._as_promise()), self._identity(), self._name())
 
     def _not_a_value(self, what: str) -> NoReturn:
         raise TypeError(
@@ -484,7 +487,9 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
     if isinstance(context, LocalReferences):
         return context.hold(ref)
     if not isinstance(context, MessageContext):
-        ref.__reduce__()
+        raise SerializationError(
+            f"{ref!r} can only be sent in the arguments and results of calls, and not with an exception: get() its value first"
+        )
     known = ref._identity(), ref._name()
     future = ref._future
     if future is None or not future._done:
@@ -526,6 +531,16 @@ def _arrive_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
 def _arrive_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
     """Rebuild an ObjectRef whose call is not over (named in pickles)."""
     return ObjectRef._arrived(ref_id, label, None, promise)
+
+
+def _load(address: pickles.Address, ref_id: bytes, label: str) -> ObjectRef[Any]:
+    """Rebuild an ObjectRef that a program has pickled (named in pickles).
+
+    Raises: as :func:`pickles.find`.
+    """
+    promise = pickles.find(address, f"an ObjectRef to {label}")
+    future = promise._references.promised.get(address.value) if promise.is_owner() else None
+    return ObjectRef._arrived(ref_id, label, future, promise)
 
 
 codec.register(ObjectRef, _reduce)

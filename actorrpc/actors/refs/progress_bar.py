@@ -10,8 +10,11 @@ from actorrpc.errors import ConfigError
 __all__ = ["progress_bar"]
 
 
-def progress_bar(total: int, description: str | None) -> Any:
+def progress_bar(total: int | None, description: str | None) -> Any:
     """Return a new bar, tqdm's own for what it is shown on: a terminal, a file or a notebook.
+
+    Args:
+        total: how many there will be; None: nobody knows.
 
     Raises:
         ConfigError: tqdm is not installed.

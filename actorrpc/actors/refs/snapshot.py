@@ -287,8 +287,12 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
     )
     if room is None:
         return None
-    for span, offset in zip(spans, offsets, strict=True):
-        memory.copy(room.address + offset, memory.MemorySpan(span.address, span.nbytes, span.keep))
+    try:
+        for span, offset in zip(spans, offsets, strict=True):
+            memory.copy(room.address + offset, memory.MemorySpan(span.address, span.nbytes, span.keep))
+    except BaseException:  # Ctrl-C between two copies
+        room.discard()
+        raise
     agent.scheduler.keep_objects()
     return room.finish()  # type: ignore[no-any-return]
 

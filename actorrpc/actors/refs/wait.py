@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
@@ -54,13 +56,29 @@ _SOLE: Final = 2 if sys.version_info < (3, 14) else -1
 # -- what can be waited for --------------------------------------------------------------------------------
 
 
-class Arrivals:
-    """What gives results one by one: :func:`wait` waits for the next one, and takes nothing."""
+class Arrivals(Generic[T]):
+    """What gives results one by one, a stream.
+
+    :func:`wait` waits for the next one, and takes nothing; :func:`as_completed` takes each as it comes; :func:`get` takes all
+    that are left, at their end.
+    """
 
     __slots__ = ()
 
     def _arrival(self) -> Future[None]:
         """Return a future that completes when there is something to take, or the end to see."""
+        raise TypeError(f"{self!r} gives nothing")
+
+    def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
+        """Take the next one."""
+        raise TypeError(f"{self!r} gives nothing")
+
+    def _whole(self) -> AbstractContextManager[Future[None]]:
+        """Have all come, to be taken when the future is complete."""
+        raise TypeError(f"{self!r} gives nothing")
+
+    def _rest(self) -> list[T]:
+        """Take the values of all that are here."""
         raise TypeError(f"{self!r} gives nothing")
 
 
@@ -257,6 +275,8 @@ def get(
     refs: ObjectRef[T] | Future[T] | RRef[T], *, timeout: float | None = None, copy: bool | None = None
 ) -> T: ...
 @overload
+def get(refs: Arrivals[T], *, timeout: float | None = None, copy: bool | None = None) -> list[T]: ...
+@overload
 def get(
     refs: Sequence[ObjectRef[T] | Future[T] | RRef[T]],
     *,
@@ -269,7 +289,8 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
     """Wait for results and return them. Large ones are fetched from where they are, several at a time.
 
     Args:
-        refs: an ObjectRef, or a list or tuple of them (and of lists of them); Futures and RRefs will do, too.
+        refs: an ObjectRef, an ObjectRefGenerator, or a list or tuple of them (and of lists of them); Futures and RRefs will do,
+            too.
         timeout: seconds for all of it; None: until the calls are over.
         copy: of large results, which the processes of a host share, None makes tensors and arrays whose pages become their own
             as they are written to, which is quick to get, and slow to overwrite as a whole; True makes a copy; False makes
@@ -278,6 +299,8 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
     Returns:
         The result, or a list of results in the order of ``refs``. Each ``get`` gives values of its own: what is done to them,
         nobody else sees.
+        The result of an ObjectRefGenerator is a list of all values that have not been taken from it. If it raises, or time is
+        up, they stay in it, to be taken one by one.
 
     Raises:
         RpcTimeoutError: not everything was there in time (also known as GetTimeoutError). The calls go on.
@@ -299,6 +322,8 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
         return _get_one(refs, deadline_of(timeout), timeout, copy)
     until = deadline_of(timeout)
     if not isinstance(refs, (list, tuple)):
+        if isinstance(refs, Arrivals):
+            return _get_all([refs], until, timeout, copy)[0]
         future = _start(refs, "get()", True)
         return _wait_for(future, until, timeout)
     flat: list[Any] = []
@@ -356,6 +381,19 @@ def _late(what: str, timeout: float | None) -> RpcTimeoutError:
 
 
 def _get_all(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
+    for item in items:
+        if type(item) is not ObjectRef and isinstance(item, Arrivals):
+            with ExitStack() as stack:
+                ends = [stack.enter_context(e._whole()) if isinstance(e, Arrivals) else e for e in items]
+                values = _get_each(ends, until, timeout, copy)
+            return [
+                e._rest() if isinstance(e, Arrivals) else value
+                for e, value in zip(items, values, strict=True)
+            ]
+    return _get_each(items, until, timeout, copy)
+
+
+def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
     futures = [_start(item, "get()", True) for item in items]
     try:
         found = _values(items, futures, until, timeout)
@@ -532,28 +570,38 @@ def wait(
 
 
 class _WaitedStream:
-    """Collects results as they end, for one iteration."""
+    """Collects results as they end, for one iteration.
 
-    __slots__ = ("_ready", "_signal", "watches")
+    Args:
+        fetch: a large result that is elsewhere is fetched before it counts.
+    """
 
-    def __init__(self) -> None:
-        self._ready: deque[Any] = deque()
+    __slots__ = ("_fetch", "_ready", "_signal", "watches")
+
+    def __init__(self, fetch: bool) -> None:
+        self._fetch = fetch
+        self._ready: deque[_WaitWatch] = deque()
         self._signal: Future[None] | None = None
         self.watches: list[_WaitWatch] = []
 
     def ended(self, watch: _WaitWatch) -> None:
         """Record a result. As :meth:`_Gate.ended`."""
         future = watch.future
-        if future._error is None and type(watch.item) is ObjectRef and type(future._value) is StoredResult:
+        if (
+            self._fetch
+            and future._error is None
+            and type(watch.item) is ObjectRef
+            and type(future._value) is StoredResult
+        ):
             future._value.rref._references.agent.submit(watch.fetch)
             return
-        self._ready.append(watch.item)
+        self._ready.append(watch)
         signal = self._signal
         if signal is not None and signal._claim():
             signal._finish(None, None)
 
-    def next(self) -> tuple[Any, Future[None] | None]:
-        """Return a result that has ended and None, or else a Future that completes when there may be one."""
+    def next(self) -> tuple[_WaitWatch | None, Future[None] | None]:
+        """Return what watches a result that has ended, or else a Future that completes when there may be one."""
         signal: Future[None] = Future()
         signal.label = "the next of several results"
         self._signal = signal
@@ -575,21 +623,28 @@ class _Bar:
 class Completed(Generic[T]):
     """What :func:`as_completed` returns: an iterator for ``for`` and for ``async for``; use it in one place only."""
 
-    def __init__(self, refs: Iterable[T], timeout: float | None, bar: _Bar | None = None) -> None:
+    def __init__(
+        self, refs: Iterable[Any], timeout: float | None, bar: _Bar | None = None, *, fetch: bool = True
+    ) -> None:
         self._until = deadline_of(timeout)
         self._timeout = timeout
         self._awaits_all = False
         items: list[Any] = list(refs)
-        futures = [_start(item, "as_completed()", True) for item in items]
-        self._left = len(items)
+        futures = [
+            item._arrival() if isinstance(item, Arrivals) else _start(item, "as_completed()", fetch)
+            for item in items
+        ]
+        # What watches a stream does not hold it: one that is dropped with this iterator is closed.
+        self._streams = [item for item in items if isinstance(item, Arrivals)]
+        self._left = len(items)  # results, and streams that are not over
         self._bar: Any = None
         if bar is not None:
-            self._bar = progress_bar(len(items), bar.description)
+            self._bar = progress_bar(None if self._streams else len(items), bar.description)
             if not items:
                 self._bar.close()
-        self._stream = _WaitedStream()
+        self._stream = _WaitedStream(fetch)
         for item, future in zip(items, futures, strict=True):
-            watch = _WaitWatch(self._stream, item)
+            watch = _WaitWatch(self._stream, weakref.ref(item) if isinstance(item, Arrivals) else item)
             self._stream.watches.append(watch)
             watch.arm(future)
         _flush(futures)
@@ -626,18 +681,40 @@ class Completed(Generic[T]):
     def _take(self, stop: type[Exception]) -> tuple[Any, Future[None] | None]:
         if INTERRUPTED:
             interruption_point()
-        if not self._left:
-            raise stop
-        found, signal = self._stream.next()
-        if signal is None:
-            self._left -= 1
+        while self._left:
+            watch, signal = self._stream.next()
+            if watch is None:
+                assert signal is not None
+                if self._awaits_all:  # the search for deadlocks looks here
+                    signal.awaits = self._stream.watches
+                return None, signal
+            if type(watch.item) is weakref.ref:
+                found = self._item_of(watch)
+            else:
+                self._left -= 1
+                found = watch.item
             if self._bar is not None:
-                self._bar.update()
+                if found is not None:
+                    self._bar.update()
                 if not self._left:
                     self._bar.close()
-        elif self._awaits_all:  # the search for deadlocks looks here
-            signal.awaits = self._stream.watches
-        return found, signal
+            if found is not None:
+                return found, None
+        raise stop
+
+    def _item_of(self, watch: _WaitWatch) -> ObjectRef[Any] | None:
+        """Take the next item of a stream, and watch for the one behind it; None where it is over."""
+        stream = watch.item()
+        found = None
+        try:
+            found = stream.next(timeout=0)
+        except StopIteration:
+            self._left -= 1
+            return None
+        except RpcTimeoutError:  # another reader of the stream has taken it
+            pass
+        watch.arm(stream._arrival())
+        return found
 
     def all(self) -> None:
         """Wait for all of them; the first that fails ends it, with what it raises."""
@@ -661,21 +738,37 @@ class Completed(Generic[T]):
         return _late(f"one of {self._left} results", self._timeout)
 
 
-def as_completed(refs: Iterable[T], timeout: float | None = None, *, progress: bool = False) -> Completed[T]:
+@overload
+def as_completed(
+    refs: Iterable[ObjectRef[T] | Arrivals[T]],
+    timeout: float | None = None,
+    *,
+    progress: bool = False,
+    fetch_local: bool = True,
+) -> Completed[ObjectRef[T]]: ...
+@overload
+def as_completed(
+    refs: Iterable[T], timeout: float | None = None, *, progress: bool = False, fetch_local: bool = True
+) -> Completed[T]: ...
+def as_completed(
+    refs: Iterable[Any], timeout: float | None = None, *, progress: bool = False, fetch_local: bool = True
+) -> Completed[Any]:
     """Return an iterator over ObjectRefs (or Futures, or RRefs) in the order in which their results come.
 
-    Failed ones come as well: ``get`` raises what they failed with. Works with ``for`` and ``async for``.
+    Failed ones come as well: ``get`` raises what they failed with. Works with ``for`` and ``async for``. In the place of an
+    ObjectRefGenerator come the ObjectRefs of its items, each taken from it when the loop gets it.
 
     Args:
         timeout: seconds for the whole iteration; None: no bound.
         progress: show a bar, as :func:`progress` does, that counts what the loop has taken.
+        fetch_local: a large result that is elsewhere comes when it has been fetched; False: as soon as it exists.
 
     Raises:
         TypeError: there is nothing to wait for in ``refs``.
         ConfigError: a bar is wanted, and tqdm is not installed.
         RpcTimeoutError: while iterating: not all came in time.
     """
-    return Completed(refs, timeout, _Bar() if progress else None)
+    return Completed(refs, timeout, _Bar() if progress else None, fetch=fetch_local)
 
 
 def progress(

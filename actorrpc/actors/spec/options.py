@@ -306,7 +306,9 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
 
     Attributes:
         num_returns: how many ObjectRefs a call gives: the method returns so many values; 0: the call gives None.
-            ``"streaming"``: an ObjectRefGenerator, which is what generators give in any case.
+            ``"streaming"``: an ObjectRefGenerator, which is what generators give where this is not above 1. With n above 1
+            they give n ObjectRefs, each of one item; one that gives fewer raises in those that are left, one that gives more
+            is closed.
         timeout: seconds; None for the default of the group, 0 for no limit. See below.
         interrupt: whether a method that is late, by this ``timeout``, is interrupted as ``cancel()`` does it. It may leave
             its state half changed: that is why no default does this.

@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
@@ -98,6 +99,7 @@ class _Consumer(Stall):
         self._error: BaseException | None = None  # what comes behind the items
         self.over = False  # and everything was taken
         self._closed = False
+        self._whole = 0  # so many wait for all items: they come, however much of them lies here
         self.swept = 0  # the search that has had the garbage collected which may hold the stream
         self._stuck: tuple[int, StreamReader | None] = -1, None
         self._generation = generation()
@@ -187,8 +189,13 @@ class _Consumer(Stall):
             and not self._under_way
             and not self._ended
             and not self._closed
-            and self._charge <= WINDOW_BYTES // 2
-            and (not ticket.limit or len(self._items) <= ticket.limit // 2)
+            and (
+                self._whole > 0
+                or (
+                    self._charge <= WINDOW_BYTES // 2
+                    and (not ticket.limit or len(self._items) <= ticket.limit // 2)
+                )
+            )
         )
 
     def _pull(self) -> None:
@@ -199,6 +206,8 @@ class _Consumer(Stall):
             if not self._wants():
                 return
             ticket, peer, taken = self._ticket, self._peer, self._count
+            if self._whole:
+                taken += len(self._items)
             claim: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = [(step, self._pulled)]
             self._claim = claim
             self._under_way = True
@@ -367,6 +376,21 @@ class _Consumer(Stall):
             arrival._finish(None, None)
         return arrival
 
+    @contextmanager
+    def whole(self) -> Iterator[Future[None]]:
+        """Have all items come, and be kept here; gives :meth:`finished`. Nothing is taken."""
+        self.reader = reader = StreamReader.here(self.reader)
+        reader.threads = None
+        self.touched = _time.now()
+        with self._lock:
+            self._whole += 1
+        try:
+            self._pull()
+            yield self.finished()
+        finally:
+            with self._lock:
+                self._whole -= 1
+
     @property
     def count(self) -> int:
         """How many items were taken."""
@@ -471,13 +495,14 @@ def _look_away(done: Future[Any]) -> None:
     done.acknowledge()
 
 
-class ObjectRefGenerator(Arrivals, Generic[T]):
+class ObjectRefGenerator(Arrivals[T], Generic[T]):
     """What a call of a generator method returns: an iterator over ObjectRefs of what it yields, as it comes.
 
     ``for ref in generator`` and ``async for ref in generator`` give ObjectRefs whose values are here already;
-    ``generator.values()`` gives the values themselves. If the generator raises, the ObjectRef in that place raises it,
-    and the stream is over. At most 64 MiB, and ``max_buffered_items`` items if that is given, are produced and not taken: then
-    the generator pauses, and holds its actor. Thread-safe: several threads may take items, each item goes to one of them.
+    ``generator.values()`` gives the values themselves, ``get(generator)`` a list of all of them. If the generator raises, the
+    ObjectRef in that place raises it, and the stream is over. At most 64 MiB, and ``max_buffered_items`` items if that is given,
+    are produced and not taken: then the generator pauses, and holds its actor. Thread-safe: several threads may take items, each
+    item goes to one of them.
 
     The generator on the actor is closed (GeneratorExit at its yield) when this object is closed or dropped.
 
@@ -569,12 +594,39 @@ class ObjectRefGenerator(Arrivals, Generic[T]):
         """
         return ObjectRef(self._consumer.finished(), label=f"the end of {self._consumer.label}")
 
-    def next_ready(self) -> bool:
-        """Say whether :meth:`next` returns, or raises StopIteration, at once."""
-        return self._arrival().done()
+    def next_ready(self, timeout: float | None = 0) -> bool:
+        """Say whether :meth:`next` returns, or raises StopIteration, at once.
+
+        Args:
+            timeout: wait so many seconds until it does; None: as long as the actor lives.
+        """
+        until = deadline_of(timeout)
+        arrival = self._arrival()
+        if not arrival._done and timeout != 0:
+            self._consumer.flush()
+            try:
+                arrival.wait(time_left(until))
+            except RpcTimeoutError:
+                pass
+        return arrival._done
 
     def _arrival(self) -> Future[None]:
         return self._consumer.arrival()
+
+    def _whole(self) -> AbstractContextManager[Future[None]]:
+        return self._consumer.whole()
+
+    def _rest(self) -> list[T]:
+        consumer = self._consumer
+        values: list[T] = []
+        while True:
+            try:
+                value, error = _take(consumer, 0)
+            except _Over:
+                return values
+            if error is not None:
+                raise error
+            values.append(value)
 
     def is_finished(self) -> bool:
         """Say whether there are no more items to take."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 from actorrpc import actors
 from actorrpc._exception_text import say
 from actorrpc.actors.client.handle import _RemoteCall
-from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.compat.ray.exceptions import RayError, in_rays_words, unplaced
@@ -73,7 +72,7 @@ class _RemoteCallOfRay(_RemoteCall):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = unwrapped(args, kwargs)
         try:
-            return wrapped(super().__call__(*args, **kwargs), self._options.num_returns)
+            return wrapped(super().__call__(*args, **kwargs))
         except RpcError as caught:
             error = in_rays_words(caught)
         raise error
@@ -220,8 +219,7 @@ class ActorHandle(actors.ActorHandle[C_co], Generic[C_co]):
         return f"Actor({card.info.name}, {self._actor_id.hex()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        card = dataclasses.replace(self.__dict__["_actorrpc_card"], anchor=None)
-        return _from_card, (card, self.__dict__["_actorrpc_given"])
+        return _as_rays, (_ours(self),)
 
 
 def _ours(handle: ActorHandle[Any]) -> actors.ActorHandle[Any]:
@@ -235,11 +233,6 @@ def _as_rays(handle: Any) -> ActorHandle[Any]:
     return ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"])
 
 
-def _from_card(card: Any, given: Any) -> ActorHandle[Any]:
-    """Rebuild a handle that a program has pickled (named in pickles)."""
-    return ActorHandle(card, runtime(start=True).routes.of(card), given)
-
-
 def _weak(handle: ActorHandle[Any]) -> ActorHandle[Any]:
     state = handle.__dict__
     card = dataclasses.replace(state["_actorrpc_card"], anchor=None)
@@ -247,9 +240,8 @@ def _weak(handle: ActorHandle[Any]) -> ActorHandle[Any]:
 
 
 def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
-    if codec.current_encoding() is None:
-        return handle.__reduce__()
-    return _as_rays, (_ours(handle),)
+    # With an exception it travels as one that keeps nothing alive.
+    return _as_rays, (_ours(handle if codec.current_encoding() is not None else _weak(handle)),)
 
 
 codec.register(ActorHandle, _reduce)

@@ -10,14 +10,14 @@ import asyncio
 import concurrent.futures
 import math
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from actorrpc import actors
 from actorrpc._exception_text import say
+from actorrpc.actors.streams.spread import take_each
 from actorrpc.compat.ray.exceptions import in_rays_words
-from actorrpc.errors import RpcError, SerializationError, WrongTypeError
+from actorrpc.errors import RpcError, WrongTypeError
 from actorrpc.futures import Future
-from actorrpc.serialization import codec
 
 __all__ = [
     "DynamicObjectRefGenerator",
@@ -27,7 +27,6 @@ __all__ = [
     "gathered",
     "get",
     "put",
-    "spread",
     "unwrapped",
     "wait",
     "wrapped",
@@ -118,21 +117,13 @@ class ObjectRef(Generic[T]):
     def __deepcopy__(self, memo: dict[int, Any]) -> ObjectRef[T]:
         return self
 
-    def __reduce__(self) -> NoReturn:
-        raise SerializationError(
-            f"{self!r} can only be sent in calls, not pickled by the program itself: ray.get() its value first"
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._ours,)
 
 
 def _arrived(ref: actors.ObjectRef[Any]) -> ObjectRef[Any]:
     """Rebuild a reference (named in pickles)."""
     return ObjectRef(ref)
-
-
-codec.register(
-    ObjectRef,
-    lambda ref: (_arrived, (ref._ours,)) if codec.current_encoding() is not None else ref.__reduce__(),
-)
 
 
 # -- streams -------------------------------------------------------------------------------------------------
@@ -180,9 +171,9 @@ class ObjectRefGenerator(Generic[T]):
         """Return an ObjectRef that is complete when the generator is over."""
         return ObjectRef(self._ours.completed())
 
-    def next_ready(self) -> bool:
-        """Say whether the next item, or the end, is there."""
-        return self._ours.next_ready()
+    def next_ready(self, timeout: float | None = 0) -> bool:
+        """Say whether the next item, or the end, is there; wait for it so many seconds, or (None) as long as it takes."""
+        return self._ours.next_ready(timeout)
 
     def is_finished(self) -> bool:
         """Say whether there are no more items to take."""
@@ -220,64 +211,6 @@ class DynamicObjectRefGenerator(Generic[T]):
         return len(self._refs)
 
 
-def _take(
-    stream: actors.ObjectRefGenerator[Any],
-    item: Callable[[actors.ObjectRef[Any]], bool],
-    end: Callable[[], None],
-) -> None:
-    """Take the items of a stream as they come, on the threads that bring them.
-
-    Args:
-        item: is given each; False: no more are wanted.
-        end: called when there are no more.
-    """
-    while True:
-        arrival = stream._arrival()
-        if not arrival.done():
-            arrival.add_done_callback(lambda _: _take(stream, item, end))
-            return
-        try:
-            ref = stream.next(timeout=0)
-        except StopIteration:
-            end()
-            return
-        if not item(ref):
-            stream.close()
-            return
-
-
-def spread(stream: actors.ObjectRefGenerator[Any], count: int) -> list[ObjectRef[Any]]:
-    """Return references to the first items of a stream, at once. What it raises, all raise that it has not given."""
-    futures: list[Future[Any]] = [Future() for _ in range(count)]
-    for at, future in enumerate(futures):
-        future.label = f"value {at} of {stream!r}"
-    left = list(reversed(futures))
-
-    def item(ref: actors.ObjectRef[Any]) -> bool:
-        try:
-            value = ref._ask().value()
-        except Exception as error:
-            fail(error)
-        else:
-            left.pop().set_result(value)
-        return bool(left)
-
-    def fail(error: BaseException) -> None:
-        for each in left:
-            each.set_exception(error)
-        for each in left[1:]:  # one failure: looking at any of them will do
-            each.acknowledge()
-        left.clear()
-
-    def end() -> None:
-        fail(
-            ValueError(f"a generator was to give {count} values (num_returns), and gave {count - len(left)}")
-        )
-
-    _take(stream, item, end)
-    return [ObjectRef(actors.ObjectRef(each)) for each in futures]
-
-
 def gathered(stream: actors.ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectRefGenerator[Any]]:
     """Return a reference to references to all items of a stream: complete when it is over."""
     future: Future[DynamicObjectRefGenerator[Any]] = Future()
@@ -288,26 +221,20 @@ def gathered(stream: actors.ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectR
         refs.append(ObjectRef(ref))
         return True
 
-    _take(stream, item, lambda: future.set_result(DynamicObjectRefGenerator(refs)))
+    take_each(stream, item, lambda: future.set_result(DynamicObjectRefGenerator(refs)))
     return ObjectRef(actors.ObjectRef(future))
 
 
 # -- between the two ----------------------------------------------------------------------------------------------
 
 
-def wrapped(found: Any, count: Any = 1) -> Any:
-    """Return what ``remote`` of ours gives, an ObjectRef, several, none or a stream, as Ray's.
-
-    Args:
-        count: how many references were asked for; of a stream, 1 is what is said where nothing is.
-    """
+def wrapped(found: Any) -> Any:
+    """Return what ``remote`` of ours gives, an ObjectRef, several, none or a stream, as Ray's."""
     if type(found) is actors.ObjectRef:
         return ObjectRef(found)
     if isinstance(found, list):
         return [ObjectRef(each) for each in found]
-    if not isinstance(found, actors.ObjectRefGenerator):
-        return found
-    return spread(found, count) if isinstance(count, int) and count > 1 else ObjectRefGenerator(found)
+    return ObjectRefGenerator(found) if isinstance(found, actors.ObjectRefGenerator) else found
 
 
 def unwrapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -99,7 +99,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
                         made = self._placed()
                     except TaskUnschedulableError as error:
                         return wrapped(actors.ObjectRef.failed(error))
-                return wrapped(actors.RemoteFunction.remote(made, *args, **kwargs), made._options.num_returns)
+                return wrapped(actors.RemoteFunction.remote(made, *args, **kwargs))
             except RpcError as caught:
                 error = in_rays_words(caught)
             raise error

@@ -154,6 +154,21 @@ class RRefTable:
             return Handle(rref_id, None, self.me)
 
     @uninterruptible
+    def handle_if_held(self, rref_id: RRefId) -> Handle | None:
+        """Return one more handle on a value of this worker; None where there is none of that name, or nothing holds it any more.
+
+        Raises:
+            ShutdownError: after :meth:`close`.
+        """
+        with self._lock:
+            self._open()
+            entry = self._values.entries.get(rref_id)
+            if entry is None or not entry.created:
+                return None
+            entry.handles += 1
+            return Handle(rref_id, None, self.me)
+
+    @uninterruptible
     def create_user(self, owner: WorkerKey) -> Handle:
         """Start a remote creation, which ends with :meth:`confirmed` or :meth:`creation_failed`.
 

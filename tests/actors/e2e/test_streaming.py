@@ -334,6 +334,30 @@ def test_streams_among_what_is_waited_for(gate: Path) -> None:
     assert actorrpc.wait([stuck])[0] == [stuck]
 
 
+def test_get_takes_a_stream_and_a_call_that_waits_behind_it() -> None:
+    actor = Producer.remote()
+    stream = actor.numbers.options(backpressure=2).remote(40)
+    behind = actor.add.remote(1, 2)  # the generator holds the actor, and would pause for ever
+    assert actorrpc.get([behind, stream]) == [3, list(range(40))]
+    assert actorrpc.get(actor.tensors.remote(3, 2)) == [pytest.approx([n, n]) for n in range(3)]
+    with pytest.raises(ValueError, match="in mid-stream"):
+        actorrpc.get(actor.breaks.remote(2))
+    refs = list(actorrpc.as_completed([actor.numbers.remote(3), actor.add.remote(4, 5), count.remote(2)]))
+    assert sorted(actorrpc.get(refs)) == [0, 0, 1, 1, 2, 9]
+
+
+def test_a_number_of_results() -> None:
+    actor = Producer.remote()
+    assert actorrpc.get(actor.numbers.options(num_returns=3).remote(3)) == [0, 1, 2]
+    assert actorrpc.get(count.options(num_returns=2).remote(2)) == [0, 1]
+    first, second = actor.numbers.options(num_returns=2).remote(1 << 30)
+    assert actorrpc.get(actor.add.remote(first, second)) == 1  # it is closed, and its actor is free
+    given, missing = actor.breaks.options(num_returns=2).remote(1)
+    assert actorrpc.get(given) == 0
+    with pytest.raises(ValueError, match="in mid-stream"):
+        actorrpc.get(missing)
+
+
 def test_an_item_that_is_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, gate: Path) -> None:
     """Whoever waits for an item gets it, even if the next ones are asked for in this very moment."""
     consumer, here = consumer_module._Consumer, threading.get_ident()

@@ -19,7 +19,7 @@ from actorrpc import errors, rpc
 from actorrpc.actors.context import Runtime, current
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.refs.wait import get
+from actorrpc.actors.refs.wait import as_completed, get, wait
 from actorrpc.actors.streams import consumer as consumer_module
 from actorrpc.actors.streams import producer as producer_module
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
@@ -244,9 +244,151 @@ def test_a_call_that_fails(runtime: Runtime) -> None:
     end = stream.completed()
     future.set_exception(ValueError("before anything"))
     (ref,) = stream
-    for wait in (lambda: get(ref), lambda: get(end), lambda: get(stream.completed())):
+    for waits in (lambda: get(ref), lambda: get(end), lambda: get(stream.completed())):
         with pytest.raises(ValueError, match="before anything"):
-            wait()
+            waits()
+
+
+# -- together with other results -------------------------------------------------------------------------------
+
+
+def test_get_gives_all_that_were_not_taken(runtime: Runtime) -> None:
+    stream = here(count, 2, 20)
+    assert get(next(stream)) == 0
+    ref: ObjectRef[Any] = ObjectRef.of("x")
+    assert get([ref, stream, [here(count, 0, 0), ref]]) == ["x", list(range(1, 20)), [[], "x"]]
+    assert get(stream) == []
+    assert stream.is_finished()
+    assert ended() == [None, None]
+    stream = here(count, 0, 3)
+    stream.close()
+    with pytest.raises(errors.CancelledError, match="was closed before its end"):
+        get(stream)
+    ended()
+
+
+def sized(n: int, size: int) -> Generator[torch.Tensor, None, None]:
+    for number in range(n):
+        _log.add(number)
+        yield torch.full((size // 4,), float(number))
+
+
+def test_get_does_not_stop_at_what_may_be_produced_ahead(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (consumer_module, producer_module):
+        monkeypatch.setattr(module, "WINDOW_BYTES", 1 << 16)
+    stream = here(sized, 2, 40, 1 << 14)
+    _log.wait_for(1)
+    assert [each[0].item() for each in get(stream)] == list(range(40))
+    assert ended() == [None]
+
+
+_release = threading.Event()
+
+
+def held(first: int, n: int = 0) -> Generator[int, None, None]:
+    """Give the first ones, and others when the test releases it."""
+    yield from range(first)
+    assert _release.wait(20)
+    yield from range(first, n)
+
+
+def test_what_get_did_not_give_can_be_taken(runtime: Runtime) -> None:
+    _release.clear()
+    stream = here(held, 0, 3)
+    for _ in range(2):
+        with pytest.raises(errors.RpcTimeoutError, match="the end of held was not complete within"):
+            get([stream, ObjectRef.of(1)], timeout=_TINY)
+    assert get(next(stream)) == 0
+    _release.set()
+    assert get(stream) == [1, 2]
+    broken = here(failing, 0, 2)
+    with pytest.raises(LookupError, match="after 2"):
+        get(broken)
+    assert get([next(broken), next(broken)]) == [0, 1]
+    with pytest.raises(LookupError, match="after 2"):
+        get(next(broken))
+    ended()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_as_completed_gives_the_items_of_streams(runtime: Runtime, asynchronous: bool) -> None:
+    one, other = here(count, 1, 5), here(count, 0, 3)
+    late: Future[Any] = Future()
+    ref: ObjectRef[Any] = ObjectRef(late)
+
+    def seen(found: list[Any], each: Any) -> None:
+        found.append(each if each is ref else get(each))
+        if len(found) == 8:
+            late.set_result("late")
+
+    async def gathered() -> list[Any]:
+        found: list[Any] = []
+        async for each in as_completed([ref, one, other]):
+            seen(found, each)
+        return found
+
+    if asynchronous:
+        found = asyncio.run(gathered())
+    else:
+        found = []
+        for each in as_completed([ref, one, other]):
+            seen(found, each)
+    assert found.pop() is ref
+    assert sorted(found) == sorted([*range(5), *range(3)])
+    assert [each for each in found if each > 2] == [3, 4]
+    assert ended() == [None, None]
+
+
+def test_as_completed_takes_no_more_than_it_gives(runtime: Runtime) -> None:
+    stream = here(logged, 1, 100)
+    first = next(as_completed([stream]))
+    assert get(first) == 0
+    assert get(next(stream)) == 1  # the iterator is gone, and has taken one
+    assert len([line for line in _log.take() if type(line) is int]) < 10
+    completed = as_completed([stream])
+    del stream
+    assert get(next(completed)) == 2
+    del completed  # and nobody has the stream
+    _log.wait_for("closed")
+    ended()
+
+
+def test_as_completed_raises_what_a_stream_raises_in_its_place(runtime: Runtime) -> None:
+    *given, last = list(as_completed([here(failing, 0, 2)]))
+    assert get(given) == [0, 1]
+    with pytest.raises(LookupError, match="after 2"):
+        get(last)
+    ended()
+
+
+def test_an_item_that_another_reader_takes_from_as_completed(runtime: Runtime) -> None:
+    _release.clear()
+    stream = here(held, 0, 1, 2)
+    completed = as_completed([stream], timeout=_TINY)
+    assert wait([stream])[0] == [stream]
+    assert get(next(stream)) == 0
+    with pytest.raises(errors.RpcTimeoutError):
+        next(completed)
+    _release.set()
+    assert get(list(as_completed([stream]))) == [1]
+    ended()
+
+
+def test_next_ready_waits_for_the_next_item(runtime: Runtime) -> None:
+    _release.clear()
+    stream = here(held, 0, 0, 1)
+    assert not stream.next_ready()
+    assert not stream.next_ready(timeout=_TINY)
+    _release.set()
+    assert stream.next_ready(timeout=None)
+    assert get(next(stream)) == 0
+    assert stream.next_ready(20)  # the end
+    assert list(stream) == []
+    with pytest.raises(errors.ConfigError):
+        stream.next_ready(-1)
+    ended()
 
 
 # -- how far it runs ahead -----------------------------------------------------------------------------------

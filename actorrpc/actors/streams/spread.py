@@ -1,0 +1,135 @@
+"""A generator with ``num_returns=n``: n ObjectRefs, each of one item, in place of a stream."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from actorrpc._exception_text import say
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.streams.consumer import ObjectRefGenerator
+from actorrpc.errors import CancelledError
+from actorrpc.futures import Future
+
+__all__ = ["spread", "take_each"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("actorrpc.actors")
+
+
+def take_each(
+    stream: ObjectRefGenerator[Any], item: Callable[[ObjectRef[Any]], bool], end: Callable[[], None]
+) -> None:
+    """Take the items of a stream as they come, on the threads that bring them; returns at once.
+
+    Args:
+        item: is given each; False: no more are wanted, and the stream is closed.
+        end: called when there are no more.
+    """
+    while True:
+        arrival = stream._arrival()
+        if not arrival._done:
+            arrival.add_done_callback(lambda _: take_each(stream, item, end))
+            return
+        try:
+            ref = stream.next(timeout=0)
+        except StopIteration:
+            end()
+            return
+        if not item(ref):
+            stream.close()
+            return
+
+
+class _Parts:
+    """The futures of a stream's first items, and their source."""
+
+    __slots__ = ("_count", "_left", "_stream", "futures")
+
+    def __init__(self, stream: ObjectRefGenerator[Any], count: int) -> None:
+        self._stream = stream
+        self._count = count
+        consumer = stream._consumer
+        self.futures: list[Future[Any]] = [Future() for _ in range(count)]
+        for at, future in enumerate(self.futures):
+            future.label = f"value {at} of {consumer.label}"
+            future.awaits = (consumer,)
+            future._source = self
+        self._left = deque(self.futures)
+
+    def item(self, ref: ObjectRef[Any]) -> bool:
+        """Give an item to the next future; say whether the stream is still wanted."""
+        came = ref._ask()
+        try:
+            future = self._left.popleft()
+        except IndexError:  # one more than was asked for: nobody wants it, nor what is behind it
+            if came._error is not None:
+                _log.error(
+                    "%s has given %d values (num_returns), and then raised %s",
+                    *self._said,
+                    say(came._error, repr),
+                )
+            return False
+        if came._error is not None:
+            self._fail(came._error, future)
+        elif future._claim():
+            future._finish(came._value, None)
+        return True  # also behind the last one: the generator is to come to its end
+
+    @property
+    def _said(self) -> tuple[str, int]:
+        return self._stream._consumer.label, self._count
+
+    def end(self) -> None:
+        """Fail what the stream has not given."""
+        label, count = self._said
+        left = len(self._left)
+        if left:
+            self._fail(
+                ValueError(f"{label} was to give {count} values (num_returns), and gave {count - left}")
+            )
+
+    def _fail(self, error: BaseException, *more: Future[Any]) -> None:
+        failed = deque(more)
+        while self._left:
+            try:
+                failed.append(self._left.popleft())
+            except IndexError:  # it was cancelled in this moment
+                break
+        report = None
+        for future in failed:
+            if future._claim():
+                future._report = report  # one failure: looking at any of them will do
+                future._finish(None, error)
+                report = future._report
+
+    # -- as the source of the futures ----------------------------------------------------------------------
+
+    def drive(self, deadline: float | None) -> None:
+        """Leave it to the threads that bring the items."""
+
+    def flush(self) -> None:
+        """Send what is still gathered."""
+        self._stream._consumer.flush()
+
+    def cancel(self) -> bool:
+        """Give the call up, and with it all values that are not there."""
+        if not self._left:
+            return False
+        self._fail(CancelledError(f"{self._said[0]} was cancelled"))
+        self._stream.close()
+        return True
+
+
+def spread(stream: ObjectRefGenerator[T], count: int) -> list[ObjectRef[T]]:
+    """Return ObjectRefs of a stream's first items, at once; each is complete when its item is there.
+
+    What the generator raises, all raise that it has not given; so with the ValueError of one that ends too early. One that gives
+    more is closed at the first of those.
+    """
+    parts = _Parts(stream, count)
+    take_each(stream, parts.item, parts.end)
+    return [ObjectRef(future) for future in parts.futures]
