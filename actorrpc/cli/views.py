@@ -212,7 +212,7 @@ class Picture:
     def _object_lines(self) -> list[str]:
         """Return the large objects in shared memory, each once, and who holds them."""
         holders: dict[str, list[str]] = {}
-        found = {}
+        found: dict[str, Any] = {}
         for worker in self.state.workers:
             for each in worker.objects:
                 holders.setdefault(each.segment, []).append(worker.name)
