@@ -13,7 +13,7 @@ from typing import Final
 
 from actorrpc.errors import LimitError
 
-__all__ = ["NO_THREAD", "explain_fork", "explain_memory", "explain_threads", "start_thread"]
+__all__ = ["NO_THREAD", "explain_fork", "explain_memory", "explain_threads", "memory_limit", "start_thread"]
 
 NO_THREAD: Final = (RuntimeError, MemoryError)
 """What the start of a thread raises where there can be no more of them."""
@@ -53,6 +53,28 @@ def explain_memory() -> str:
     except (OSError, ValueError):
         return f"RLIMIT_AS (ulimit -v) is {soft >> 20} MiB"
     return f"RLIMIT_AS (ulimit -v) is {soft >> 20} MiB, of which {used} are used"
+
+
+def memory_limit() -> int:
+    """Return how many bytes of memory this process could have at most: the host's, or what its control groups allow."""
+    least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return least
+    for line in lines:
+        hierarchy, _, path = line.partition("::")
+        if hierarchy != "0":
+            continue
+        folder = Path(_PIDS + path)
+        for each in (folder, *folder.parents):
+            try:
+                said = (each / "memory.max").read_text().strip()
+            except OSError:
+                continue
+            if said.isdecimal():
+                least = min(least, int(said))
+    return least
 
 
 def _limits() -> list[str]:

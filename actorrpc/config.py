@@ -37,6 +37,8 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before callers wait (default 64 MiB)",
     "ACTORRPC_LANE": "0 to turn the shared-memory tensor lane off",
     "ACTORRPC_LANE_BYTES": "most shared memory this process lends to each peer (default 1 GiB)",
+    "ACTORRPC_OBJECT_MEMORY": "bytes of large objects that all processes of a host may hold (default 0: a quarter of its memory)",
+    "ACTORRPC_SPILL_DIR": "a directory on a disk for large objects that find no room in memory (default: none, they wait)",
     "ACTORRPC_HEARTBEAT": "seconds of silence after which a connected peer is asked for a sign of life (default 2)",
     "ACTORRPC_HEARTBEAT_MISSES": "heartbeats of silence within which a peer is taken for dead (default 5, at least 2)",
     "ACTORRPC_SESSION_GRACE": "seconds within which a broken TCP connection may come back (default 10; 0: its end is a death)",
@@ -146,6 +148,11 @@ class Settings:
         64 << 10, _count, meaning="bytes of a message whose tensors go through shared memory"
     )
     lane_bytes: int = option(1 << 30, _count)
+    object_memory: int = option(0, _count)
+    spill_dir: str | None = option(None, _word)
+    object_wait: float = option(
+        30.0, _seconds, meaning="seconds that a large object may wait for room, where its call has more"
+    )
     recycle_bytes: int = option(512 << 20, _count, meaning="most memory that is kept for buffers to come")
     chunk: int = option(
         1 << 20,

@@ -27,6 +27,7 @@ __all__ = [
     "LimitError",
     "NameTakenError",
     "NotInitializedError",
+    "ObjectStoreFullError",
     "PeerDiedError",
     "PendingCallsLimitExceeded",
     "PlacementError",
@@ -353,6 +354,14 @@ class LimitError(RpcError, ValueError):
     """
 
     maybe_executed = False
+
+
+class ObjectStoreFullError(LimitError, MemoryError):
+    """There is no room for a large object in the memory that the group's processes on this host may use for them, and none has
+    become free in time. The message says who holds what. Of a call, it is the result for which there is no room: it was executed.
+
+    Remedy: let go of references and values, raise ``object_memory``, or give ``spill_dir`` a directory on a disk.
+    """
 
 
 class ProtocolError(RpcError):

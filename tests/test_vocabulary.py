@@ -15,7 +15,7 @@ _MIRRORED = {
     *("Future", "RRef", "TensorPipeRpcBackendOptions"),
     *("ActorClass", "ActorHandle", "ActorMethod", "ActorPool", "ObjectRef", "ObjectRefGenerator", "Queue"),
     *("RemoteFunction", "RuntimeContext", "ActorDiedError", "ActorUnavailableError", "AuthenticationError"),
-    *("PendingCallsLimitExceeded", "RpcError"),
+    *("ObjectStoreFullError", "PendingCallsLimitExceeded", "RpcError"),
 }
 # Classes had these names until 0.2 or before.
 _RETIRED_CLASSES = {

@@ -26,6 +26,7 @@ from typing import Any, Final, NoReturn
 
 from actorrpc import _time
 from actorrpc._exception_text import report
+from actorrpc._limits import memory_limit
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.connector import Connector
@@ -53,9 +54,11 @@ from actorrpc.transport.buffers import BufferPool
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED, SUSPENDED, Goodbye
 from actorrpc.transport.failure_detector import holds_back
+from actorrpc.transport.object_accounts import ObjectAccounts
+from actorrpc.transport.object_store import ObjectStore
 from actorrpc.transport.reader import spinner
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.wire import frames
+from actorrpc.wire import frames, keys
 from actorrpc.wire.frames import Frame, pack_frame
 from actorrpc.wire.headers import Header, pack_header
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
@@ -119,6 +122,7 @@ class Agent:
             starvation_s=settings.starvation_s,
         )
         self.buffers = BufferPool(settings.recycle_bytes, excess=self._let_memory_go)
+        self.objects = self._object_store(key)
         self.interceptors: list[Interceptor] = []
         self.recorder: Recorder = NoRecorder()
         self.flights = FlightRecorder() if settings.recorder else None
@@ -263,7 +267,7 @@ class Agent:
             )
             if self.recorder.live or (not isinstance(encoded, bytes) and encoded.grad):
                 header = recorded(self.recorder, header, encoded, peer)
-            if message.sent:
+            if message.sent or message.objects:
                 header = self.announce(message, header)
             conn = peer.conn
             if (conn is None or conn.state is CLOSED) and not peer.is_self:
@@ -423,11 +427,16 @@ class Agent:
                 peer.definitions.add(digest, definition)
                 peer.sent_definition(digest, len(definition))
             buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+        objects = None
+        if header and "objects" in header:
+            header = header.copy()
+            objects = header.pop("objects")
+            flags |= frames.OBJECTS
         extra = pack_header(header) if header else b""
         now = _time.now()
         if buffers:
             flags |= outbound.STREAM
-        frame = Frame(kind, flags, id, deadline - now, chain, extra, body, buffers or None)
+        frame = Frame(kind, flags, id, deadline - now, chain, extra, body, buffers or None, objects)
         if flags & frames.MAIL:
             self.post.take(None, peer, frame)
         elif kind == frames.REQUEST:
@@ -479,10 +488,12 @@ class Agent:
         return True
 
     def announce(self, message: outbound.MessageContext, header: Header | None) -> Header:
-        """Name the references that a message carries in its header, where they can be seen without opening it."""
+        """Name what a message carries in its header, where it can be seen without opening it: references, and shared memory."""
         header = {} if header is None else header
-        assert message.sent is not None
-        header["references"] = self.pack_forks(message.sent)
+        if message.sent:
+            header["references"] = self.pack_forks(message.sent)
+        if message.objects:
+            header["objects"] = message.objects
         return header
 
     # -- shared memory ----------------------------------------------------------------------------------
@@ -494,6 +505,37 @@ class Agent:
         if lender is None and self.settings.lane:
             lender = self.connector.open_lane(conn)
         return lender
+
+    def shares_memory(self, peer: Peer) -> bool:
+        """Say whether a message to a worker can name memory of this one: it is on this host, and has a descriptor socket."""
+        if peer.is_self:
+            return True
+        conn = peer.conn
+        if conn is None or conn.state is CLOSED:
+            if not peer.record.unix_path or not self.settings.lane:
+                return False
+            try:
+                conn = self.connector.connect(
+                    peer, _time.now() + self.settings.connect_timeout, "an object in shared memory"
+                )
+            except RpcError:
+                return False
+        return conn.local and self.lender(conn) is not None
+
+    def _object_store(self, key: Key | None) -> ObjectStore:
+        tag = "00000000" if key is None else key.tag()
+        path = keys.accounts_path(self.record.unix_path, tag) if self.record.unix_path else None
+        return ObjectStore(
+            ObjectAccounts(path, f".{tag}.objects"),
+            limit_bytes=self.settings.object_memory or memory_limit() // 4,
+            spill_dir=self.settings.spill_dir,
+            on_let_go=self._look_after_objects,
+        )
+
+    def _look_after_objects(self) -> None:
+        """Have what was let go of seen to soon. Runs where a finaliser does."""
+        if not self.closed_down:
+            self.clock.nudge(self.scheduler.keep_objects)
 
     def _let_memory_go(self) -> None:
         """Have memory unmapped soon that is not to be kept. Runs where a finaliser does."""
@@ -623,6 +665,7 @@ class Agent:
         self._fail_pending()
         self.connector.admission.close()
         self.buffers.close()
+        self.objects.close()
         spinner.close()
         signals.uninstall(self._put_off)
         codec.restrict(-self.settings.data_only)
@@ -673,6 +716,7 @@ class Agent:
         self.pool.abandon()
         self.connector.abandon()
         self.buffers.abandon()
+        self.objects.abandon()
         signals.abandon()
         spinner.close()
 

@@ -321,11 +321,11 @@ class Executor:
         id: int,
         value: Any,
         execution: Execution,
-        keep: Callable[[Any, int], Any] | None = None,
+        keep: Callable[[Any, int, Peer], Any] | None = None,
     ) -> None:
         """Send a value back; if it cannot travel, send that error back.
 
-        ``keep(value, size)`` may give something else to be sent in place of a value of ``size`` packed bytes.
+        ``keep(value, size, peer)`` may give something else to be sent in place of a value of ``size`` packed bytes.
         """
         agent = self._agent
         if (
@@ -345,14 +345,15 @@ class Executor:
             header = answer_header(agent.interceptors, execution) if agent.interceptors else None
             encoded = agent.encode(value, message, answer=True)
             if keep is not None:
-                kept = keep(value, len(encoded) if isinstance(encoded, bytes) else encoded.nbytes)
+                size = len(encoded) if isinstance(encoded, bytes) else encoded.nbytes
+                kept = keep(value, size, execution.peer)
                 if kept is not value:
                     agent.roll_back(message)
                     message = outbound.MessageContext(execution.peer)
                     encoded = agent.encode(kept, message, answer=True)
             if not isinstance(encoded, bytes) and encoded.grad:
                 header = recorded(agent.recorder, header, encoded, execution.peer)
-            if message.sent:
+            if message.sent or message.objects:
                 header = agent.announce(message, header)
             if not self._send(conn, REPLY, id, encoded, header, execution, message):
                 agent.roll_back(message)
@@ -364,6 +365,8 @@ class Executor:
                 wrapped = SerializationError(f"the result of {named(execution)} cannot be sent: {say(error)}")
                 wrapped.__cause__ = error
                 error = wrapped
+            elif is_a(error, LimitError):
+                error.maybe_executed = True  # it is its result for which there is no room
             self.fail(conn, id, error, execution)
 
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:

@@ -93,6 +93,8 @@ class Inbox:
         """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
         kind = frame.kind
         if kind == frames.REQUEST or kind in _REPLIES:
+            if frame.flags & frames.OBJECTS:
+                frame = self._with_objects(conn, frame)
             if frame.flags & outbound.STREAM:
                 stream, assembly = outbound.begin_stream(self._agent, frame)
                 if stream in conn.assemblies:
@@ -162,6 +164,16 @@ class Inbox:
         elif kind == frames.NOTICE:
             return frame
         return None
+
+    @staticmethod
+    def _with_objects(conn: Connection, frame: Frame) -> Frame:
+        """Return a message with the segments that it names; what nobody opens lets go of them by itself."""
+        if conn.borrower is None:
+            raise ProtocolError("a message names shared memory, but there is no descriptor socket")
+        numbers = unpack_header(frame.extra).get("objects")
+        if not isinstance(numbers, list):
+            raise ProtocolError("a message does not say which objects it means")
+        return frame._replace(objects=conn.borrower.take_objects(numbers))
 
     def _refuse_large(self, conn: Connection, frame: Frame, size: int) -> None:
         """Tell the sender of a message, or the caller that waits for it here, that there is no memory for it."""

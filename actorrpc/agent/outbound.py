@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import _time
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.hooks import Recorder, recorded
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, ShutdownError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.config import Settings
     from actorrpc.transport.connection import Connection
+    from actorrpc.transport.object_store import Segment
 
 __all__ = [
     "Assembly",
@@ -52,8 +54,12 @@ INLINE: Final = 1
 LANE: Final = 2
 STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
-_MEANING: Final = frames.MAIL | frames.POST  # flags that say nothing of where the buffers are
+_MEANING: Final = (
+    frames.MAIL | frames.POST | frames.OBJECTS
+)  # flags that say nothing of where the buffers are
 
+_SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
+_SHARE_STEP_S: Final = 0.002
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
@@ -66,15 +72,17 @@ class MessageContext:
             not sent.
         received: what has to be confirmed before user code may run with it.
         held: what the sender keeps alive until it has the answer; None where there will be none.
+        objects: the segments of shared memory that the message names, which are sent along as descriptors.
     """
 
-    __slots__ = ("held", "peer", "received", "sent")
+    __slots__ = ("held", "objects", "peer", "received", "sent")
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.held: tuple[Any, ...] | None = None
         self.sent: list[Any] | None = None
         self.received: list[Any] | None = None
+        self.objects: list[Any] | None = None
 
 
 class Assembly:
@@ -154,6 +162,10 @@ def send(
             peer.sent_definition(digest, len(definition))
 
     settings = agent.settings
+    if header is not None and "objects" in header:
+        header = header.copy()
+        header["objects"] = _share(agent, conn, header["objects"], min(deadline, _time.now() + _SHARE_S))
+        flags |= frames.OBJECTS
     if not spans and len(body) <= settings.chunk:
         _put(conn, call, kind, id, body, flags, remaining, chain, header)
         return True
@@ -190,6 +202,40 @@ def send(
     _put(conn, call, kind, id, body, flags, remaining, chain, header)
     limit = None if deadline == float("inf") else deadline
     return conn.send_chunks(stream, _pieces(buffers, settings.chunk), limit)
+
+
+def _share(agent: Agent, conn: Connection, segments: Sequence[Segment], until: float) -> list[int]:
+    """Send the descriptors of segments ahead of the message that names them; return their numbers.
+
+    Raises:
+        LimitError: the peer has not read those that are on their way, for a while; the message is not sent.
+        PeerDiedError: the connection is closed.
+    """
+    numbers: list[int] = []
+    for segment in segments:
+        while True:
+            lender = agent.lender(conn)
+            reason = "its descriptor socket cannot be opened"
+            if lender is not None:
+                try:
+                    number = lender.share(segment, segment.fd)
+                except OSError as error:
+                    number, reason = 0, str(error.strerror)
+                else:
+                    reason = "it does not read its descriptor socket"
+                if number:
+                    numbers.append(number)
+                    break
+            if conn.state is CLOSED:
+                raise PeerDiedError("the connection was closed", maybe_executed=False)
+            if lender is None or _time.now() >= until:
+                raise LimitError(
+                    f"an object of {segment.size >> 20} MiB in shared memory cannot be sent to {conn.peer.name!r}: {reason}; "
+                    "nothing was sent"
+                )
+            conn.flush()  # what is read there makes room here
+            _time.sleep(_SHARE_STEP_S)
+    return numbers
 
 
 def _pieces(buffers: Sequence[tuple[int, memoryview]], size: int) -> Iterator[tuple[int, int, memoryview]]:
@@ -292,6 +338,7 @@ def open_body(
         Exception: whatever rebuilding the objects raises.
     """
     body, flags = frame.body, frame.flags
+    message.objects = frame.objects
     views: Sequence[memoryview] = ()
     if flags & ~_MEANING:
         views, body = _buffers(conn, frame, header)
@@ -371,7 +418,7 @@ def post(
         encoded = agent.encode((function, args, {}), message)
         if record and (agent.recorder.live or (not isinstance(encoded, bytes) and encoded.grad)):
             header = recorded(agent.recorder, header, encoded, peer)
-        if message.sent:
+        if message.sent or message.objects:
             header = agent.announce(message, header)
         id, chain = next(peer.ids), 0 if current is None else current.chain
         gate = agent.gate

@@ -33,6 +33,7 @@ _EXPECTED_S: Final = 2e-3  # rarely: a tick in the middle of every few calls cos
 _SOON_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05
 _TRIM_S: Final = 30.0
+_OBJECTS_S: Final = 0.5  # between two looks whether objects in shared memory have readers
 
 
 class Scheduler:
@@ -53,6 +54,7 @@ class Scheduler:
         self._hand_back = Tick(clock, _HAND_BACK_S, self._hand_back_lanes)
         self._ringing = False
         self._trimming = Tick(clock, _TRIM_S, self._trim)
+        self._objects = Tick(clock, _OBJECTS_S, self._trim_objects)
 
     def cork(self, conn: Connection) -> None:
         """Leave what is in the outbox for a moment, so that more can leave with it."""
@@ -121,6 +123,15 @@ class Scheduler:
     def keep_trim(self) -> None:
         """Have memory kept for reuse given back to the system when it is not used any more."""
         self._trimming.poke()
+
+    def keep_objects(self) -> None:
+        """Have shared memory given back to the system whose objects nobody reads any more."""
+        self._objects.poke()
+
+    def _trim_objects(self) -> bool:
+        objects = self._agent.objects
+        self._agent.pool.submit(objects.trim)
+        return objects.writes
 
     def _trim(self) -> bool:
         self._agent.buffers.trim()

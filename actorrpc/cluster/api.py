@@ -72,8 +72,7 @@ _OF_RAY: Final = {
     "dashboard_host": _PAGE,
     "dashboard_port": _PAGE,
     "include_dashboard": _PAGE,
-    "object_store_memory": "there is no object store: values stay with their owner, and large tensors go through "
-    "shared memory (lane_bytes)",
+    "object_store_memory": "say object_memory= for the bytes of large objects that all processes on a host may hold",
     "local_mode": "actors always run in processes; to debug, call the class itself",
     "runtime_env": "processes have the driver's environment; say env= for an actor",
     "job_config": "there are no jobs",

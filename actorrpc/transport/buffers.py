@@ -103,24 +103,26 @@ def size_classes(nbytes: int) -> tuple[int, ...]:
     return tuple(classes)
 
 
-def reserve(size: int, fd: int = -1) -> tuple[mmap.mmap, int]:
+def reserve(size: int, fd: int = -1, *, private: bool = False, offset: int = 0) -> tuple[mmap.mmap, int]:
     """Map ``size`` bytes and return the object that keeps them mapped and their address.
 
     Without ``fd`` the memory is anonymous and private, so that a forked child gets its own copy; with
-    ``fd`` it is shared memory of that file, of which no duplicate is kept (``mmap.mmap`` keeps one).
-    Large memory starts at a multiple of 2 MiB. Closing the returned object, or its death, unmaps it.
+    ``fd`` it is shared memory of that file from ``offset`` on, or, if ``private``, what is written to it stays here. No
+    duplicate of the descriptor is kept (``mmap.mmap`` keeps one). Large memory that is not private to a file starts at a
+    multiple of 2 MiB. Closing the returned object, or its death, unmaps it.
 
     Raises:
         OSError: there is not enough address space, or ``fd`` cannot be mapped for writing.
     """
-    slack = _HUGE_PAGE if size >= 2 * _HUGE_PAGE else 0
+    slack = _HUGE_PAGE if size >= 2 * _HUGE_PAGE and not private else 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     memory = mmap.mmap(-1, size + slack, flags=flags)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     address = -(-start // _HUGE_PAGE) * _HUGE_PAGE if slack else start
     if fd >= 0:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        placed = _mmap_over(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+        kind = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
+        placed = _mmap_over(address, size, protection, kind | _MAP_FIXED, fd, offset)
         if placed != address:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))

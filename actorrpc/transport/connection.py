@@ -57,6 +57,7 @@ from actorrpc.wire.frames import (
     LANE_FREE,
     LANE_RETIRE,
     MAIL,
+    OBJECTS,
     STREAM,
     Frame,
     FrameReader,
@@ -96,7 +97,7 @@ class Events(Protocol):
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
-_LOOKED_AT: Final = STREAM | MAIL
+_LOOKED_AT: Final = STREAM | MAIL | OBJECTS
 _PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 
@@ -369,7 +370,7 @@ class Connection(StateMachine):
         reader = self._reader
         while True:
             for frame in found:
-                # Whole messages pass; what controls the connection, comes in chunks or is for a mailbox is looked at.
+                # Whole messages pass; what controls the connection, is in chunks, has objects or is for a mailbox is looked at.
                 if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
                     frames.append(frame)
                     continue

@@ -26,10 +26,11 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from actorrpc import _time
 from actorrpc._limits import explain_memory
-from actorrpc.errors import LimitError, ProtocolError
+from actorrpc.errors import LimitError, ProtocolError, RpcError
 from actorrpc.transport import fd_limits
 from actorrpc.transport.buffers import (
     ForkGuard,
@@ -42,8 +43,9 @@ from actorrpc.transport.buffers import (
     size_class,
     size_classes,
 )
+from actorrpc.transport.object_store import Segment
 
-__all__ = ["Borrower", "LaneStats", "Lender", "Placement"]
+__all__ = ["Borrower", "LaneStats", "Lender", "Placement", "layout"]
 
 _ALIGNMENT = 64
 _MIN_SEGMENT = 256 << 10
@@ -54,13 +56,16 @@ _TRIM_EVERY = 1.0
 _NO_MEMFD = 1.0  # no new segment for so long after the system refused one
 _NO_ROOM = 0.02  # ... or the descriptor socket was full
 _ANNOUNCEMENT_WAIT = 1.0
-_ANNOUNCEMENT = struct.Struct("<QQ")  # segment, size
+_ANNOUNCEMENT = struct.Struct(
+    "<QQ16s64s64s"
+)  # number, size; of an object's segment, what names it, its label and its site
+_NO_OBJECT = bytes(16)
 _PLACEMENT = struct.Struct("<QQI")  # segment, loan, count; the sizes follow
 _MAX_SIZE = 1 << 47
 _ONE_FD = socket.CMSG_LEN(array("i").itemsize)
 
 
-def _layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
     """Return the offset of each buffer and the bytes they need together."""
     offsets = []
     end = 0
@@ -98,7 +103,7 @@ class Placement:
         if len(data) != _PLACEMENT.size + 8 * count:
             raise ProtocolError("a placement in shared memory has not the length that it says")
         sizes = struct.unpack_from(f"<{count}Q", data, _PLACEMENT.size)
-        offsets, end = _layout(sizes)
+        offsets, end = layout(sizes)
         if end > _MAX_SIZE:
             raise ProtocolError("a placement in shared memory is larger than any segment")
         return cls(segment_id, loan, offsets, sizes)
@@ -170,7 +175,7 @@ class Lender:
         The copy is made when this returns. Thread-safe.
         """
         sizes = tuple([span.nbytes for span in spans])
-        offsets, need = _layout(sizes)
+        offsets, need = layout(sizes)
         if need < self.threshold or need > self._limit or self._closed:
             return None
         dropped: list[_Segment] = []
@@ -368,8 +373,29 @@ class Lender:
             self._no_new_before = self._clock() + pause
         return False
 
+    def share(self, segment: Segment, fd: int) -> int:
+        """Send the descriptor of a segment with objects; return the number by which the next frame names it, or 0.
+
+        0: the socket has no room at present, as the peer has not read what is in it. Thread-safe.
+
+        Raises:
+            OSError: the socket is closed, or the system does not let more descriptors be on their way.
+        """
+        with self._lock:
+            number = self._next_segment
+            self._next_segment += 1
+        label, site = segment.label.encode()[:64], segment.site.encode()[-64:]
+        if self._tell(_ANNOUNCEMENT.pack(number, segment.size, segment.id, label, site), fd):
+            return number
+        if self._closed:
+            raise OSError(errno.EPIPE, "the connection for shared memory is closed")
+        return 0
+
     def _announce(self, segment: _Segment, fd: int) -> bool:
-        message = [_ANNOUNCEMENT.pack(segment.number, segment.size)]
+        return self._tell(_ANNOUNCEMENT.pack(segment.number, segment.size, _NO_OBJECT, b"", b""), fd)
+
+    def _tell(self, announcement: bytes, fd: int) -> bool:
+        message = [announcement]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
         with self._send_lock:
             if self._closed:
@@ -407,6 +433,7 @@ class Borrower:
         max_segments: int = 4096,
         max_bytes: int = 1 << 42,
         on_freed: Callable[[], None] | None = None,
+        adopt: Callable[[int, bytes, int, str, str], Segment] | None = None,
     ) -> None:
         self._sock = sock
         self._max_buffers = max_buffers
@@ -419,6 +446,8 @@ class Borrower:
             int, tuple[int, int]
         ] = {}  # size and descriptor of those for which there was no memory
         self._unseen: set[int] = set()  # retired before their announcements could be taken
+        self._adopt = adopt
+        self._objects: dict[int, Segment | LimitError] = {}  # announced, and not named by a frame yet
         self._loans: Loans[tuple[int, int]] = Loans(on_freed)
         self._closed = False
         self._forks: ForkGuard[tuple[int, int]] = ForkGuard()
@@ -466,6 +495,29 @@ class Borrower:
         self.taken_bytes += sum(sizes)
         whole = self._loans.lend(segment.memory, segment.address, segment.size, (segment_id, loan))
         return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+
+    def take_objects(self, numbers: Iterable[Any]) -> list[Segment | RpcError]:
+        """Return the segments that a frame names: they were announced before it. One that cannot be had is the error.
+
+        Thread-safe. Does not wait. Called once for each frame, so that what nobody opens goes with it.
+
+        Raises:
+            ProtocolError: the peer sent nonsense over the descriptor socket.
+        """
+        found: list[Segment | RpcError] = []
+        with self._fetch_lock:
+            for number in numbers:
+                if type(number) is not int:
+                    raise ProtocolError(f"{type(number).__name__} is no number of an object")
+                while number not in self._objects and not self._closed and self._receive():
+                    pass
+                taken = self._objects.pop(number, None)
+                found.append(
+                    ProtocolError(f"the object {number} of a message was never announced, or came twice")
+                    if taken is None
+                    else taken
+                )
+        return found
 
     def drain_freed(self) -> list[tuple[int, int]]:
         """Return the loans to hand back to the peer. Thread-safe."""
@@ -595,7 +647,7 @@ class Borrower:
         """Take in one announcement if there is one.
 
         Raises:
-            LimitError: there is no descriptor for it; it stays where it is.
+            LimitError: there is no descriptor for it; it stays where it is, but for an object's: that is lost.
             ProtocolError: it is not one.
         """
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
@@ -613,9 +665,15 @@ class Borrower:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
         if len(data) == _ANNOUNCEMENT.size and state & socket.MSG_CTRUNC and not fds:
-            raise LimitError(
-                f"{_ANNOUNCEMENT.unpack(data)[1] >> 20} MiB of shared memory cannot be taken here: {fd_limits.missing()}"
+            number, size, segment_id, _, _ = _ANNOUNCEMENT.unpack(data)
+            short = LimitError(
+                f"{size >> 20} MiB of shared memory cannot be taken here: {fd_limits.missing()}"
             )
+            if segment_id == _NO_OBJECT:
+                raise short
+            self._sock.recv(_ANNOUNCEMENT.size, socket.MSG_DONTWAIT)
+            self._objects[number] = short  # for the message that names it: those behind it can go on
+            return True
         try:
             self._sock.recv(_ANNOUNCEMENT.size, socket.MSG_DONTWAIT)
             if not data and not fds:
@@ -623,7 +681,13 @@ class Borrower:
             cut = state & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
             if len(data) != _ANNOUNCEMENT.size or len(fds) != 1 or cut:
                 raise ProtocolError("not an announcement of shared memory")
-            number, size = _ANNOUNCEMENT.unpack(data)
+            number, size, segment_id, label, site = _ANNOUNCEMENT.unpack(data)
+            if segment_id != _NO_OBJECT:
+                if self._adopt is None or len(self._objects) >= self._max_segments:
+                    raise ProtocolError("objects in shared memory that no message names")
+                fd = fds.pop()
+                self._objects[number] = self._adopt(fd, segment_id, size, _text(label), _text(site))
+                return True
             if number in self._unseen:
                 self._unseen.discard(number)
                 return True
@@ -654,6 +718,10 @@ class Borrower:
                 ) from error
             raise ProtocolError(f"the peer's shared memory cannot be mapped: {error}") from error
         return _Mapped(number, size, memory, address)
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="ignore")
 
 
 def _unmap(segments: list[_Segment]) -> None:

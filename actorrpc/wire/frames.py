@@ -38,6 +38,7 @@ __all__ = [
     "LAST_KIND",
     "MAIL",
     "NOTICE",
+    "OBJECTS",
     "PING",
     "PONG",
     "POST",
@@ -87,6 +88,9 @@ _new: Final[Any] = tuple.__new__
 
 STREAM: Final = 4  # flag of a message whose buffers come in chunks
 POST: Final = 32  # flag of a request that has no answer
+OBJECTS: Final = (
+    64  # flag of a message with objects in shared memory, whose descriptors have been sent before it
+)
 MAIL: Final = 16  # flag of a request that is for a mailbox, which is entered in the order of the wire
 
 
@@ -101,6 +105,7 @@ class Frame(NamedTuple):
     extra: bytes
     body: bytes
     buffers: Any = None  # the memory of a message that came in chunks
+    objects: Any = None  # the segments that the message names
 
 
 def pack_frame(
@@ -251,7 +256,8 @@ class FrameReader:
                 try:
                     return [
                         _new(
-                            Frame, (kind, 0, id, remaining, chain, b"", bytes(view[PREFIX_SIZE:count]), None)
+                            Frame,
+                            (kind, 0, id, remaining, chain, b"", bytes(view[PREFIX_SIZE:count]), None, None),
                         )
                     ]
                 except MemoryError:
@@ -310,7 +316,7 @@ class FrameReader:
                 frames.append(Frame(UNREAD, flags, id, remaining, chain, header, b"", (kind, stop - start)))
             else:
                 # As Frame(...), without the call in Python that it is.
-                frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None)))
+                frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None)))
             start = stop
             if flags & STREAM and kind <= FAILURE:
                 # Its chunks may be here already, and need the memory that is made when this frame is seen.

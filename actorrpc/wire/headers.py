@@ -21,6 +21,7 @@ class Header(TypedDict, total=False):
     sizes: list[int]  # of its buffers, in bytes
     stream: int  # the number under which its buffers come in chunks
     placement: bytes  # where in shared memory its buffers are (shared_memory.Placement)
+    objects: list[Any]  # the numbers of the segments of shared memory that it names; before it is sent, those
     references: Any  # the references that it carries, as the protocol of reference counts packs them
     tag: Any  # the recorder's, of the tensors that it carries (hooks.Recorder)
     profile: list[Any]  # of a call: the profiled call's number and name, and the settings of what collects

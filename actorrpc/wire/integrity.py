@@ -223,7 +223,7 @@ class SealedReader(FrameReader):
                         Frame(UNREAD, flags, id, remaining, chain, header, b"", (kind, stop - begin))
                     )
                 else:
-                    frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None)))
+                    frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None)))
                 start = after
                 if flags & STREAM and kind <= FAILURE:
                     self.more = True  # its chunks need the memory that is made when this frame is seen

@@ -24,6 +24,7 @@ from actorrpc.errors import AuthenticationError, ConfigError
 
 __all__ = [
     "Key",
+    "accounts_path",
     "boot_id",
     "check_private_file",
     "create_group_file",
@@ -49,7 +50,10 @@ _MAX_FILE: Final = 64 << 10
 _RAW: Final = 32
 _SOCKET: Final = ".sock"
 _GROUP: Final = ".group"
-_FILE_NAME: Final = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{16}\.key|[0-9a-f]{8}\.(?:sock|group))", re.ASCII)
+_OBJECTS: Final = ".objects"
+_FILE_NAME: Final = re.compile(
+    r"(\d+)-(\d+)-(\d+)-([0-9a-f]{16}\.key|[0-9a-f]{8}\.(?:sock|group|[0-9a-f]{8}\.objects))", re.ASCII
+)
 
 
 class Key:
@@ -98,6 +102,10 @@ class Key:
     def reveal(self) -> bytes:
         """Return the 32 bytes. Never log, print or send them."""
         return self._secret
+
+    def tag(self) -> str:
+        """Return 8 characters that are the same for all who have the key, and say nothing of it."""
+        return hashlib.sha256(b"actorrpc group tag\0" + self._secret).hexdigest()[:8]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Key) and hmac.compare_digest(self._secret, other._secret)
@@ -317,6 +325,14 @@ def create_group_file(path: str, key: bytes, about: bytes) -> None:
             raise
     except OSError as error:
         raise ConfigError(f"cannot write {path!r}: {error.strerror}") from error
+
+
+def accounts_path(socket: str | None, tag: str) -> str:
+    """Return where the file lies in which a worker says what objects it holds: beside its Unix socket, where it has one."""
+    ending = f".{tag}{_OBJECTS}"
+    if socket is not None and socket.endswith(_SOCKET):
+        return socket.removesuffix(_SOCKET) + ending
+    return os.path.join(runtime_directory(), _new_name(secrets.token_hex(4) + ending))
 
 
 def group_files() -> list[tuple[int, str]]:

@@ -466,7 +466,7 @@ def test_what_there_is_and_what_it_does() -> None:
         ({"address": "auto"}, "it must be tcp://HOST:PORT"),
         ({"local_mode": True}, "to debug, call the class itself"),
         ({"include_dashboard": False}, "say dashboard=True"),
-        ({"object_store_memory": 1}, "lane_bytes"),
+        ({"object_store_memory": 1}, "object_memory"),
         ({"runtime_env": {"pip": ["x"]}}, "say env= for an actor"),
         ({"logging_level": 10}, "configure Python's logging"),
     ],

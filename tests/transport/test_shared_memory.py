@@ -464,7 +464,13 @@ def plain_file() -> int:
 
 
 BOTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-GOOD = struct.pack("<QQ", 1, SEGMENT)
+
+
+def _announced(number: int, size: int) -> bytes:
+    return struct.pack("<QQ16s64s64s", number, size, b"", b"", b"")
+
+
+GOOD = _announced(1, SEGMENT)
 HOSTILE: dict[str, tuple[bytes, Callable[[], list[int]]]] = {
     "unsealed": (GOOD, lambda: [memfd(SEGMENT, 0)]),
     "may shrink": (GOOD, lambda: [memfd(SEGMENT, fcntl.F_SEAL_GROW)]),
@@ -476,11 +482,11 @@ HOSTILE: dict[str, tuple[bytes, Callable[[], list[int]]]] = {
     "no descriptor": (GOOD, list),
     "two descriptors": (GOOD, lambda: [sealed_memfd(SEGMENT), sealed_memfd(SEGMENT)]),
     "short message": (GOOD[:9], lambda: [sealed_memfd(SEGMENT)]),
-    "no size class": (struct.pack("<QQ", 1, SEGMENT + 4096), lambda: [memfd(SEGMENT + 4096, BOTH)]),
-    "too small": (struct.pack("<QQ", 1, 4096), lambda: [sealed_memfd(4096)]),
-    "no size at all": (struct.pack("<QQ", 1, 0), lambda: [memfd(0, BOTH)]),
-    "huge": (struct.pack("<QQ", 1, (1 << 64) - 1), lambda: [sealed_memfd(SEGMENT)]),
-    "more than may be lent": (struct.pack("<QQ", 1, 1 << 43), lambda: [sealed_memfd(1 << 43)]),
+    "no size class": (_announced(1, SEGMENT + 4096), lambda: [memfd(SEGMENT + 4096, BOTH)]),
+    "too small": (_announced(1, 4096), lambda: [sealed_memfd(4096)]),
+    "no size at all": (_announced(1, 0), lambda: [memfd(0, BOTH)]),
+    "huge": (_announced(1, (1 << 64) - 1), lambda: [sealed_memfd(SEGMENT)]),
+    "more than may be lent": (_announced(1, 1 << 43), lambda: [sealed_memfd(1 << 43)]),
 }
 
 
@@ -522,7 +528,7 @@ def test_an_announcement_without_a_descriptor_for_it_waits_for_one(lane: Lane) -
 
 def test_a_segment_that_is_retired_before_it_could_be_taken_is_not_kept(lane: Lane) -> None:
     announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
-    announce(lane.ours, struct.pack("<QQ", 2, SEGMENT), [sealed_memfd(SEGMENT)])
+    announce(lane.ours, _announced(2, SEGMENT), [sealed_memfd(SEGMENT)])
     with full():
         lane.borrower.retire([1])
     lane.borrower.views(2, 1, (0,), (10,))

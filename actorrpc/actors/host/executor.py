@@ -18,6 +18,7 @@ import torch
 
 from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, let_frames_go
+from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.envelope import GRACE_S, Envelope
 from actorrpc.actors.host.mailbox import GroupQueue
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
     from actorrpc.actors.host.event_loop import EventLoop
     from actorrpc.actors.host.loop_thread import LoopThread
+    from actorrpc.agent.peers import Peer
 
 __all__ = ["ActorExecutor", "died"]
 
@@ -599,7 +601,12 @@ class ActorExecutor:
         found = []
         for each in values:
             snapshot = Snapshot.of(each)
-            found.append(StoredResult(RRef(snapshot)) if snapshot.nbytes > SMALL else each)
+            if snapshot.nbytes <= SMALL:
+                found.append(each)
+            else:
+                found.append(
+                    snapshot if self.agent.shares_memory(entry.peer) else StoredResult(RRef(snapshot))
+                )
         return found
 
     def fail(self, entry: Envelope, error: BaseException) -> None:
@@ -661,9 +668,11 @@ async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
             close()
 
 
-def _keep_itself(value: Any, size: int) -> Any:
-    """Have a large result stay here that nobody else can change."""
-    return value if size <= SMALL else StoredResult(RRef(value))
+def _keep_itself(value: Any, size: int, peer: Peer) -> Any:
+    """Do as ``keep_large`` does with a result that nobody else can change: it stays here itself for other hosts."""
+    if size <= SMALL or runtime().agent.shares_memory(peer):
+        return keep_large(value, size, peer)
+    return StoredResult(RRef(value))
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
+from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import all_of
 from actorrpc.futures import Future
 
@@ -49,7 +50,10 @@ def pack_arguments(
         if future is not None and future._done:
             value = future.wait()
             template = getattr(future, "_template", None)
-            if type(value) is not StoredResult:
+            if type(value) is Snapshot:
+                if value.stored is None:
+                    return value.open()
+            elif type(value) is not StoredResult:
                 if template is not None:  # it came with the reply, and would have been better kept
                     template.handed_on()
                 return value

@@ -1,23 +1,36 @@
 """ObjectRefs: what a call to an actor gives at once, and its result later.
 
-A small result rides on the reply. A large one stays with the worker that made it, as a snapshot behind an RRef: the
-reply is :class:`StoredResult`, and the process that wants the value fetches it from there, directly. An ObjectRef that is sent
-before its result is there travels as an RRef of this worker that is given the result when it comes (a promise).
+A small result rides on the reply. A large one is written once into memory that all processes of the host share: a
+:class:`Snapshot` that names it travels, with the reply and from process to process, and its descriptor with it. Each ``get()``
+makes a value of its own from a snapshot. To another host a large result does not travel unasked, but a reference to where it is,
+:class:`StoredResult`; the process that wants the value fetches it from there, directly. An ObjectRef that is sent before its
+result is there travels as an RRef of this worker that is given the result when it comes (a promise).
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Generator, Iterator
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from actorrpc._exception_text import shown, type_name
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs import pickles
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import LARGE, Snapshot
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.executor import named
 from actorrpc.agent.outbound import MessageContext
-from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, RRefError, SerializationError
+from actorrpc.errors import (
+    CancelledError,
+    PeerDiedError,
+    RpcError,
+    RpcTimeoutError,
+    RRefError,
+    SerializationError,
+)
 from actorrpc.futures import INTERRUPTED, ConcurrentFuture, Future, interruption_point
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
@@ -25,14 +38,21 @@ from actorrpc.serialization import codec, exceptions
 from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.transport.signals import uninterruptible
 
-__all__ = ["SMALL", "ObjectRef", "ResultPolicy", "StoredResult", "keep_large", "put"]
+if TYPE_CHECKING:
+    from actorrpc.agent.peers import Peer
+
+__all__ = ["ATOMS", "SMALL", "ObjectRef", "ResultPolicy", "StoredResult", "keep_large", "put"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 SMALL: Final = 64 << 10
-"""Results up to this many bytes ride on the reply; larger ones stay where they were made."""
+"""Results up to this many bytes ride on the reply; larger ones stay where they were made, or in memory of their host."""
 
+ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)})
+"""Classes of which one object may be given to everybody, as nobody can change it."""
+
+_PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _MAX_HOPS: Final = 8  # a promise of a promise of a kept result is three
 
 
@@ -67,17 +87,26 @@ class StoredResult:
         return f"StoredResult({self.rref!r})"
 
 
-def keep_large(value: Any, nbytes: int) -> Any:
-    """Return what the reply carries in place of a result of ``nbytes`` packed bytes: the value itself if it is small.
+def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
+    """Return what the reply to ``peer`` carries in place of a result of ``nbytes`` packed bytes: the value itself if it is small.
 
-    A large result is copied once: what its actor does to the object afterwards changes nothing.
+    A large result is copied once: what its actor does to the object afterwards changes nothing. On this host it is the
+    caller's from then on.
 
     Raises:
         SerializationError: it cannot be copied.
+        ObjectStoreFullError: there is no room for it.
     """
     if nbytes <= SMALL:
         return value
-    return StoredResult(RRef(Snapshot.of(value)))
+    shared = runtime().agent.shares_memory(peer)
+    if shared and nbytes < LARGE:
+        return value
+    execution = CURRENT.get()
+    snapshot = Snapshot.of(
+        value, label="a result" if execution is None else f"the result of {named(execution)}"
+    )
+    return snapshot if shared else StoredResult(RRef(snapshot))
 
 
 def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
@@ -100,10 +129,11 @@ class _Pursuit:
     taken up once, by that thread or by a callback: ``_claim`` is a list from which one of them pops it.
     """
 
-    __slots__ = ("_claim", "_hops", "_rref", "future")
+    __slots__ = ("_claim", "_hops", "_opens", "_rref", "future")
 
-    def __init__(self, future: Future[Any], label: object) -> None:
+    def __init__(self, future: Future[Any], label: object, *, opens: bool = False) -> None:
         self.future = future
+        self._opens = opens
         self.future.label = label
         self.future._source = self
         self._rref: RRef[Any] | None = None
@@ -129,19 +159,17 @@ class _Pursuit:
             self._finish(None, error)
         elif type(value) is StoredResult:
             self._hop(value.rref)
-        elif self._rref is not None and (type(value) is Snapshot or self._rref.is_owner()):
+        else:
             try:
-                # What another worker sent is ours alone; what lives here is for everybody who asks.
-                if not self._rref.is_owner():
-                    value = value.open_once()
-                else:
-                    value = value.open() if type(value) is Snapshot else Snapshot.of(value).open_once()
+                # What lives here is for everybody who asks; what another worker sent is ours alone.
+                if self._rref is not None and type(value) is not Snapshot and self._rref.is_owner():
+                    value = Snapshot.of(value)
+                if self._opens and type(value) is Snapshot:
+                    value = value.open()
             except Exception as caught:
                 self._finish(None, caught)
             else:
                 self._finish(value, None)
-        else:
-            self._finish(value, None)
 
     def _hop(self, rref: RRef[Any]) -> None:
         self._hops += 1
@@ -270,7 +298,16 @@ class ObjectRef(Generic[T_co]):
         return future
 
     def _final(self) -> Future[T_co]:
-        """Return the future of the value itself; start to fetch it if it is known to be elsewhere."""
+        """Return a future of a value of its own; start to fetch it if it is known to be elsewhere."""
+        return self._followed(Future())  # type: ignore[no-any-return]
+
+    def _followed(self, future: Future[Any]) -> Any:
+        settled = self._settled()
+        _Pursuit(future, settled.label, opens=True).follow(settled)
+        return future
+
+    def _settled(self) -> Future[Any]:
+        """Return the future of the value, or of a snapshot of it that is here; what is known to be elsewhere is fetched."""
         future = self._ask()
         if future._done and (future._error is not None or type(future._value) is not StoredResult):
             return future
@@ -295,10 +332,7 @@ class ObjectRef(Generic[T_co]):
 
         A value that stayed elsewhere is fetched.
         """
-        final = self._final()
-        future: ConcurrentFuture[T_co] = ConcurrentFuture()
-        _Pursuit(future, final.label).follow(final)
-        return future
+        return self._followed(ConcurrentFuture())  # type: ignore[no-any-return]
 
     def done(self) -> bool:
         """Say whether the call is over. A large result may still have to be fetched."""
@@ -312,19 +346,41 @@ class ObjectRef(Generic[T_co]):
         return self._ask().cancel()
 
     def _get(self, timeout: float | None, clock: Any) -> T_co:
-        future = self._ask()
-        if timeout is None:
-            value = future.wait()
-            return value if type(value) is not StoredResult else self._final().wait()
-        until = clock() + timeout
-        value = future.wait(timeout)
-        return value if type(value) is not StoredResult else self._final().wait(max(0.0, until - clock()))
+        until = None if timeout is None else clock() + timeout
+        value = self._ask().wait(timeout)
+        if type(value) is StoredResult:
+            value = self._settled().wait(None if until is None else max(0.0, until - clock()))
+        return self._value(value)  # type: ignore[no-any-return]
 
     def __await__(self) -> Generator[Any, None, T_co]:
         value = yield from self._ask().__await__()
         if type(value) is StoredResult:
-            value = yield from self._final().__await__()
-        return value  # type: ignore[no-any-return]
+            value = yield from self._settled().__await__()
+        return self._value(value)  # type: ignore[no-any-return]
+
+    def _value(self, found: Any, copy: bool | None = None) -> Any:
+        """Return a value that nobody else has, given what :meth:`_settled` gives."""
+        kind = type(found)
+        if kind in ATOMS:
+            return found
+        if kind is Snapshot:
+            return found.open(copy)
+        # It came with a reply, and is given away here for the first time: those who ask again get it as it was.
+        try:
+            snapshot = Snapshot.of(found, recorded=False)
+        except RpcError:
+            return found  # gradients flow through it, or it cannot be copied: all get the same
+        future = (
+            self._fetched if self._fetched is not None and self._fetched._value is found else self._future
+        )
+        assert future is not None
+        with _lock:
+            if future._value is found:
+                future._value = snapshot
+            else:  # another thread was faster
+                snapshot = future._value
+                found = None
+        return snapshot.open(copy) if found is None or copy is False else found
 
     # -- travelling ----------------------------------------------------------------------------------
 
@@ -440,6 +496,12 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         return _arrive_promise, (*known, ref._as_promise())
     error = future._error
     value = future._value
+    if (
+        type(value) is Snapshot
+        and value.nbytes > SMALL
+        and not rrefs.runtime().agent.shares_memory(context.peer)
+    ):
+        return _arrive_promise, (*known, ref._as_promise())
     if error is None and type(value) is StoredResult:
         rref = value.rref
         error = rref._references.table.failure(rref._handle)
@@ -485,23 +547,33 @@ codec.register(ObjectRef, _reduce)
 
 
 def put(value: T) -> ObjectRef[T]:
-    """Return an ObjectRef for a value as it is now: changing the object later changes nothing.
+    """Return an ObjectRef for a value as it is now: changing the object later changes nothing, and so does changing what
+    ``get()`` returns.
 
-    A large value is copied once and lives in this process until the last ObjectRef is gone; a process that gets it
-    fetches it from here.
+    The tensors, arrays and buffers of a large value (from 256 KiB) are copied once, into memory that all processes of this host
+    share, and live until the last ObjectRef and the last value made from it are gone, wherever they are. Other hosts
+    fetch it from here.
 
     Raises:
         TypeError: it is an ObjectRef already.
         SerializationError: it cannot be sent.
+        ObjectStoreFullError: there is no room for it on this host, and none has become free in time.
     """
     if INTERRUPTED:
         interruption_point()
     if isinstance(value, ObjectRef):
         raise TypeError(f"put() takes a value, and {value!r} is a reference already")
     runtime(start=True)
-    snapshot = Snapshot.of(value)
     label = f"put({type(value).__name__})"
-    if snapshot.nbytes <= SMALL:
-        return ObjectRef.of(snapshot.open_once(), label=label)
-    kept: Any = StoredResult(RRef(snapshot))
+    if type(value) in ATOMS:
+        return ObjectRef.of(value, label=label)
+    kept: Any = Snapshot.of(value, label=label, site=_site())
     return ObjectRef.of(kept, label=label)
+
+
+def _site() -> str:
+    """Return where the code is that has called into this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -13,14 +13,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from actorrpc import _time
 from actorrpc.actors.context import current
+from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.outbound import MessageContext
-from actorrpc.errors import RpcError
+from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.transport import buffers as memory
+from actorrpc.transport.object_store import Segment, StoredRange
+from actorrpc.transport.shared_memory import layout
 
-__all__ = ["Snapshot"]
+__all__ = ["LARGE", "Snapshot"]
+
+LARGE: Final = 256 << 10
+"""Objects with so many bytes of tensors, arrays and buffers go into memory that all processes of a host share."""
 
 _OUT_OF_BAND: Final = 4096  # the codec leaves shorter buffers in the pickle
 _ATTEMPTS: Final = 4
@@ -46,7 +53,17 @@ class Snapshot:
     the receiver. What is in the main module goes by name to workers that run the same program, and by value to others.
     """
 
-    __slots__ = ("_body", "_buffers", "_by_name", "_definitions", "_held", "_tag", "nbytes")
+    __slots__ = (
+        "_body",
+        "_buffers",
+        "_by_name",
+        "_definitions",
+        "_held",
+        "_sizes",
+        "_tag",
+        "nbytes",
+        "stored",
+    )
 
     def __init__(
         self,
@@ -63,6 +80,9 @@ class Snapshot:
         self._held = held
         self._by_name = by_name  # what is in the main module
         self._tag = tag  # the recorder's
+        #: where its memory is, if that is in a segment which all processes of the host share, and of what sizes
+        self.stored: StoredRange | None = None
+        self._sizes: tuple[int, ...] = ()
         #: its size in bytes
         self.nbytes: int = len(body)
         if buffers:
@@ -72,36 +92,76 @@ class Snapshot:
             self.nbytes += sum(map(len, definitions.values()))
 
     @classmethod
-    def of(cls, obj: object, *, remote_main: bool = True, context: int | None = None) -> Snapshot:
+    def of(
+        cls,
+        obj: object,
+        *,
+        remote_main: bool = True,
+        context: int | None = None,
+        label: str = "",
+        site: str = "",
+        recorded: bool = True,
+    ) -> Snapshot:
         """Copy an object as it is now.
 
         Args:
+            recorded: False refuses an object through which gradients may flow, and does not show it to the recorder.
+            label: what the memory that it takes is called where memory is full; site: where it was made.
             remote_main: False copies what is in the main module by value even for workers that run the same program.
             context: the autograd context that it belongs to; by default the current one, if there is one.
 
         Raises:
             SerializationError: a part cannot be copied; the message says which.
+            ObjectStoreFullError: it is large, and there is no room for it.
         """
         holder = LocalReferences()
         encoded = codec.encode_body(obj, remote_main, (), None, holder)
         if isinstance(encoded, bytes):
             return cls(encoded, (), _NOTHING, holder.objects, remote_main)
-        copies = [_copy_of(span) for span in encoded.spans]
+        if encoded.grad and not recorded:
+            raise RpcError("gradients may flow through it")
         runtime = current()
+        spans = encoded.spans
+        stored = None
+        if runtime is not None and sum([span.nbytes for span in spans]) >= LARGE:
+            stored = _store(runtime.agent, spans, label or f"a {type(obj).__name__}", site)
+        copies = [_copy_of(span) for span in spans] if stored is None else ()
         tag = None
         if encoded.grad and runtime is not None:
             tag = runtime.agent.recorder.sent(encoded.tensors, None, context)
-        return cls(encoded.body, copies, dict(encoded.definitions), holder.objects, remote_main, tag)
+        made = cls(encoded.body, copies, dict(encoded.definitions), holder.objects, remote_main, tag)
+        if stored is not None:
+            made._keep(stored, tuple([span.nbytes for span in spans]))
+        return made
 
-    def open(self) -> Any:
-        """Make the object again: a new one each time, which shares no memory with others.
+    def _keep(self, stored: StoredRange, sizes: tuple[int, ...]) -> None:
+        self.stored, self._sizes = stored, sizes
+        self.nbytes += sum(sizes)
+
+    def open(self, copy: bool | None = None) -> Any:
+        """Make the object again: a new one each time, which others do not see changed.
+
+        Args:
+            copy: of a large object, True gives memory of its own; None gives pages of what is shared, each of which becomes the
+                object's own when it is written to; False gives that, and refuses writes.
 
         Raises:
             SerializationError: it cannot be rebuilt here.
             RuntimeError: :meth:`open_once` has used it up.
+            TypeError: there is a tensor in what is to be read only: torch has none of that kind.
         """
         buffers = self._whole()
-        return self._decode(buffers and [_copy_of(codec.TensorSpan.of(each)) for each in buffers])
+        if copy is not False and (copy or self.stored is None):
+            buffers = buffers and [_copy_of(codec.TensorSpan.of(each)) for each in buffers]
+        elif copy is False:
+            tensors: list[Any] = []
+            opened = self._decode([each.toreadonly() for each in buffers], tensors)
+            if tensors:
+                raise TypeError(
+                    "there are tensors in the value, and torch has none that can only be read: leave copy=False out"
+                )
+            return opened
+        return self._decode(buffers)
 
     def open_once(self) -> Any:
         """Make the object from the snapshot's own memory, without a copy; the snapshot is used up.
@@ -109,19 +169,22 @@ class Snapshot:
         Raises: as :meth:`open`.
         """
         buffers = self._whole()
-        self._buffers = None
+        if self.stored is None:
+            self._buffers = None
         return self._decode(buffers)
 
     def _whole(self) -> list[memoryview]:
+        if self.stored is not None:
+            return _slices(self.stored.map(), self._sizes)
         buffers = self._buffers
         if buffers is None:
             raise RuntimeError("this snapshot was opened for the last time already")
         return buffers
 
-    def _decode(self, buffers: Sequence[memoryview]) -> Any:
+    def _decode(self, buffers: Sequence[memoryview], tensors: list[Any] | None = None) -> Any:
         definitions, store = self._definitions, _definitions
         holder = LocalReferences(self._held)
-        tensors: list[Any] = []
+        tensors = [] if tensors is None else tensors
         for attempt in range(_ATTEMPTS):
             if attempt == _ATTEMPTS - 1:
                 store = codec.DefinitionStore()  # others push ours out as fast as we put them in
@@ -155,6 +218,21 @@ class Snapshot:
         ):
             in_context = self._tag[0] if self._tag else None
             return Snapshot.of(self.open(), remote_main=False, context=in_context).__reduce_ex__(protocol)
+        stored = self.stored
+        if stored is not None and isinstance(context, MessageContext) and (runtime := current()) is not None:
+            if runtime.agent.shares_memory(context.peer):
+                if context.objects is None:
+                    context.objects = []
+                context.objects.append(stored.segment)
+                where = len(context.objects) - 1, stored.offset, stored.nbytes, self._sizes
+                return _arrive, (
+                    where,
+                    bytes(self._body),
+                    dict(self._definitions),
+                    tuple(self._held),
+                    self._by_name,
+                    self._tag,
+                )
         body: Any = self._body
         if len(body) > _OUT_OF_BAND:
             body = pickle.PickleBuffer(body)
@@ -165,6 +243,63 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self.nbytes} bytes>"
+
+
+def _arrive(
+    where: tuple[int, int, int, tuple[int, ...]],
+    body: bytes,
+    definitions: Mapping[bytes, bytes],
+    held: Sequence[Any],
+    by_name: bool,
+    tag: Any,
+) -> Snapshot:
+    """Rebuild a snapshot whose memory is shared (named in pickles).
+
+    Raises:
+        ProtocolError: its memory makes no sense, or never came.
+        LimitError: there was no descriptor left for it.
+    """
+    index, offset, nbytes, sizes = where
+    context = codec.current_decoding()
+    if (
+        not isinstance(context, MessageContext)
+        or not context.objects
+        or not 0 <= index < len(context.objects)
+    ):
+        raise ProtocolError("an object in shared memory that its message does not name")
+    segment = context.objects[index]
+    if not isinstance(segment, Segment):
+        raise segment
+    if layout(sizes)[1] > nbytes:
+        raise ProtocolError("the parts of an object are larger than the whole")
+    made = Snapshot(body, (), definitions, held, by_name, tag)
+    made._keep(segment.range(offset, nbytes), sizes)
+    return made
+
+
+def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRange | None:
+    """Copy memory to where all processes of the host can have it; None where the system gives none for that."""
+    offsets, nbytes = layout([span.nbytes for span in spans])
+    execution = CURRENT.get()
+    until = _time.now() + agent.settings.object_wait if execution is None else execution.deadline
+    room = agent.objects.allocate(
+        nbytes, label=label, site=site, until=min(until, _time.now() + agent.settings.object_wait)
+    )
+    if room is None:
+        return None
+    try:
+        for span, offset in zip(spans, offsets, strict=True):
+            memory.copy(room.address + offset, memory.MemorySpan(span.address, span.nbytes, span.keep))
+    except BaseException:  # Ctrl-C between two copies
+        room.discard()
+        raise
+    agent.scheduler.keep_objects()
+    return room.finish()  # type: ignore[no-any-return]
+
+
+def _slices(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    offsets, _ = layout(sizes)
+    return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
 
 def _copy_of(span: codec.TensorSpan) -> memoryview:

@@ -7,6 +7,7 @@ can run calls that descend from its own, whatever it waits for.
 from __future__ import annotations
 
 import asyncio
+import sys
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -17,8 +18,9 @@ import torch
 
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler, say
-from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
+from actorrpc.actors.refs.object_ref import ATOMS, ObjectRef, StoredResult
 from actorrpc.actors.refs.progress_bar import progress_bar
+from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, interruption_point
@@ -46,6 +48,9 @@ GetTimeoutError = RpcTimeoutError
 _ANY_FUTURE: Final[type] = torch._C.Future
 _WAITABLE: Final = (ObjectRef, RRef, _ANY_FUTURE)
 _INFINITE: Final = float("inf")
+_KEPT: Final = frozenset({StoredResult, Snapshot})
+# What the reference count of an ObjectRef is that only the call of get() itself holds. From 3.14 on, variables are lent to calls.
+_SOLE: Final = 2 if sys.version_info < (3, 14) else -1
 
 
 # -- what can be waited for --------------------------------------------------------------------------------
@@ -87,7 +92,7 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
     if type(item) is ObjectRef:
         future = item._ask()
         if final and future._done and type(future._value) is StoredResult:
-            return item._final()
+            return item._settled()
         future.check_process()
         return future
     if isinstance(item, Future):
@@ -240,7 +245,7 @@ class _WaitWatch:
 
     def fetch(self) -> None:
         """Go on with the value itself, which is elsewhere."""
-        self.arm(self.item._final())
+        self.arm(self.item._settled())
         _flush([self.future])
 
     def disarm(self) -> None:
@@ -266,24 +271,36 @@ def _flush(futures: Iterable[Future[Any]]) -> None:
 
 
 @overload
-def get(refs: ObjectRef[T] | Future[T] | RRef[T], *, timeout: float | None = None) -> T: ...
+def get(
+    refs: ObjectRef[T] | Future[T] | RRef[T], *, timeout: float | None = None, copy: bool | None = None
+) -> T: ...
 @overload
-def get(refs: Arrivals[T], *, timeout: float | None = None) -> list[T]: ...
+def get(refs: Arrivals[T], *, timeout: float | None = None, copy: bool | None = None) -> list[T]: ...
 @overload
-def get(refs: Sequence[ObjectRef[T] | Future[T] | RRef[T]], *, timeout: float | None = None) -> list[T]: ...
+def get(
+    refs: Sequence[ObjectRef[T] | Future[T] | RRef[T]],
+    *,
+    timeout: float | None = None,
+    copy: bool | None = None,
+) -> list[T]: ...
 @overload
-def get(refs: Any, *, timeout: float | None = None) -> Any: ...
-def get(refs: Any, *, timeout: float | None = None) -> Any:
+def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) -> Any: ...
+def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) -> Any:
     """Wait for results and return them. Large ones are fetched from where they are, several at a time.
 
     Args:
         refs: an ObjectRef, an ObjectRefGenerator, or a list or tuple of them (and of lists of them); Futures and RRefs will do,
             too.
         timeout: seconds for all of it; None: until the calls are over.
+        copy: of large results, which the processes of a host share, None makes tensors and arrays whose pages become their own
+            as they are written to, which is quick to get, and slow to overwrite as a whole; True makes a copy; False makes
+            arrays and memoryviews that can only be read (no tensors: torch has none of that kind).
 
     Returns:
-        The result, or a list of results in the order of ``refs``. The result of an ObjectRefGenerator is a list of all values
-        that have not been taken from it. If it raises, or time is up, they stay in it, to be taken one by one.
+        The result, or a list of results in the order of ``refs``. Each ``get`` gives values of its own: what is done to them,
+        nobody else sees.
+        The result of an ObjectRefGenerator is a list of all values that have not been taken from it. If it raises, or time is
+        up, they stay in it, to be taken one by one.
 
     Raises:
         RpcTimeoutError: not everything was there in time (also known as GetTimeoutError). The calls go on.
@@ -295,12 +312,18 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
         execution = CURRENT.get()
         if timeout is None and (execution is None or execution.deadline == _INFINITE):
             value = (refs._future or refs._ask()).wait()  # the path of most calls
-            return value if type(value) is not StoredResult else refs._final().wait()
-        return _get_one(refs, deadline_of(timeout), timeout)
+            if type(value) in ATOMS or (
+                sys.getrefcount(refs) == _SOLE and refs._id is None and type(value) not in _KEPT
+            ):
+                return value  # nobody can change it, or ask for it again
+            if type(value) is StoredResult:
+                value = refs._settled().wait()
+            return refs._value(value, copy)
+        return _get_one(refs, deadline_of(timeout), timeout, copy)
     until = deadline_of(timeout)
     if not isinstance(refs, (list, tuple)):
         if isinstance(refs, Arrivals):
-            return _get_all([refs], until, timeout)[0]
+            return _get_all([refs], until, timeout, copy)[0]
         future = _start(refs, "get()", True)
         return _wait_for(future, until, timeout)
     flat: list[Any] = []
@@ -309,17 +332,23 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
             flat.extend(item)
         else:
             flat.append(item)
-    values = iter(_get_all(flat, until, timeout))
+    values = iter(_get_all(flat, until, timeout, copy))
     return [
         [next(values) for _ in item] if isinstance(item, (list, tuple)) else next(values) for item in refs
     ]
 
 
-def _get_one(ref: ObjectRef[T], until: float, timeout: float | None) -> T:
+def _get_one(ref: ObjectRef[T], until: float, timeout: float | None, copy: bool | None) -> T:
     value = _wait_for(ref._ask(), until, timeout)
-    if type(value) is not StoredResult:
-        return value  # type: ignore[no-any-return]
-    return _wait_for(ref._final(), until, timeout)  # type: ignore[no-any-return]
+    if type(value) is StoredResult:
+        value = _wait_for(ref._settled(), until, timeout)
+    return ref._value(value, copy)  # type: ignore[no-any-return]
+
+
+def _opened(item: Any, future: Future[Any], copy: bool | None = None) -> Any:
+    """Return the value of what was waited for; of an ObjectRef, one that nobody else has."""
+    value = future.wait()
+    return item._value(value, copy) if type(item) is ObjectRef else value
 
 
 def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
@@ -351,23 +380,24 @@ def _late(what: str, timeout: float | None) -> RpcTimeoutError:
     )
 
 
-def _get_all(items: list[Any], until: float, timeout: float | None) -> list[Any]:
+def _get_all(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
     for item in items:
         if type(item) is not ObjectRef and isinstance(item, Arrivals):
             with ExitStack() as stack:
                 ends = [stack.enter_context(e._whole()) if isinstance(e, Arrivals) else e for e in items]
-                values = _get_each(ends, until, timeout)
+                values = _get_each(ends, until, timeout, copy)
             return [
                 e._rest() if isinstance(e, Arrivals) else value
                 for e, value in zip(items, values, strict=True)
             ]
-    return _get_each(items, until, timeout)
+    return _get_each(items, until, timeout, copy)
 
 
-def _get_each(items: list[Any], until: float, timeout: float | None) -> list[Any]:
+def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
     futures = [_start(item, "get()", True) for item in items]
     try:
-        return _values(items, futures, until, timeout)
+        found = _values(items, futures, until, timeout)
+        return [_opened(item, future, copy) for item, future in zip(items, found, strict=True)]
     except BaseException:
         if _time_is_over() or any(each._error is not None for each in _behind(items, futures)):
             _cover(items, futures)
@@ -386,7 +416,10 @@ def _cover(items: Sequence[Any], futures: Sequence[Future[Any]]) -> None:
         each.cover()
 
 
-def _values(items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None) -> list[Any]:
+def _values(
+    items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None
+) -> list[Future[Any]]:
+    """Wait for all; return the futures of values or snapshots that are here, or raise what the first one failed with."""
     for future in futures:
         if future._done and future._error is not None:
             future.wait()
@@ -399,9 +432,9 @@ def _values(items: list[Any], futures: list[Future[Any]], until: float, timeout:
         for at, item in enumerate(items):
             # Also where it was still on its way when it was looked for, and is here by now.
             if type(item) is ObjectRef and type(futures[at]._value) is StoredResult:
-                futures[at] = item._final()
+                futures[at] = item._settled()
                 _wait_for(futures[at], until, timeout)
-        return [future.wait() for future in futures]
+        return futures
     gate = _Gate(f"get() of {len(items)} results", len(items), fails=True, values=True)
     for item, future in zip(items, futures, strict=True):
         gate.add(item, future)
@@ -414,7 +447,7 @@ def _values(items: list[Any], futures: list[Future[Any]], until: float, timeout:
     for watch in watches:
         if watch.future._done and watch.future._error is not None:
             watch.future.wait()
-    return [watch.future.wait() for watch in watches]
+    return [watch.future for watch in watches]
 
 
 def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
@@ -437,7 +470,14 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
                 values.set_exception(future._error)
                 return
         gate.close()
-        values.set_result([watch.future._value for watch in watches])
+        try:
+            found = [_opened(watch.item, watch.future) for watch in watches]
+        except BaseException as error:
+            values.set_exception(error)
+            if is_of_handler(error):
+                raise
+        else:
+            values.set_result(found)
 
     for ref, future in zip(refs, futures, strict=True):
         gate.add(ref, future)

@@ -182,12 +182,12 @@ class UnserializableException(RayError):
     """An exception could not be pickled. Nothing raises it here: it arrives as a RayTaskError, with its text."""
 
 
-class ObjectStoreFullError(RayError, errors.LimitError):
-    """The object store is full. Nothing raises it here, where there is none."""
+class ObjectStoreFullError(RayError, errors.ObjectStoreFullError):
+    """There is no room for a large object in the memory that the processes of this host may use for them."""
 
 
 class OutOfDiskError(RayError, errors.LimitError):
-    """The disk is full. Nothing raises it here, where nothing is spilled to it."""
+    """The disk is full. Nothing raises it here: where ``spill_dir`` has no room, that is an ObjectStoreFullError."""
 
 
 class OutOfMemoryError(RayError, errors.LimitError):
@@ -288,6 +288,7 @@ class AuthenticationError(RayError, errors.AuthenticationError):
 
 # The first that fits is meant: subclasses stand before their bases.
 _WORDS: Final[tuple[tuple[type[errors.RpcError], type[RayError]], ...]] = (
+    (errors.ObjectStoreFullError, ObjectStoreFullError),
     (errors.UnplacedActorError, ActorUnschedulableError),
     (errors.ActorDiedError, ActorDiedError),
     (errors.ActorUnavailableError, ActorUnavailableError),

@@ -18,8 +18,9 @@ import torch
 from actorrpc import errors, rpc
 from actorrpc.actors import context as runtimes
 from actorrpc.actors.refs.object_ref import SMALL, ObjectRef, StoredResult, keep_large, put
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.actors.refs.wait import get, wait
+from actorrpc.agent.context import current_worker
 from actorrpc.futures import Future
 from actorrpc.rpc import rref as rrefs
 from actorrpc.serialization import codec
@@ -214,14 +215,17 @@ def test_promises_end_at_shutdown() -> None:
 # -- kept values -------------------------------------------------------------------------------------------
 
 
-def test_a_kept_value_is_fetched_once(group: None) -> None:
+def test_a_kept_value_is_fetched_once_and_each_get_has_its_own(group: None) -> None:
     ref: ObjectRef[Any] = ObjectRef.of(_kept(_large()))
     assert ref.done()
     assert "elsewhere" in repr(ref)
     value = get(ref)
     assert torch.equal(value, _large())
-    assert get(ref) is value
-    assert ref.future().wait() is value
+    fetched = ref._fetched
+    value.zero_()
+    assert torch.equal(get(ref), _large())
+    assert torch.equal(ref.future().wait(), _large())
+    assert ref._fetched is fetched
     assert "fetched" in repr(ref)
 
 
@@ -233,9 +237,12 @@ def test_a_kept_value_travels_as_a_reference(group: None) -> None:
 
 
 def test_only_large_results_are_kept(group: None) -> None:
-    value = _large()
-    assert keep_large(value, SMALL) is value
-    kept = keep_large(value, SMALL + 1)
+    value, here = _large(), current_worker().agent.self_peer
+    assert keep_large(value, SMALL, here) is value
+    assert (
+        keep_large(value, LARGE - 1, here) is value
+    )  # its memory goes to a process of this host as that of arguments
+    kept = keep_large(value, LARGE, here)
     value.zero_()
     assert torch.equal(get(ObjectRef.of(kept)), _large())
 
@@ -244,8 +251,8 @@ def test_a_future_of_a_pending_one_has_the_value_itself(group: None) -> None:
     future, ref = _pending()
     value = ref.future()
     future.set_result(_kept(_large()))
-    assert torch.equal(value.wait(), _large())
-    assert ref.future().wait() is value.wait()
+    value.wait().zero_()
+    assert torch.equal(ref.future().wait(), _large())
 
 
 def test_a_future_of_one_goes_where_the_standard_librarys_go(group: None) -> None:
@@ -340,7 +347,8 @@ def test_many_threads_get_one_kept_value(group: None) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({id(value) for value in found}) == 1
+    assert len({value.data_ptr() for value in found}) == 8
+    assert all(torch.equal(value, _large()) for value in found)
 
 
 def test_cancel_ends_it(group: None) -> None:
