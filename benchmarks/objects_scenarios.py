@@ -129,6 +129,7 @@ def get(context: Context, *, size: int, kind: str, readers: int, touch: bool) ->
     peer, value = context.peer, _made(size, kind)
     actors_ = context.actors["reader"][:readers]
     reads = [peer.method(reader, "read") for reader in actors_]
+    time.sleep(GIVEN_BACK_S)
     before = _memory()
     ref = peer.package.put(value)
     begin = time.perf_counter()
@@ -205,6 +206,7 @@ def weights(context: Context, *, size: int, kind: str, readers: int) -> dict[str
     """Give weights to actors that keep them: put them once, and call each with the reference."""
     peer, value = context.peer, _made(size, kind)
     takes = [peer.method(reader, "take") for reader in context.actors["reader"][:readers]]
+    time.sleep(GIVEN_BACK_S)
     before = _memory()
     begin = time.perf_counter()
     ref = peer.package.put(value)
