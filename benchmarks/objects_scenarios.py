@@ -111,10 +111,12 @@ def memcpy(context: Context, *, size: int, repeats: int) -> dict[str, float]:
     return {"rate": size / statistics.median(times) / 1e9}
 
 
-def put(context: Context, *, size: int, kind: str, repeats: int) -> dict[str, float]:
+def put(
+    context: Context, *, size: int, kind: str, repeats: int, pause: float = GIVEN_BACK_S
+) -> dict[str, float]:
     """Put a value into memory that is fresh, and again and again into what the last one has left; GB/s."""
     package, value = context.peer.package, _made(size, kind)
-    time.sleep(GIVEN_BACK_S)
+    time.sleep(pause)
     times = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -124,12 +126,14 @@ def put(context: Context, *, size: int, kind: str, repeats: int) -> dict[str, fl
     return {"fresh": size / times[0] / 1e9, "rate": size / statistics.median(times[1:]) / 1e9}
 
 
-def get(context: Context, *, size: int, kind: str, readers: int, touch: bool) -> dict[str, float]:
+def get(
+    context: Context, *, size: int, kind: str, readers: int, touch: bool, pause: float = GIVEN_BACK_S
+) -> dict[str, float]:
     """Have actors get one value at the same time: until all have it, the time of one get, and the memory that it takes."""
     peer, value = context.peer, _made(size, kind)
     actors_ = context.actors["reader"][:readers]
     reads = [peer.method(reader, "read") for reader in actors_]
-    time.sleep(GIVEN_BACK_S)
+    time.sleep(pause)
     before = _memory()
     ref = peer.package.put(value)
     begin = time.perf_counter()
@@ -202,11 +206,13 @@ def small(context: Context, *, count: int) -> dict[str, float]:
     }
 
 
-def weights(context: Context, *, size: int, kind: str, readers: int) -> dict[str, float]:
+def weights(
+    context: Context, *, size: int, kind: str, readers: int, pause: float = GIVEN_BACK_S
+) -> dict[str, float]:
     """Give weights to actors that keep them: put them once, and call each with the reference."""
     peer, value = context.peer, _made(size, kind)
     takes = [peer.method(reader, "take") for reader in context.actors["reader"][:readers]]
-    time.sleep(GIVEN_BACK_S)
+    time.sleep(pause)
     before = _memory()
     begin = time.perf_counter()
     ref = peer.package.put(value)
