@@ -319,7 +319,14 @@ def test_logs_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == ["the first", "behind the first", "the last"]
 
 
-@pytest.mark.usefixtures("job")
+@pytest.fixture
+def _large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many descriptors and how much shared memory the machine allows is no affair of the test."""
+    monkeypatch.setattr(doctor, "_FEW", 0)
+    monkeypatch.setattr(doctor, "_LITTLE", 0)
+
+
+@pytest.mark.usefixtures("job", "_large_machine")
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "doctor")
     assert status == 0, text
@@ -370,7 +377,7 @@ def test_where_no_group_runs_that_is_said(command: list[str], capsys: pytest.Cap
     )
 
 
-@pytest.mark.usefixtures("_nowhere")
+@pytest.mark.usefixtures("_nowhere", "_large_machine")
 def test_doctor_needs_no_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert "no group was checked" in capsys.readouterr().out
