@@ -1,6 +1,6 @@
 """How long it takes to look into a group of many processes, all well, and with one stopped and one in code in C.
 
-``python -m benchmarks.looks [--workers N]`` starts a cluster of so many processes, has ``actorrpc status``, ``actorrpc stack`` (each
+``python -m benchmarks.looks [--workers N]`` starts a cluster of N processes, has ``actorrpc status``, ``actorrpc stack`` (each
 with the start of its process) and ``actorrpc.state()`` look at it five times each, and writes medians, in seconds, to
 ``results/looks.json``.
 """
