@@ -630,7 +630,8 @@ def _is_one(groups: list[FoundGroup]) -> bool:
 
 
 def _debug(found: argparse.Namespace) -> int:
-    made = [views.Picture.of(each) for each in _looks(found, _PARTS)]
+    looks = _looks(found, _PARTS)
+    made = [views.Picture.of(each) for each in looks]
     workers = [worker for picture in made for worker in picture.state.workers]
     if found.which is None:
         if found.now or found.cast:
@@ -641,19 +642,23 @@ def _debug(found: argparse.Namespace) -> int:
         else:
             _print(debug.lines(held))
         return _FOUND
-    targets = {
-        record.name: look.target(record)
-        for look in _looks(found, ["process"])
-        for record, _ in look.answers.values()
-    }
+    targets = {record.name: each.target(record) for each in looks for record, _ in each.answers.values()}
     until = time.monotonic() + found.timeout
     if found.now:
-        actors = [each for picture in made for each in picture.actors_named(found.which) if each.answered]
+        actors = [
+            each for picture in made for each in picture.actors_named(found.which) if each.state != "DEAD"
+        ]
         if len(actors) != 1:
             raise _NotThereError(
                 f"--now enters one actor that lives; {len(actors)} are called {found.which!r}"
             )
         (actor,) = actors
+        if not actor.answered:
+            why = next((f": it is {each.state}" for each in workers if each.name == actor.worker), "")
+            raise _NotThereError(
+                f"{actor.title} cannot be entered, as its worker {actor.worker!r} does not answer{why}. actorrpc stack shows "
+                "where it is"
+            )
         sessions = [debug.Attached.entering(actor.title, actor.actor_id, targets[actor.worker], until)]
     else:
         meant = {each.actor_id for picture in made for each in picture.actors_named(found.which)}
