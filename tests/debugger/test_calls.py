@@ -268,6 +268,7 @@ def test_what_ends_a_program_ends_no_worker(counter: Any) -> None:
         assert _say(front_end, "raise SystemExit") == "*** SystemExit:"
         assert _say(front_end, "class Bad: __repr__ = lambda self: __import__('sys').exit(4)") == ""
         assert _say(front_end, "k = Bad()", "args").endswith("*** SystemExit: 4")
+        assert _say(front_end, "k = 1") == ""
         front_end.say("c")
         assert actorrpc.get(ref) == 1
 
