@@ -13,7 +13,7 @@ from benchmarks.bench import Bench, Member
 from benchmarks.rigs import Placement, Rig, RigError
 from benchmarks.series import Key
 
-__all__ = ["ACTOR_SECTIONS", "TENSOR_SIZES"]
+__all__ = ["ACTOR_SECTIONS", "TENSOR_SIZES", "Measure", "ask", "prepare"]
 
 MIB = 1 << 20
 TENSOR_SIZES: dict[str, int] = {"1 MiB": MIB, "64 MiB": 64 * MIB, "256 MiB": 256 * MIB}
@@ -22,12 +22,12 @@ OURS = Member("actorrpc")
 Measure = Callable[[Rig], dict[str, float]]
 
 
-def _ask(do: str, **fields: Any) -> Measure:
+def ask(do: str, **fields: Any) -> Measure:
     """Return what asks a session to run a scenario."""
     return lambda rig: rig.caller(do, **fields)
 
 
-def _prepare(bench: Bench, rigs: dict[Member, Rig | None], step: Callable[[Rig], object], what: str) -> None:
+def prepare(bench: Bench, rigs: dict[Member, Rig | None], step: Callable[[Rig], object], what: str) -> None:
     """Do something in all sessions that is not measured; one that cannot is out of the section."""
     for member, rig in rigs.items():
         if rig is None or rig.broken:
@@ -41,16 +41,16 @@ def _prepare(bench: Bench, rigs: dict[Member, Rig | None], step: Callable[[Rig],
 
 def _place(place: Placement, *callees: str, callers: tuple[str, ...] = ()) -> Callable[[Rig], object]:
     actors = {what: list(place.callees) for what in callees} | {what: list(place.callers) for what in callers}
-    return _ask("place", driver=list(place.callers), actors=actors)
+    return ask("place", driver=list(place.callers), actors=actors)
 
 
 def calls(bench: Bench) -> None:
     """Time single calls, the core's rpc_sync beside them, then calls of which a thousand are under way."""
     count, windows = (400, 2) if bench.quick else (1500, 6)
     with sessions(bench, PEERS) as (rigs, _):
-        _prepare(bench, rigs, _ask("make", what="tiny", count=1), "actor call")
+        prepare(bench, rigs, ask("make", what="tiny", count=1), "actor call")
         for place in bench.places("own", "one"):
-            _prepare(bench, rigs, _place(place, "tiny"), "actor call")
+            prepare(bench, rigs, _place(place, "tiny"), "actor call")
             for _ in range(bench.rounds):
                 for member, rig in rigs.items():
                     ways = {member: "roundtrip"}
@@ -62,7 +62,7 @@ def calls(bench: Bench) -> None:
                             shown,
                             place.name,
                             rig,
-                            _ask(way, calls=count),
+                            ask(way, calls=count),
                             ("p50", "p99", "cpu"),
                         )
                 for member, rig in rigs.items():
@@ -71,7 +71,7 @@ def calls(bench: Bench) -> None:
                         member,
                         place.name,
                         rig,
-                        _ask("pipelined", windows=windows, window=1000),
+                        ask("pipelined", windows=windows, window=1000),
                         ("rate", "cpu"),
                     )
 
@@ -81,13 +81,13 @@ def four(bench: Bench) -> None:
     seconds = 0.3 if bench.quick else 1.0
     with sessions(bench, PEERS) as (rigs, _):
         for what in ("tiny", "caller"):
-            _prepare(bench, rigs, _ask("make", what=what, count=4), "4 actors to 4")
+            prepare(bench, rigs, ask("make", what=what, count=4), "4 actors to 4")
         for place in bench.places("own", "one"):
-            _prepare(bench, rigs, _place(place, "tiny", callers=("caller",)), "4 to 4")
+            prepare(bench, rigs, _place(place, "tiny", callers=("caller",)), "4 to 4")
             for _ in range(bench.rounds):
                 for case, window in (("windows of 250", 250), ("single calls", 0)):
                     for member, rig in rigs.items():
-                        measure = _ask("together", seconds=seconds, window=window)
+                        measure = ask("together", seconds=seconds, window=window)
                         bench.record("4 actors to 4", member, place.name, rig, measure, ("rate",), case=case)
 
 
@@ -95,7 +95,7 @@ def fan(bench: Bench) -> None:
     """Call eight actors at once and gather their answers."""
     rounds = 100 if bench.quick else 500
     with sessions(bench, PEERS) as (rigs, _):
-        _prepare(bench, rigs, _ask("make", what="tiny", count=8), "fan-out")
+        prepare(bench, rigs, ask("make", what="tiny", count=8), "fan-out")
         for _ in range(bench.rounds):
             for member, rig in rigs.items():
                 bench.record(
@@ -103,7 +103,7 @@ def fan(bench: Bench) -> None:
                     member,
                     "both",
                     rig,
-                    _ask("fan", members=8, rounds=rounds),
+                    ask("fan", members=8, rounds=rounds),
                     ("p50", "p99", "rate"),
                     case="1 to 8",
                 )
@@ -112,7 +112,7 @@ def fan(bench: Bench) -> None:
 def tensors(bench: Bench) -> None:
     """Move tensors as arguments, as results, and from one actor to another without passing the driver."""
     with sessions(bench, PEERS) as (rigs, _):
-        _prepare(bench, rigs, _ask("make", what="holder", count=2), "actor tensors")
+        prepare(bench, rigs, ask("make", what="holder", count=2), "actor tensors")
         for name in list(TENSOR_SIZES)[: 2 if bench.quick else 3]:
             size = TENSOR_SIZES[name]
             repeats = 2 if bench.quick and size > MIB else max(3, min(50, (256 * MIB) // size))
@@ -124,12 +124,12 @@ def tensors(bench: Bench) -> None:
                         for shown, kind in ((member, "torch"), (Member("ray numpy"), "numpy")):
                             if kind == "numpy" and member.peer != "ray":
                                 continue
-                            measure = _ask(
+                            measure = ask(
                                 "tensor", size=size, direction=direction, kind=kind, repeats=repeats
                             )
                             case = f"{direction} {name}"
                             bench.record("actor tensors", shown, "both", rig, measure, ("rate",), case=case)
-            _prepare(bench, rigs, _ask("forget"), "actor tensors")
+            prepare(bench, rigs, ask("forget"), "actor tensors")
 
 
 def start(bench: Bench) -> None:
@@ -146,7 +146,7 @@ def start(bench: Bench) -> None:
                         member,
                         "both",
                         rig,
-                        _ask("overhead"),
+                        ask("overhead"),
                         ("pss",),
                         case="all processes but the driver and its actors",
                     )
@@ -159,7 +159,7 @@ def creation(bench: Bench) -> None:
         for _ in range(1 if bench.quick else min(3, bench.rounds)):
             for case, torch_too in (("8 processes", False), ("8 processes with torch", True)):
                 for member, rig in rigs.items():
-                    measure = _ask("create", count=8, torch_too=torch_too)
+                    measure = ask("create", count=8, torch_too=torch_too)
                     bench.record("actor creation", member, "both", rig, measure, metrics, case=case)
 
 
@@ -173,7 +173,7 @@ def many(bench: Bench) -> None:
                 member,
                 "both",
                 rig,
-                _ask("create", count=64, torch_too=False, timeout=240.0),
+                ask("create", count=64, torch_too=False, timeout=240.0),
                 metrics,
                 case="64 processes",
             )
@@ -183,7 +183,7 @@ def many(bench: Bench) -> None:
                 OURS,
                 "both",
                 rigs[OURS],
-                _ask("crowd", count=count),
+                ask("crowd", count=count),
                 ("time", "each", "rate", "weight"),
                 case=f"{count} actors",
             )

@@ -40,15 +40,15 @@ def interpreter(peer: str) -> str | None:
 class Session(Rig):
     """One running session, asked like a rig of one worker."""
 
-    __slots__ = ("name",)
+    __slots__ = ("module", "name")
 
-    def __init__(self, name: str, worker: Worker) -> None:
+    def __init__(self, name: str, worker: Worker, module: str = _MODULE) -> None:
         super().__init__(Peer(backend=name), [worker])
-        self.name, self.pairs = name, 1
+        self.name, self.pairs, self.module = name, 1, module
 
     def begin(self) -> None:
         """Have it import the scenarios."""
-        self._all("begin", {"environment": {}, "module": _MODULE}, 120.0)
+        self._all("begin", {"environment": {}, "module": self.module}, 120.0)
 
     def close(self, *, kill: bool = False) -> None:
         """Shut the session down, and see to it that nothing of its cluster is left."""
@@ -63,7 +63,7 @@ class Session(Rig):
         psutil.wait_procs(alive, timeout=5.0)
 
 
-def _open(bench: Bench, peer: str, found: dict[Member, Rig | None]) -> dict[str, float]:
+def _open(bench: Bench, peer: str, found: dict[Member, Rig | None], module: str) -> dict[str, float]:
     """Start a peer's session and cluster; ``found`` has it as soon as there is something to close."""
     python = interpreter(peer)
     member = Member(peer)
@@ -74,8 +74,8 @@ def _open(bench: Bench, peer: str, found: dict[Member, Rig | None]) -> dict[str,
     scratch = bench.stable.scratch / peer[0]
     scratch.mkdir(exist_ok=True)
     try:
-        worker = bench.stable.solo(bench.placements["both"].callers, _MODULE, python)
-        session = found[member] = Session(peer, worker)
+        worker = bench.stable.solo(bench.placements["both"].callers, module, python)
+        session = found[member] = Session(peer, worker, module)
         session.begin()
         return session.caller("start", peer=peer, scratch=str(scratch))
     except RigError as error:
@@ -87,13 +87,19 @@ def _open(bench: Bench, peer: str, found: dict[Member, Rig | None]) -> dict[str,
 
 
 @contextmanager
-def sessions(bench: Bench, peers: tuple[str, ...]) -> Iterator[tuple[dict[Member, Rig | None], Any]]:
-    """Run one session for each peer, all alive at the same time; also yields what their starts took."""
+def sessions(
+    bench: Bench, peers: tuple[str, ...], module: str = _MODULE
+) -> Iterator[tuple[dict[Member, Rig | None], Any]]:
+    """Run one session for each peer, all alive at the same time; also yields what their starts took.
+
+    Args:
+        module: has the scenarios.
+    """
     found: dict[Member, Rig | None] = {}
     took: dict[str, dict[str, float]] = {}
     try:
         for peer in peers:
-            took[peer] = _open(bench, peer, found)
+            took[peer] = _open(bench, peer, found, module)
         yield found, took
     finally:
         for session in found.values():

@@ -27,7 +27,7 @@ PEER_ORDER = (
     "raw",
     "memcpy",
 )
-COMPARED = ("torch", "ray", "monarch", "rpc_sync", "plain", "raw")
+COMPARED = ("torch", "ray", "monarch", "rpc_sync", "plain", "raw", "memcpy")
 
 METRICS: dict[str, str] = {
     "p50": "p50, us",
@@ -51,13 +51,21 @@ METRICS: dict[str, str] = {
     "backward": "backward, us",
     "hop": "us for each further hop",
     "both_ways": "GB/s, the tensor and its gradient",
+    "fresh": "GB/s, into memory that was not used before",
+    "next": "ms of one get, the median of those after the first",
+    "memory": "memory of the host while all have it, in times its size",
+    "put_all": "ms to put all of them",
+    "get_all": "ms to get all of them",
+    "handed": "ms until the other actor has it, once it is made",
+    "there": "us to get each of a tenth of them in an actor",
 }
+_IN_BYTES = ("tensors", "object put", "object hand-over")  # sections whose rates are of bytes
 TENSOR_METRICS = {"rate": "GB/s", "cpu": "processor time of both sides, s per GB"}
 
 
 def metric_title(key: Key) -> str:
     """Return what a metric means in its section, with its unit."""
-    if key.section.endswith("tensors"):
+    if key.section.endswith(_IN_BYTES) and key.metric in TENSOR_METRICS:
         return TENSOR_METRICS[key.metric]
     return METRICS.get(key.metric, key.metric)
 

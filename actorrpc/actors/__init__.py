@@ -27,6 +27,7 @@ from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.client.handle import ActorHandle, ActorMethod, ActorProxy
 from actorrpc.actors.client.typed_methods import BoundMethod, Method, RemoteCall, method
 from actorrpc.actors.collectives.collective import Collective, collective, collective_group
+from actorrpc.actors.groups.broadcast import broadcast
 from actorrpc.actors.groups.group import ActorGroup, GroupMethod, GroupStream, current_rank, spawn
 from actorrpc.actors.groups.mesh import Mesh, Point, ValueMesh
 from actorrpc.actors.groups.supervision import Supervision, supervise
@@ -74,6 +75,7 @@ __all__ = [
     "TaskOptions",
     "ValueMesh",
     "as_completed",
+    "broadcast",
     "call",
     "cancel",
     "collective",

@@ -117,7 +117,7 @@ class Picture:
         lines = [self._title(), "", *self._worker_lines()]
         if self.state.actors:
             lines += ["", *self._class_lines()]
-        lines += self._holder_lines()
+        lines += [*self._holder_lines(), *self._object_lines()]
         wrong = [each for each in self.findings if each.wrong]
         notes = [each for each in self.findings if not each.wrong]
         lines += ["", "Wrong:" if wrong else "Nothing is wrong."]
@@ -208,6 +208,30 @@ class Picture:
         lines = table(("memory of", "is held by", "references", "values", "shared"), rows[:_OWNERS])
         more = len(rows) - _OWNERS
         return ["", *lines, *([f"... and {more} more"] if more > 0 else [])]
+
+    def _object_lines(self) -> list[str]:
+        """Return the large objects in shared memory, each once, and who holds them."""
+        holders: dict[str, list[str]] = {}
+        found: dict[str, Any] = {}
+        for worker in self.state.workers:
+            for each in worker.objects:
+                holders.setdefault(each.segment, []).append(worker.name)
+                if each.segment not in found or each.bytes > found[each.segment].bytes:
+                    found[each.segment] = each
+        largest = [
+            each for each in sorted(found.values(), key=lambda each: -each.bytes) if each.bytes >= _SAID
+        ]
+        if not largest:
+            return []
+        rows = []
+        for each in largest[:_OWNERS]:
+            names = holders[each.segment]
+            more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+            held = f"{', '.join(names[:2])}{more}" if more else ", ".join(names)
+            rows.append((amount(each.bytes), each.label, each.site or "-", held))
+        lines = table(("objects", "the latest in it", "made at", "held by"), rows)
+        more_rows = len(largest) - _OWNERS
+        return ["", *lines, *([f"... and {more_rows} more"] if more_rows > 0 else [])]
 
     # -- stacks --------------------------------------------------------------------------------------------------
 

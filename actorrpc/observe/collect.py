@@ -55,6 +55,7 @@ _FRAMES: Final = 100  # of one stack
 _CALLS: Final = 100  # of one worker, or one actor
 _CONNECTIONS: Final = 1000
 _STREAMS: Final = 50
+_SEGMENTS: Final = 100  # the largest
 _CONTEXTS: Final = 20
 _DEAD: Final = 1000  # actors of one supervisor
 _TEXT: Final = 2000  # characters of one text
@@ -161,7 +162,7 @@ def _process(worker: Worker) -> dict[str, Any]:
     outgoing = [call for peer in peers for call in list(peer.pending.values())]
     running = [each for peer in agent.peers() for each in list(peer.running.values())]
     plain = [each for each in running if isinstance(each, Execution)]
-    buffers = agent.buffers.stats()
+    buffers, objects = agent.buffers.stats(), agent.objects.stats()
     found: dict[str, Any] = {
         **processes.figures(),
         "host": _host(),
@@ -176,6 +177,16 @@ def _process(worker: Worker) -> dict[str, Any]:
         "outgoing": [_outgoing(each, now) for each in outgoing[:_CALLS]],
         "outgoing_count": len(outgoing),
         "memory_pool": {"used": buffers.lent_bytes, "kept": buffers.free_bytes},
+        "objects": [
+            {"segment": each.segment_id.hex(), "label": each.label, "site": each.site, "bytes": each.nbytes}
+            for each in sorted(objects.held, key=lambda each: -each.nbytes)[:_SEGMENTS]
+        ],
+        "object_memory": {
+            "held": objects.held_bytes,
+            "kept": objects.free_bytes,
+            "host": objects.host_bytes,
+            "limit": objects.limit_bytes,
+        },
     }
     if worker.references is not None:
         counts = worker.references.table.pending_counts()

@@ -24,6 +24,7 @@ __all__ = [
     "ObservedConnection",
     "ObservedContext",
     "ObservedHolder",
+    "ObservedSegment",
     "ObservedStream",
     "ObservedWorker",
     "OutgoingCall",
@@ -216,8 +217,8 @@ class ObservedHolder:
 
     Attributes:
         holder: the name of the one that refers to them; their owner itself is one, too.
-        what: their class; ``"actor"``: they are actors, to which there are handles; ``"a kept result"``: copies of large
-            results, until they are fetched; ``"an error"`` and ``"nothing yet"`` say that there is no value.
+        what: their class; ``"actor"``: they are actors, to which there are handles; ``"a kept result"``: copies of
+            results that another host may fetch; ``"an error"`` and ``"nothing yet"`` say that there is no value.
         references: how many there are.
         bytes: of these values, each counted once; 0 where that is not known without asking the user's object.
     """
@@ -225,6 +226,23 @@ class ObservedHolder:
     holder: str = ""
     what: str = ""
     references: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedSegment:
+    """A piece of shared memory with large objects, which a worker holds: by references to them, or by their values.
+
+    Attributes:
+        segment: names it, and what it is filled with; the same in all workers that hold it.
+        label: what is in it, in words; of several objects the latest.
+        site: where that was made, as ``file:line``; may be empty.
+        bytes: the memory that it takes on its host, however many hold it.
+    """
+
+    segment: str = ""
+    label: str = ""
+    site: str = ""
     bytes: int = 0
 
 
@@ -279,6 +297,9 @@ class ObservedWorker:
         holders: who refers to the values that live here, as this worker, their owner, knows it: those first that keep the most
             memory; at most 1000.
         memory_pool: bytes of the buffers that are in use and kept.
+        objects: shared memory with large objects that it holds: the largest, at most 100.
+        object_memory: in bytes: ``held`` by it, of all of those; ``kept`` to be filled again; ``host``: held by the workers of
+            its host together, each piece counted once; ``limit``: what that may be.
         streams: those produced here, the ones that pause first; ``stream_count`` of all.
         autograd: contexts and passes of distributed autograd, in numbers; ``contexts``: those that were made last.
         deadlocks: circles of calls that were broken here, the last ones: what their errors say.
@@ -309,6 +330,8 @@ class ObservedWorker:
     references: dict[str, int] = field(default_factory=dict)
     holders: tuple[ObservedHolder, ...] = ()
     memory_pool: dict[str, int] = field(default_factory=dict)
+    objects: tuple[ObservedSegment, ...] = ()
+    object_memory: dict[str, int] = field(default_factory=dict)
     streams: tuple[ObservedStream, ...] = ()
     stream_count: int = 0
     autograd: dict[str, int] = field(default_factory=dict)

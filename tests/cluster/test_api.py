@@ -98,7 +98,7 @@ def test_init_in_a_group_says_that_it_is_there() -> None:
     [
         ({"address": "auto"}, "tcp://HOST:PORT"),
         ({"include_dashboard": False}, "dashboard=True"),
-        ({"object_store_memory": 10}, "no object store"),
+        ({"object_store_memory": 10}, "object_memory"),
         ({"local_mode": True}, "processes"),
         ({"log_to_drivr": True}, "did you mean log_to_driver"),
         ({"something": 1}, "There are: address, listen"),

@@ -340,9 +340,12 @@ def test_a_cycle_deeper_than_the_pools_ends_with_an_error() -> None:
 
 
 @row("each call has a deadline of its own")
-def test_nested_calls_inherit_what_is_left(passing: InProcessCluster) -> None:
+def test_nested_calls_inherit_what_is_left(near: InProcessCluster) -> None:
+    call = rpc.rpc_async("worker1", _asks_for_long, timeout=5.0)
+    assert _at_gate.wait(30)  # before time passes: a call that comes late is not started
+    near.clock.advance(5.0)
     with pytest.raises(TimeoutError):
-        rpc.rpc_sync("worker1", _asks_for_long, timeout=5.0)
+        call.wait()
     _gate.set()
     until(lambda: _called)
     [left] = _called

@@ -153,8 +153,10 @@ def test_a_stream_that_pauses_is_seen() -> None:
     def paused() -> list[Any]:
         return [each for worker in actorrpc.state(30).workers for each in worker.streams if each.pauses]
 
-    until(paused)
-    (seen,) = paused()
+    # It pauses twice: the first time until its producer hears that an item was taken.
+    found: list[Any] = []
+    until(lambda: found.extend(paused()) or found)
+    seen = found[0]
     assert (seen.method, seen.consumer, seen.limit, seen.items) == ("numbers", "driver", 3, 3)
     stream.close()
 
@@ -181,24 +183,50 @@ def test_a_process_is_seen() -> None:
 @pytest.mark.usefixtures("embedded")
 def test_it_is_seen_who_holds_what() -> None:
     keeper, reader = Busy.remote(), Busy.remote()
-    large = keeper.zeros.remote(1 << 20)
-    actorrpc.wait([large])  # otherwise the reader is given a promise of the driver's
-    assert actorrpc.get(reader.keep.remote([large])) == 1
-    theirs, its = _seen(keeper).worker, _seen(reader).worker
-    until(lambda: {each.holder for each in _holders(theirs, "Tensor")} == {"driver", its})
-    for each in _holders(theirs, "Tensor"):
-        assert (each.references, each.bytes) == (1, 1 << 20)
     # Handles are seen where the one is that looks after the actor.
     until(lambda: _seen(keeper).handles == {"driver": 1})
     assert actorrpc.get(reader.keep.remote([keeper])) == 1
-    until(lambda: _seen(keeper).handles == {"driver": 1, its: 1})
-    kept = actorrpc.put(torch.zeros(1 << 18))
-    (held,) = _holders("driver", "a kept result")
-    assert (held.holder, held.references, held.bytes >> 20) == ("driver", 1, 1)
+    until(lambda: _seen(keeper).handles == {"driver": 1, _seen(reader).worker: 1})
     assert _holders("driver", "actor")
+    value = rpc.RRef(torch.zeros(1 << 18))
+    (held,) = _holders("driver", "Tensor")
+    assert (held.holder, held.references, held.bytes) == ("driver", 1, 1 << 20)
+    del value
+
+
+@pytest.mark.usefixtures("embedded")
+def test_it_is_seen_who_holds_large_objects() -> None:
+    keeper, reader = Busy.remote(), Busy.remote()
+    large = keeper.zeros.remote(1 << 20)
+    actorrpc.wait([large])  # otherwise the reader is given a promise of the driver's
+    assert actorrpc.get(reader.keep.remote([large])) == 1
+    its = _seen(reader).worker
+    until(lambda: set(_objects("the result of Busy.zeros")) == {"driver", its})
+    theirs, ours = _objects("the result of Busy.zeros").values()
+    assert theirs == ours  # it is one piece of memory
+    assert ours.bytes >= 1 << 20
+    kept = actorrpc.put(bytearray(9 << 20))
+    (put,) = _objects("put(bytearray)").values()
+    assert put.bytes >= 9 << 20
+    assert put.site.startswith(f"{__file__}:")
+    seen = actorrpc.state(30).worker("driver")
+    assert seen is not None
+    held = seen.object_memory
+    assert 10 << 20 <= held["held"] <= held["host"] <= held["limit"]
     del kept
+    until(lambda: not _objects("put(bytearray)"))
     del large
-    until(lambda: not _holders(theirs, "Tensor"))
+    until(lambda: set(_objects("the result of Busy.zeros")) == {its})
+
+
+def _objects(label: str) -> dict[str, actorrpc.observe.ObservedSegment]:
+    """Return, by worker, the memory that has objects of a label in it."""
+    return {
+        worker.name: each
+        for worker in actorrpc.state(30).workers
+        for each in worker.objects
+        if each.label.startswith(label)
+    }
 
 
 def _holders(worker: str, what: str) -> list[actorrpc.observe.ObservedHolder]:

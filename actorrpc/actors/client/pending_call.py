@@ -256,7 +256,7 @@ class ResultFuture(Future[Any]):
                 # A value that could have been kept remembers how it came: what becomes of it decides about the next.
                 if type(value) is StoredResult:
                     value.policy = template
-                if not template.inlines:
+                if not template.inlines and type(value) is not Snapshot:
                     self._template = None
             self._route = self._pending = None
             queue.flying.pop(self._number, None)

@@ -1,40 +1,44 @@
-"""Fan-out: how a large argument reaches many actors without leaving its caller once for each of them.
+"""Fan-out: how a large value reaches many actors without leaving its host once for each of them.
 
-The calls themselves go straight to the actors, so that each gets them in its caller's order. Only the argument takes
-another way: the workers on which the actors live form a tree below the caller, each fetches a snapshot of the argument
-from the one above it, and the actors there open it. In the calls stands an ObjectRef for it. A worker whose upper
-neighbour has died, or failed to get the argument, fetches it from the caller itself.
+The calls themselves go straight to the actors, so that each gets them in its caller's order. Only the value takes another way:
+the hosts on which the actors live form a tree below that which has it, one worker of each fetches a snapshot from the host above,
+and the actors there open it, from memory that they share. (A worker that shares no memory with others stands for a host of its
+own.) In the calls stands an ObjectRef for it. A worker whose upper neighbour has died, or failed to get the value, fetches it
+from the root.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import torch
 
 from actorrpc._exception_text import is_of_handler
-from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
+from actorrpc.actors.client.handle import ActorHandle, route_to
+from actorrpc.actors.refs.object_ref import ATOMS, ObjectRef, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import Location
+from actorrpc.agent.agent import Agent
 from actorrpc.agent.executor import Later
+from actorrpc.errors import RpcError
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc import api
 from actorrpc.rpc.rref import RRef
 
-__all__ = ["DIRECT", "LARGE", "WIDTH", "parent_of", "share", "weight_of"]
+__all__ = ["DIRECT", "LARGE", "WIDTH", "broadcast", "parent_of", "share", "weight_of"]
 
-_log = logging.getLogger("actorrpc.actors")
+T = TypeVar("T")
 
 DIRECT: Final = 8
 """Up to so many receivers get an argument from the caller, however large it is."""
 LARGE: Final = 1 << 20
 """Arguments of so many bytes and more are passed on from worker to worker."""
 WIDTH: Final = 4
-"""How many workers fetch from the caller, and from each worker in the tree."""
+"""How many workers fetch from the root, and from each worker in the tree."""
 
 _LOOKED_AT: Final = 1000  # items of containers that are looked at to find out how large an argument is
 
@@ -76,18 +80,17 @@ def weight_of(value: Any) -> int:
 
 
 def parent_of(place: int) -> int | None:
-    """Return from which place in the tree a worker fetches; None: from the caller."""
+    """Return from which place in the tree a worker fetches; None: from the root."""
     return None if place < WIDTH else place // WIDTH - 1
 
 
 def share(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], located: Sequence[Future[Location]], here: str
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], located: Sequence[Future[Location]]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
     """Return the arguments for each receiver, with ObjectRefs in place of the large ones.
 
     Args:
         located: for each receiver, where it lives, or will.
-        here: the name of this worker.
 
     Returns:
         None where nothing is gained: there are few receivers, or no large argument.
@@ -106,33 +109,60 @@ def share(
     given: list[tuple[list[Any], dict[str, Any]]] = [(list(args), dict(kwargs)) for _ in located]
     for place in places:
         value = args[place] if isinstance(place, int) else kwargs[place]
-        root: RRef[Any] = RRef(Snapshot.of(value))
-        found: list[Future[Any]] = []
-        for mine, named in given:
-            future: Future[Any] = Future()
-            found.append(future)
-            ref: ObjectRef[Any] = ObjectRef(future, label=f"a shared argument ({type(value).__name__})")
+        kind = type(value).__name__
+        ref: ObjectRef[Any] = ObjectRef.of(Snapshot.of(value), label=f"a shared argument ({kind})")
+        for (mine, named), near in zip(given, _brought(ref, located), strict=True):
             if isinstance(place, int):
-                mine[place] = ref
+                mine[place] = near
             else:
-                named[place] = ref
-        _plant(root, found, located, here)
+                named[place] = near
     return [(tuple(mine), named) for mine, named in given]
 
 
-def _plant(root: RRef[Any], found: list[Future[Any]], located: Sequence[Future[Location]], here: str) -> None:
-    """Have the argument brought to all receivers, as soon as it is known where those are."""
+def broadcast(ref: ObjectRef[T], actors: Iterable[ActorHandle[Any]]) -> list[ObjectRef[T]]:
+    """Bring a value to the hosts on which actors live; return for each actor an ObjectRef to the copy on its host, at once.
+
+    On a host that has the value nothing is copied. Each other host gets it once, however many actors live there: from the host of
+    the value, or from one that has it already. Each ObjectRef is complete when the value is there, and keeps that copy; give it
+    to calls of its actor::
+
+        refs = actorrpc.broadcast(weights, workers)
+        get([worker.load.remote(ref) for worker, ref in zip(workers, refs)])
+
+    Args:
+        actors: handles, or an ActorGroup.
+
+    Raises:
+        TypeError: ``ref`` is no ObjectRef, or there is something else than handles among the actors.
+    """
+    if not isinstance(ref, ObjectRef):
+        raise TypeError(f"broadcast() takes an ObjectRef, not a {type(ref).__name__}: put() the value first")
+    located = [route_to(each, "broadcast()").located() for each in actors]
+    for each in located:
+        each.add_done_callback(Future.acknowledge)  # calls of the actor fail in the same way
+    return _brought(ref, located)
+
+
+def _brought(ref: ObjectRef[T], located: Sequence[Future[Location]]) -> list[ObjectRef[T]]:
+    """Have a value brought to all receivers, as soon as it is there and it is known where those are."""
+    source = ref._ask()
+    found: list[Future[Any]] = [Future() for _ in located]
+    for future in found:
+        future.label = ref._name()
 
     def known(_: Any) -> None:
         try:
-            sources = _grow(root, [_worker_of(future) for future in located], here)
-        except Exception:
-            _log.exception("a large argument could not be passed on from worker to worker; all fetch it here")
-            sources = [root] * len(found)
-        for future, source in zip(found, sources, strict=True):
-            future.set_result(StoredResult(source))
+            _bring(ref, found, [_worker_of(each) for each in located])
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            for future in found:
+                if future._claim():
+                    future._report = source._report  # one failure: looking at any of them will do
+                    future._finish(None, error)
 
-    collect_all(located).add_done_callback(known)
+    collect_all([source, *located]).add_done_callback(known)
+    return [ObjectRef(future) for future in found]
 
 
 def _worker_of(located: Future[Location]) -> str | None:
@@ -141,31 +171,68 @@ def _worker_of(located: Future[Location]) -> str | None:
     return None
 
 
-def _grow(root: RRef[Any], workers: list[str | None], here: str) -> list[RRef[Any]]:
-    """Return, for each receiver, the RRef of the copy that it is to use: that on its worker."""
-    copies: dict[str, RRef[Any]] = {here: root}
+def _bring(ref: ObjectRef[Any], found: Sequence[Future[Any]], workers: Sequence[str | None]) -> None:
+    """Complete a future for each receiver with the value, or with where the copy is that it is to use."""
+    value = ref._ask().value()
+    if type(value) is StoredResult:
+        root = value.rref
+    elif type(value) in ATOMS:
+        for future in found:
+            future.set_result(value)
+        return
+    else:
+        if type(value) is not Snapshot:  # it came with a reply, and is given away for the first time, or anew
+            value = Snapshot.of(ref._value(value))
+        root = RRef(value)
+    agent = root._references.agent
+    places = {worker: _place_of(agent, worker) for worker in dict.fromkeys(workers) if worker is not None}
+    roots_place = _place_of(agent, root.owner_name())
     tree: list[RRef[Any]] = []
-    for worker in dict.fromkeys(workers):
-        if worker is None or worker in copies:
+    copies: dict[str, RRef[Any]] = {}
+    for future, worker in zip(found, workers, strict=True):
+        place = roots_place if worker is None else places[worker]
+        if place == roots_place:
+            future.set_result(value)
             continue
-        above = parent_of(len(tree))
-        try:
-            copy: RRef[Any] = api.remote(
-                worker, _fetch_copy, (root if above is None else tree[above], root), timeout=0
-            )
-        except Exception as error:  # it has died since: so has the receiver, whose call will say so
-            if is_of_handler(error):
-                raise
-            continue
-        tree.append(copy)
-        copies[worker] = copy
-    return [root if worker is None else copies.get(worker, root) for worker in workers]
+        copy = copies.get(place)
+        if copy is None:
+            assert worker is not None
+            above = parent_of(len(tree))
+            try:
+                copy = api.remote(
+                    worker, _fetch_copy, (root if above is None else tree[above], root), timeout=0
+                )
+            except Exception as error:  # it has died since: so has the receiver, whose call will say so
+                if is_of_handler(error):
+                    raise
+                future.set_result(StoredResult(root))
+                continue
+            tree.append(copy)
+            copies[place] = copy
+        assert copy._creation is not None
+        copy._creation.add_done_callback(partial(_arrived, future, copy, root))
+
+
+def _arrived(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: Future[None]) -> None:
+    """Say where a receiver finds its copy: at the root, where the worker has ended that was to have it."""
+    future.set_result(StoredResult(copy if made._error is None else root))
+
+
+def _place_of(agent: Agent, worker: str) -> str:
+    """Return what is the same for all workers that share the memory of one copy."""
+    try:
+        peer = agent.peer(worker)
+        host = peer.record.host
+        shares = agent.shares_memory(peer) if host == agent.record.host else peer.record.unix_path is not None
+    except RpcError:  # it has died since
+        return worker
+    return host if shares else worker
 
 
 def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Later:
-    """Get the argument's snapshot from the worker above, or from the caller. Runs on each worker in the tree."""
+    """Get the snapshot from the worker above, or from the root. Runs on each worker in the tree."""
     answer: Future[Any] = Future()
-    answer.label = "a large argument"
+    answer.label = "a value that is brought to many"
 
     def first(done: Future[Any]) -> None:
         if done._error is None:

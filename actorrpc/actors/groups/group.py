@@ -6,7 +6,7 @@
     score = get(group.evaluate.choose(batch))       # one member, the least busy
 
 A call goes straight to each member, so that what one caller asks of the group is done by each member in that
-caller's order. A large argument for more than 8 members is passed on from worker to worker (``broadcast.py``).
+caller's order. A large argument for more than 8 members is passed on from host to host (``broadcast.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from typing import (
 from actorrpc._exception_text import add_note, is_of_handler, notes_of
 from actorrpc.actors.client.actor_class import ActorClass, offer_class
 from actorrpc.actors.client.handle import gives_one
-from actorrpc.actors.context import runtime
 from actorrpc.actors.groups.broadcast import share
 from actorrpc.actors.groups.mesh import Mesh, Point, ValueMesh
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -229,7 +228,6 @@ class GroupMethod(Generic[P, R]):
                 args,
                 kwargs,
                 [route_of(handle).located() for handle in handles_of(self._group)],
-                runtime().agent.name,
             )
             if args or kwargs
             else None

@@ -49,9 +49,16 @@ T_co = TypeVar("T_co", covariant=True)
 SMALL: Final = 64 << 10
 """Results up to this many bytes ride on the reply; larger ones stay where they were made, or in memory of their host."""
 
+SOLE: Final = 2 if sys.version_info < (3, 14) else -1
+"""The reference count, asked for by a function, of its argument where nobody else has that: nobody can ask for its result again.
+
+From Python 3.14 on, variables are lent to calls, and nothing can be known of that.
+"""
+
 ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)})
 """Classes of which one object may be given to everybody, as nobody can change it."""
 
+_TEXTS: Final = frozenset({str, bytes})
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _MAX_HOPS: Final = 8  # a promise of a promise of a kept result is three
 
@@ -356,15 +363,25 @@ class ObjectRef(Generic[T_co]):
         value = yield from self._ask().__await__()
         if type(value) is StoredResult:
             value = yield from self._settled().__await__()
-        return self._value(value)  # type: ignore[no-any-return]
+        sole = sys.getrefcount(self) == SOLE
+        return self._value(value, None, sole)  # type: ignore[no-any-return]
 
-    def _value(self, found: Any, copy: bool | None = None) -> Any:
-        """Return a value that nobody else has, given what :meth:`_settled` gives."""
+    def _value(self, found: Any, copy: bool | None = None, sole: bool = False) -> Any:
+        """Return a value that nobody else has, given what :meth:`_settled` gives.
+
+        Args:
+            sole: nobody but the caller has this ObjectRef.
+        """
         kind = type(found)
         if kind in ATOMS:
             return found
         if kind is Snapshot:
+            template = getattr(self._future, "_template", None)
+            if template is not None:
+                template.fetched()
             return found.open(copy)
+        if sole and self._id is None and copy is not False:
+            return found  # it is given away, and nobody can ask for it again
         # It came with a reply, and is given away here for the first time: those who ask again get it as it was.
         try:
             snapshot = Snapshot.of(found, recorded=False)
@@ -496,17 +513,24 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         return _arrive_promise, (*known, ref._as_promise())
     error = future._error
     value = future._value
-    if (
-        type(value) is Snapshot
-        and value.nbytes > SMALL
-        and not rrefs.runtime().agent.shares_memory(context.peer)
-    ):
-        return _arrive_promise, (*known, ref._as_promise())
     if error is None and type(value) is StoredResult:
         rref = value.rref
         error = rref._references.table.failure(rref._handle)
-        if type(error) is PeerDiedError:
+        fetched = ref._fetched
+        if fetched is not None and fetched._done and fetched._error is None:
+            # It is here, too: nearer to a process of this host than where it was made, and all that is left where that is gone.
+            if error is not None:
+                ref._future, error = fetched, None
+            if ref._future is fetched or rrefs.runtime().agent.shares_memory(context.peer):
+                value = fetched._value
+        elif type(error) is PeerDiedError:
             error = _lost(ref._name(), error)
+    if type(value) is Snapshot:
+        is_fetched = value.nbytes > SMALL and not rrefs.runtime().agent.shares_memory(context.peer)
+    else:
+        is_fetched = type(value) in _TEXTS and len(value) >= LARGE
+    if is_fetched:
+        return _arrive_promise, (*known, ref._as_promise())
     if error is not None:
         future.acknowledge()  # the caller of get() will see
         worker = rrefs.runtime().agent.name

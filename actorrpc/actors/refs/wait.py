@@ -12,15 +12,15 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from itertools import islice
 from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
 
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler, say
-from actorrpc.actors.refs.object_ref import ATOMS, ObjectRef, StoredResult
+from actorrpc.actors.refs.object_ref import ATOMS, SOLE, ObjectRef, StoredResult
 from actorrpc.actors.refs.progress_bar import progress_bar
-from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, interruption_point
@@ -48,9 +48,6 @@ GetTimeoutError = RpcTimeoutError
 _ANY_FUTURE: Final[type] = torch._C.Future
 _WAITABLE: Final = (ObjectRef, RRef, _ANY_FUTURE)
 _INFINITE: Final = float("inf")
-_KEPT: Final = frozenset({StoredResult, Snapshot})
-# What the reference count of an ObjectRef is that only the call of get() itself holds. From 3.14 on, variables are lent to calls.
-_SOLE: Final = 2 if sys.version_info < (3, 14) else -1
 
 
 # -- what can be waited for --------------------------------------------------------------------------------
@@ -312,13 +309,12 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
         execution = CURRENT.get()
         if timeout is None and (execution is None or execution.deadline == _INFINITE):
             value = (refs._future or refs._ask()).wait()  # the path of most calls
-            if type(value) in ATOMS or (
-                sys.getrefcount(refs) == _SOLE and refs._id is None and type(value) not in _KEPT
-            ):
-                return value  # nobody can change it, or ask for it again
+            if type(value) in ATOMS:
+                return value
             if type(value) is StoredResult:
                 value = refs._settled().wait()
-            return refs._value(value, copy)
+            sole = sys.getrefcount(refs) == SOLE
+            return refs._value(value, copy, sole)
         return _get_one(refs, deadline_of(timeout), timeout, copy)
     until = deadline_of(timeout)
     if not isinstance(refs, (list, tuple)):
@@ -327,15 +323,18 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
         future = _start(refs, "get()", True)
         return _wait_for(future, until, timeout)
     flat: list[Any] = []
+    sole = type(refs) is list and sys.getrefcount(refs) == SOLE
     for item in refs:
         if isinstance(item, (list, tuple)):
             flat.extend(item)
         else:
             flat.append(item)
+    shape = [len(item) if isinstance(item, (list, tuple)) else -1 for item in refs]
+    if sole:  # nobody else has the list, so that its references can be known to be nobody else's
+        item = None
+        del refs[:]  # type: ignore[union-attr]
     values = iter(_get_all(flat, until, timeout, copy))
-    return [
-        [next(values) for _ in item] if isinstance(item, (list, tuple)) else next(values) for item in refs
-    ]
+    return [next(values) if size < 0 else list(islice(values, size)) for size in shape]
 
 
 def _get_one(ref: ObjectRef[T], until: float, timeout: float | None, copy: bool | None) -> T:
@@ -348,7 +347,10 @@ def _get_one(ref: ObjectRef[T], until: float, timeout: float | None, copy: bool 
 def _opened(item: Any, future: Future[Any], copy: bool | None = None) -> Any:
     """Return the value of what was waited for; of an ObjectRef, one that nobody else has."""
     value = future.wait()
-    return item._value(value, copy) if type(item) is ObjectRef else value
+    if type(item) is not ObjectRef:
+        return value
+    sole = sys.getrefcount(item) == SOLE + 1  # the caller has it in a variable, too
+    return item._value(value, copy, sole)
 
 
 def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
@@ -381,15 +383,13 @@ def _late(what: str, timeout: float | None) -> RpcTimeoutError:
 
 
 def _get_all(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
-    for item in items:
-        if type(item) is not ObjectRef and isinstance(item, Arrivals):
-            with ExitStack() as stack:
-                ends = [stack.enter_context(e._whole()) if isinstance(e, Arrivals) else e for e in items]
-                values = _get_each(ends, until, timeout, copy)
-            return [
-                e._rest() if isinstance(e, Arrivals) else value
-                for e, value in zip(items, values, strict=True)
-            ]
+    if any(type(item) is not ObjectRef and isinstance(item, Arrivals) for item in items):
+        with ExitStack() as stack:
+            ends = [stack.enter_context(e._whole()) if isinstance(e, Arrivals) else e for e in items]
+            values = _get_each(ends, until, timeout, copy)
+        return [
+            e._rest() if isinstance(e, Arrivals) else value for e, value in zip(items, values, strict=True)
+        ]
     return _get_each(items, until, timeout, copy)
 
 
@@ -397,7 +397,11 @@ def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool 
     futures = [_start(item, "get()", True) for item in items]
     try:
         found = _values(items, futures, until, timeout)
-        return [_opened(item, future, copy) for item, future in zip(items, found, strict=True)]
+        values = []
+        for at, future in enumerate(found):
+            item, items[at] = items[at], None
+            values.append(_opened(item, future, copy))
+        return values
     except BaseException:
         if _time_is_over() or any(each._error is not None for each in _behind(items, futures)):
             _cover(items, futures)

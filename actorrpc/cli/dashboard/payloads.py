@@ -101,6 +101,7 @@ def _worker(worker: ObservedWorker, before: ObservedWorker | None, actor_count: 
         "memory": worker.memory,
         "buffers": worker.memory_pool.get("used", 0) + worker.memory_pool.get("kept", 0),
         "lent": sum(each.lent for each in worker.connections),
+        "objects": worker.object_memory.get("held", 0),
         "references": worker.references.get("owned", 0),
         "held": worker.references.get("held", 0),
         "descriptors": worker.descriptors,

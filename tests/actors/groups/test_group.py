@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import actorrpc.actors.startup  # noqa: F401 (brings actors into force with RPC)
+import actorrpc
 from actorrpc.actors.api import get_actor, list_actors
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.groups import broadcast
@@ -378,7 +378,7 @@ def test_choose_leaves_out_the_dead(workers: ActorGroup[Any]) -> None:
 def test_a_member_that_is_not_found_is_told_of_by_its_call_alone() -> None:
     """Else it is logged that nobody has looked at where it is, which fails the test."""
     located: Future[Any] = Future()
-    assert broadcast.share((1,), {}, [located], "w0") is None
+    assert broadcast.share((1,), {}, [located]) is None
     located.set_exception(LookupError("dead"))
 
 
@@ -600,6 +600,9 @@ class Receiver:
         self.seen.append("large")
         return rank, os.getpid(), before + (0.0 if more is None else float(more.sum()))
 
+    def large(self) -> torch.Tensor:
+        return torch.full((_LARGE,), 2.0)
+
     def small(self) -> list[Any]:
         self.seen.append("small")
         return self.seen
@@ -655,9 +658,12 @@ def _fan_out(rank: int, world_size: int) -> None:
     assert counted.count == 3 * broadcast.WIDTH, counted.count
 
 
+_APART: dict[str, Any] = {"lane": False}  # as hosts: nobody shares memory with others
+
+
 @pytest.mark.limit(120)
 def test_a_large_argument_leaves_the_caller_a_few_times() -> None:
-    rpc_group(_fan_out, 7)
+    rpc_group(_fan_out, 7, options=_APART)
 
 
 def _die(above: Any, root: Any) -> Any:
@@ -687,4 +693,58 @@ def _broken_tree(rank: int, world_size: int, how: str) -> None:
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("how", ["die", "fail"])
 def test_those_below_a_lost_worker_get_the_argument(how: str) -> None:
-    rpc_group(_broken_tree, 7, how, may_die=(1,) if how == "die" else ())
+    rpc_group(_broken_tree, 7, how, may_die=(1,) if how == "die" else (), options=_APART)
+
+
+def _brought(rank: int, world_size: int, apart: bool) -> None:
+    if rank:
+        return
+    counted = _Counted()
+    made = _receivers(2, world_size - 1)
+    ref = actorrpc.put(torch.ones(_LARGE))
+    near = actorrpc.broadcast(ref, made)
+    assert actorrpc.wait(near, num_returns=made.size, fetch_local=False)[1] == []
+    if apart:  # a tree of one copy for each worker, of which the first ones have come from here
+        assert counted.count == broadcast.WIDTH, counted.count
+    else:
+        assert counted.count == 0, counted.count
+    found = get([actor.take.remote(each) for actor, each in zip(made, near, strict=True)])
+    assert [each[0] for each in found] == list(range(made.size))
+    assert {each[2] for each in found} == {float(_LARGE)}  # what each has added stays its own
+    # What is elsewhere comes from there: nothing leaves this process.
+    before = counted.count
+    there = made.handles[-1].large.remote()
+    near = actorrpc.broadcast(there, [*made, made.handles[0]])
+    found = get([actor.take.remote(each) for actor, each in zip(made, near, strict=False)])
+    assert {each[2] for each in found} == {2.0 * _LARGE}
+    if apart:
+        assert counted.count == before, counted.count
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "hosts"])
+def test_a_value_is_brought_to_all(apart: bool) -> None:
+    rpc_group(_brought, 6, apart, options=_APART if apart else {})
+
+
+def test_what_can_be_brought(workers: ActorGroup[Any]) -> None:
+    handles = list(workers)
+    for value in (7, "text", [1, 2], torch.ones(3), torch.ones(1 << 17)):
+        near = actorrpc.broadcast(actorrpc.put(value), handles)
+        for each in get(near):
+            assert torch.equal(each, value) if isinstance(value, torch.Tensor) else each == value
+    pending = handles[0].hold.remote(0)
+    near = actorrpc.broadcast(pending, [handles[0], handles[1]])
+    assert actorrpc.wait(near, timeout=0)[0] == []
+    for gate in range(6):
+        _gates[gate].set()
+    assert len({*get(near)}) == 1
+    failing = handles[0].fail_at.remote(0)
+    for each in actorrpc.broadcast(failing, handles):
+        with pytest.raises(KeyError):
+            get(each)
+    assert actorrpc.broadcast(pending, []) == []
+    with pytest.raises(TypeError, match=r"put\(\) the value first"):
+        actorrpc.broadcast(torch.ones(1), handles)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes the handle of an actor"):
+        actorrpc.broadcast(pending, [pending])  # type: ignore[list-item]

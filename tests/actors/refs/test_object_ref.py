@@ -8,6 +8,7 @@ import copy
 import gc
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -490,3 +491,86 @@ def _send_to(to: int, thing: Any) -> Any:
 @pytest.mark.limit(60)
 def test_a_value_dies_with_the_worker_that_kept_it() -> None:
     assert rpc_group(_owner_dies, 2, may_die=[1])[0] == [float(_large().sum())]
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    copied: list[object] = []
+    of = Snapshot.of
+
+    def counting(obj: object, **more: Any) -> Snapshot:
+        copied.append(obj)
+        return of(obj, **more)
+
+    monkeypatch.setattr(Snapshot, "of", counting)
+    return copied
+
+
+def _came(value: Any) -> ObjectRef[Any]:
+    """An ObjectRef whose result came with a reply."""
+    return ObjectRef.of(value)
+
+
+def test_what_can_be_asked_for_again_is_as_it_was(group: None) -> None:
+    ref = _came([1, {"a": torch.ones(2)}])
+    get(ref).append(3)
+    get([ref])[0][1]["a"].zero_()
+
+    async def wait_for(ref: ObjectRef[Any]) -> Any:
+        return await ref
+
+    asyncio.run(wait_for(ref)).clear()
+    ref.future().wait().clear()
+    found = get(ref)
+    assert found[0] == 1
+    assert torch.equal(found[1]["a"], torch.ones(2))
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="from Python 3.14 on, variables are lent to calls")
+def test_what_nobody_can_ask_for_again_is_not_copied(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = _counted(monkeypatch)
+
+    async def wait_for() -> Any:
+        return await _came([1])
+
+    # Not in assertions: pytest keeps the parts of those.
+    found = [get(_came([1])), get([_came([1])]), get([[_came([1])], _came([1])]), asyncio.run(wait_for())]
+    assert found == [[1], [[1]], [[[1]], [1]], [1]]
+    assert not copied
+    kept = _came([1])
+    get(kept)
+    assert copied == [[1]]
+
+
+def test_atoms_are_not_copied(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = _counted(monkeypatch)
+    for value in (None, True, 1, 1.5, "text", b"bytes", 1j):
+        ref = put(value)
+        assert get(ref) is get(ref) is value
+    assert not copied
+
+
+def test_what_gradients_flow_through_is_one_tensor(group: None) -> None:
+    ref = _came(torch.ones(2, requires_grad=True))
+    assert get(ref) is get(ref)
+
+
+@pytest.mark.parametrize("copy", [None, True])
+def test_large_values_are_written_to_without_anybody_seeing(group: None, copy: bool | None) -> None:
+    ref = put({"a": torch.zeros(1 << 20), "b": [1]})
+    first = get(ref, copy=copy)
+    first["a"].fill_(1)
+    first["b"].append(2)
+    second = get(ref)
+    assert float(second["a"].sum()) == 0
+    assert second["b"] == [1]
+    assert float(first["a"].sum()) == 1 << 20
+
+
+def test_without_a_copy_it_can_only_be_read(group: None) -> None:
+    numpy = pytest.importorskip("numpy")
+    array = get(put(numpy.arange(1 << 20)), copy=False)
+    assert array[-1] == (1 << 20) - 1
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    with pytest.raises(TypeError, match="copy=False"):
+        get(put(torch.zeros(1 << 20)), copy=False)

@@ -334,13 +334,14 @@ const MEMORY = [
   { head: "memory", cell: (each) => (each.memory ? amount(each.memory) : "-"), number: true },
   { head: "buffers", cell: (each) => amount(each.buffers), number: true },
   { head: "shared memory lent", cell: (each) => amount(each.lent), number: true },
+  { head: "objects held", cell: (each) => amount(each.objects), number: true },
   { head: "RRefs owned", cell: (each) => figure(each.references), number: true },
   { head: "RRefs held", cell: (each) => figure(each.held), number: true },
 ];
 
 export function memoryView(element) {
   const made = table("Memory by worker", MEMORY);
-  element.append(make("p", { class: "faint" }, "Buffers: those that are in use and those that are kept for the next message."),
+  element.append(make("p", { class: "faint" }, "Buffers: those that are in use and those that are kept for the next message. Objects: large ones, in memory that the workers of a host share."),
     scrolling("Memory by worker", true, made.whole));
   return {
     update(now) {
