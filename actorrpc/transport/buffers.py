@@ -139,21 +139,23 @@ def untouched(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def sealed_memfd(size: int) -> int:
+def sealed_memfd(size: int, name: str = "actorrpc", more_seals: int = fcntl.F_SEAL_SEAL) -> int:
     """Return the descriptor of ``size`` bytes of nameless memory that can neither shrink nor grow.
+
+    ``name`` is what the system shows of it; by default, no further seal can be put on it.
 
     Raises:
         OSError: the system does not give it.
     """
     try:
-        fd = os.memfd_create("actorrpc", _MFD_SEALABLE | _MFD_NOEXEC_SEAL)
+        fd = os.memfd_create(name, _MFD_SEALABLE | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        fd = os.memfd_create("actorrpc", _MFD_SEALABLE)  # kernels before 6.3
+        fd = os.memfd_create(name, _MFD_SEALABLE)  # kernels before 6.3
     try:
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _CANNOT_SHRINK | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _CANNOT_SHRINK | more_seals)
     except BaseException:
         os.close(fd)
         raise

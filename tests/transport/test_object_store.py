@@ -1,14 +1,13 @@
-"""Objects in shared memory: independent for all who read them, recycled only when nobody does, gone when everybody is."""
+"""Objects in shared memory: written once, each reader's own, gone with the last of them, and within a limit."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import fcntl
 import gc
 import mmap
 import os
+import resource
 import signal
 import socket
 import threading
@@ -16,628 +15,823 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+import torch
 
+from actorrpc import _time
 from actorrpc.errors import LimitError, ObjectStoreFullError, ProtocolError
 from actorrpc.transport import object_store
-from actorrpc.transport.object_accounts import ObjectAccounts
-from actorrpc.transport.object_store import ObjectStore, StoredRange
+from actorrpc.transport.object_store import OWN_SEGMENT, Allocation, ObjectStore, StoredRange
+from tests.transport.object_stores import (
+    MIB,
+    SUFFIX,
+    Host,
+    descriptors,
+    exit_code,
+    fork,
+    hand_over,
+    inode,
+    make_host,
+    mappings,
+    memory_of,
+    put,
+    receive,
+    segments,
+    send,
+    write,
+)
 
-MIB = 1 << 20
-SMALL, LARGE = 300 << 10, 9 * MIB
+__all__ = ["make_host"]
 
-
-class Clock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(clock: Clock) -> Iterator[ObjectStore]:
-    made = ObjectStore(ObjectAccounts(None), limit_bytes=256 * MIB, clock=clock)
-    yield made
-    made.close()
+_SMALL = 256 << 10
+_SIZES = [_SMALL, 3 * MIB + 5, OWN_SEGMENT, OWN_SEGMENT + 1]
 
 
-def put(store: ObjectStore, data: bytes, label: str = "a value", until: float = 0.0) -> StoredRange:
-    room = store.allocate(len(data), label=label, site="here.py:1", until=until)
-    assert room is not None
-    ctypes.memmove(room.address, data, len(data))
-    return room.finish()
+def room(store: ObjectStore, nbytes: int, **how: Any) -> Allocation:
+    found = store.allocate(nbytes, label="a thing", **how)
+    assert found is not None
+    return found
 
 
-def give(stored: StoredRange, to: ObjectStore) -> StoredRange:
-    """Hand an object to another store as a connection does: its descriptor, and where it is."""
-    segment = stored.segment
-    theirs = to.adopt(os.dup(segment.fd), segment.id, segment.size, segment.label, segment.site)
-    return theirs.range(stored.offset, stored.nbytes)
+def fill(store: ObjectStore, nbytes: int, label: str = "a thing") -> StoredRange:
+    """Have an object of which every page takes memory."""
+    return put(store, bytes([len(label)]) * nbytes, label)
 
 
-def inode(stored: StoredRange) -> int:
-    return os.fstat(stored.fileno()).st_ino
+# -- values ---------------------------------------------------------------------------------------------------
 
 
-def memfds() -> int:
-    return sum(
-        "actorrpc-object" in os.readlink(f"/proc/self/fd/{name}")
-        for name in os.listdir("/proc/self/fd")
-        if os.path.lexists(f"/proc/self/fd/{name}")
+@pytest.mark.parametrize("nbytes", _SIZES)
+def test_each_reader_has_a_value_of_its_own(host: Host, nbytes: int) -> None:
+    writer, reader = host.store(), host.store()
+    content = bytes(range(256)) * (nbytes // 256 + 1)
+    there = hand_over(put(writer, content[:nbytes]), reader)
+    first, second = there.map(), there.map()
+    assert first == second == content[:nbytes]
+    assert not first.readonly
+    first[0] = first[-1] = 7
+    second[1] = 9
+    assert there.map() == content[:nbytes]
+    assert bytes(first[:3]) == bytes([7, 1, 2])
+    assert bytes(second[:3]) == bytes([0, 9, 2])
+
+
+@pytest.mark.parametrize("nbytes", _SIZES)
+def test_a_value_that_was_changed_is_not_what_the_next_one_begins_with(host: Host, nbytes: int) -> None:
+    writer = host.store()
+    stored = put(writer, b"\1" * nbytes)
+    for _ in range(3):
+        view = stored.map()
+        assert view[:5] == view[-5:] == b"\1" * 5
+        view[:] = b"\2" * nbytes
+        del view
+
+
+def test_objects_of_all_lengths_are_whole_side_by_side(host: Host) -> None:
+    store, reader = host.store(), host.store()
+    lengths = [0, 1, 4095, 4096, 4097, _SMALL - 1, MIB + 1]
+    kept = [put(store, bytes([number + 1]) * length) for number, length in enumerate(lengths)]
+    there = [hand_over(each, reader) for each in kept]
+    views = [each.map() for each in there]
+    for view in views:
+        view[:] = bytes(len(view))
+    for number, (length, each) in enumerate(zip(lengths, there, strict=True)):
+        assert each.map() == bytes([number + 1]) * length
+
+
+def test_any_number_of_readers_share_one_copy(host: Host) -> None:
+    stored = fill(host.store(), 9 * MIB)
+    views = [hand_over(stored, host.store()).map() for _ in range(8)]
+    assert sum(view[-1] for view in views) == 8 * len("a thing")
+    assert memory_of(stored) <= 1.1 * 9 * MIB
+    assert len(segments()) == 1
+
+
+def test_a_descriptor_that_comes_again_is_not_kept(host: Host) -> None:
+    stored, reader = fill(host.store(), MIB), host.store()
+    there = hand_over(stored, reader)
+    fds = descriptors()
+    assert [hand_over(stored, reader).segment for _ in range(5)] == [there.segment] * 5
+    assert descriptors() == fds
+
+
+def test_small_objects_share_descriptors_and_mappings(host: Host) -> None:
+    store, reader = host.store(1 << 40), host.store(1 << 40)
+    fds, maps = descriptors(), mappings()
+    stored = [room(store, _SMALL).finish() for _ in range(1000)]  # nobody writes to them: they take no memory
+    there = [hand_over(each, reader) for each in stored]
+    views = [each.map() for each in there]
+    assert descriptors() - fds <= 20
+    assert mappings() - maps <= 20
+    assert (
+        len({view.obj is None or ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views}) == 1000
     )
 
 
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("actorrpc-object")
+def test_threads_that_write_read_and_drop_are_not_in_each_others_way(host: Host) -> None:
+    store, reader = host.store(), host.store()
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        for turn in range(12):
+            content = bytes([16 * number + turn]) * (_SMALL * (1 + 7 * (turn % 5)))
+            there = hand_over(put(store, content, until=_time.now() + 30), reader)
+            view = there.map()
+            if view != content:
+                wrong.append((number, turn))
+            view[:1] = b"\0"
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
-# -- values are values -------------------------------------------------------------------------------------
+# -- as long as anybody reads, and no longer -----------------------------------------------------------------
+
+_READERS: dict[str, Callable[[StoredRange, ObjectStore], Any]] = {
+    "a reference": lambda stored, there: stored,
+    "another process's": lambda stored, there: hand_over(stored, there),
+    "a view": lambda stored, there: stored.map(),
+    "a slice": lambda stored, there: stored.map()[100:200],
+    "an array": lambda stored, there: np.frombuffer(stored.map(), np.float32)[3:9].reshape(2, 3).T,
+    "a tensor": lambda stored, there: torch.frombuffer(stored.map(), dtype=torch.int64)[4:7].view(3, 1),
+    "a tensor elsewhere": lambda stored, there: torch.frombuffer(
+        hand_over(stored, there).map(), dtype=torch.uint8
+    ),
+    "a cycle": lambda stored, there: _cycle(stored.map()),
+}
 
 
-@pytest.mark.parametrize("size", [1, SMALL, LARGE])
-def test_each_map_is_independent(store: ObjectStore, size: int) -> None:
-    data = os.urandom(size)
-    stored = put(store, data)
-    one, other = stored.map(), stored.map()
-    one[:1] = bytes([data[0] ^ 1])
-    assert bytes(other) == data
-    other[-1:] = bytes([data[-1] ^ 2])
-    assert bytes(stored.map()) == data
-    assert one[0] == data[0] ^ 1
+def _cycle(view: memoryview) -> list[Any]:
+    made: list[Any] = [view]
+    made.append(made)
+    return made
 
 
-def test_a_range_that_was_written_to_is_as_it_was_when_it_is_given_out_again(store: ObjectStore) -> None:
-    stored = put(store, b"a" * SMALL)
-    first = stored.map()
-    first[:] = b"b" * SMALL
-    del first
-    assert bytes(stored.map()) == b"a" * SMALL
-
-
-def test_objects_that_share_a_segment_share_a_mapping(store: ObjectStore) -> None:
-    many = [put(store, bytes([n]) * SMALL) for n in range(100)]
-    views = [each.map() for each in many]
-    assert len({each.segment.id for each in many}) == 1
-    assert mappings() == 2  # the writer's and the reader's
-    assert [view[-1] for view in views] == list(range(100))
-    again = many[7].map()
-    again[0] = 99
-    assert views[7][0] == 7
-    assert mappings() == 3
-
-
-def test_nothing_is_an_object_as_well(store: ObjectStore) -> None:
-    assert bytes(put(store, b"").map()) == b""
-
-
-def test_views_outlive_everything_else(store: ObjectStore) -> None:
-    view = put(store, b"x" * LARGE).map()
-    store.close()
+@pytest.mark.parametrize("kind", _READERS)
+@pytest.mark.parametrize("nbytes", [_SMALL, OWN_SEGMENT])
+def test_nothing_is_filled_again_under_a_reader(host: Host, kind: str, nbytes: int) -> None:
+    store, there = host.store(), host.store()
+    stored = put(store, b"\5" * nbytes)
+    memory = inode(stored)
+    reader = _READERS[kind](stored, there)
+    del stored
     gc.collect()
-    assert bytes(view) == b"x" * LARGE
+    host.pass_time(5)
+    others = [fill(store, OWN_SEGMENT) for _ in range(3)]
+    assert memory not in map(inode, others)
+    assert memory in segments()
+    assert _content(reader) == {5}
+    del reader
+    gc.collect()
+    host.pass_time(5)
+    assert memory not in segments()
 
 
-# -- recycled, and given back -------------------------------------------------------------------------------
+def _content(reader: Any) -> set[int]:
+    """All bytes that a reader finds."""
+    if isinstance(reader, StoredRange):
+        reader = reader.map()
+    if isinstance(reader, list):
+        reader = reader[0]
+    if isinstance(reader, torch.Tensor):
+        reader = reader.numpy()
+    content = bytes(reader)
+    return {content[0]} if content.count(content[:1]) == len(content) else set(content)
 
 
-def test_a_segment_is_filled_again_when_nobody_reads_it(store: ObjectStore) -> None:
-    stored = put(store, b"1" * LARGE)
-    used = inode(stored)
-    name = stored.segment.id
-    del stored
-    stored = put(store, b"2" * LARGE)
-    assert inode(stored) == used
-    assert stored.segment.id != name
+def test_what_is_on_its_way_is_read(host: Host) -> None:
+    store, reader = host.store(), host.store()
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        stored = put(store, b"\5" * OWN_SEGMENT)
+        memory = inode(stored)
+        send(here, stored)
+        del stored
+        host.pass_time(5)
+        fill(store, OWN_SEGMENT)
+        assert _content(receive(there, reader)) == {5}
+        host.pass_time(5)
+        assert memory not in segments()
 
 
-@pytest.mark.parametrize("holder", ["a reference", "a view", "another store", "in flight"])
-def test_a_segment_is_not_filled_under_a_reader(store: ObjectStore, holder: str) -> None:
-    stored = put(store, b"1" * LARGE)
-    held: Any = stored
-    ends = socket.socketpair()
-    other = ObjectStore(ObjectAccounts(None), limit_bytes=MIB)
-    if holder == "a view":
-        held = stored.map()
-    elif holder == "another store":
-        held = give(stored, other)
-    elif holder == "in flight":
-        socket.send_fds(ends[0], [b"x"], [stored.segment.fd])
-        held = None
-    del stored
-    inodes = {inode(put(store, b"2" * LARGE)) for _ in range(3)}
-    if holder == "a view":
-        assert bytes(held) == b"1" * LARGE
-    elif held is not None:
-        assert bytes(held.map()) == b"1" * LARGE
-    else:
-        _, fds, _, _ = socket.recv_fds(ends[1], 1, 1)
-        assert os.fstat(fds[0]).st_ino not in inodes
-        os.close(fds[0])
-    del held
-    for end in ends:
-        end.close()
-    other.close()
+@pytest.mark.parametrize("nbytes", [_SMALL, OWN_SEGMENT, 20 * MIB])
+def test_memory_that_nobody_reads_is_filled_again(host: Host, nbytes: int) -> None:
+    store, reader = host.store(), host.store()
+    used = set()
+    for turn in range(200 if nbytes == _SMALL else 5):
+        stored = put(store, bytes([turn]) * nbytes) if turn < 5 else room(store, nbytes).finish()
+        used.add(inode(stored))
+        hand_over(stored, reader).map()
+        del stored
+    assert len(used) == 1
 
 
-def test_memory_goes_back_when_it_was_not_used_for_a_while(store: ObjectStore, clock: Clock) -> None:
-    kept, dropped = put(store, b"1" * LARGE), put(store, b"2" * LARGE)
-    del dropped
-    store.trim()
-    assert store.stats().free_bytes >= LARGE
-    clock.now += 2.0
-    store.trim()
-    assert store.stats().free_bytes == 0
-    assert memfds() == 3  # of the one that is kept: the writer's, its probe, the readers'
-    del kept
-    store.trim()
-    clock.now += 2.0
-    store.trim()
+def test_memory_goes_back_to_the_system_within_two_seconds(host: Host) -> None:
+    store, reader = host.store(), host.store()
+    kept = [fill(store, nbytes) for nbytes in (_SMALL, MIB, OWN_SEGMENT, 20 * MIB)]
+    there = [hand_over(each, reader) for each in kept]
+    assert store.writes
+    assert len(segments()) == 3
+    del kept, there
+    host.pass_time(2)
+    assert not segments()
     assert not store.writes
-    assert memfds() == mappings() == 0
+    assert store.stats().host_bytes == store.stats().free_bytes == 0
 
 
-def test_the_segment_that_is_being_shared_goes_back_as_well(store: ObjectStore, clock: Clock) -> None:
-    put(store, b"1" * SMALL)
-    store.trim()
-    clock.now += 2.0
-    store.trim()
-    assert not store.writes
-    assert bytes(put(store, b"3" * SMALL).map()) == b"3" * SMALL
+def test_what_is_used_again_and_again_stays_warm(host: Host) -> None:
+    store = host.store()
+    memory = inode(fill(store, 20 * MIB))
+    for _ in range(6):
+        host.pass_time(0.5)
+        assert inode(fill(store, 20 * MIB)) == memory
 
 
-def test_many_small_objects_take_few_descriptors(store: ObjectStore) -> None:
-    many = [put(store, b"x" * SMALL) for _ in range(500)]
-    assert memfds() <= 3 * (500 * SMALL // (64 * MIB) + 1)
-    del many
+def test_room_that_is_not_used_is_given_back(host: Host) -> None:
+    store = host.store(20 * MIB)
+    for nbytes in (_SMALL, OWN_SEGMENT):
+        for end in ("discard", "drop"):
+            found: Allocation | None = room(store, nbytes)
+            assert found is not None
+            if end == "discard":
+                found.discard()
+            del found
+            host.pass_time(2)
+            assert not segments()
 
 
-def test_room_that_is_not_filled_is_free_again(store: ObjectStore) -> None:
-    room = store.allocate(LARGE, label="x")
-    assert room is not None
-    room.discard()
-    del room
-    store.trim()
-    assert store.stats().free_bytes >= LARGE
-
-
-def test_without_leases_nothing_is_filled_again(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, command: int, argument: Any = 0) -> Any:
-        if command == object_store._F_SETLEASE:
-            raise OSError(errno.EINVAL, "no leases")
-        return fcntl_fcntl(fd, command, argument)
-
-    fcntl_fcntl = fcntl.fcntl
-    stored = put(store, b"1" * LARGE)
-    monkeypatch.setattr(object_store.fcntl, "fcntl", refuse)
-    put(store, b"2" * LARGE)
-    last = put(store, b"3" * LARGE)
-    assert bytes(stored.map()) == b"1" * LARGE
-    assert bytes(last.map()) == b"3" * LARGE
-
-
-# -- from process to process -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def reader() -> Iterator[ObjectStore]:
-    made = ObjectStore(ObjectAccounts(None), limit_bytes=MIB)
-    yield made
-    made.close()
-
-
-def test_another_store_reads_it_and_changes_nothing(store: ObjectStore, reader: ObjectStore) -> None:
-    stored = put(store, b"1" * LARGE)
-    theirs = give(stored, reader)
-    view = theirs.map()
-    view[:4] = b"2222"
-    assert bytes(stored.map()) == b"1" * LARGE
-    assert bytes(theirs.map()) == b"1" * LARGE
-
-
-def test_a_segment_that_is_there_already_is_not_held_twice(store: ObjectStore, reader: ObjectStore) -> None:
-    stored = put(store, b"1" * LARGE)
-    before = memfds()
-    first, second = give(stored, reader), give(stored, reader)
-    assert first.segment is second.segment
-    assert memfds() == before + 1
-
-
-def test_it_outlives_its_writer(reader: ObjectStore, store: ObjectStore) -> None:
-    theirs = give(put(store, b"1" * LARGE), reader)
+def test_values_outlive_their_store(host: Host) -> None:
+    store, reader = host.store(), host.store()
+    stored = put(store, b"\5" * OWN_SEGMENT)
+    there, view = hand_over(stored, reader), stored.map()
     store.close()
-    assert bytes(theirs.map()) == b"1" * LARGE
+    assert store.allocate(_SMALL, label="a thing") is None
+    assert _content(there) == _content(view) == {5}
+    reader.close()
+    assert _content(there) == {5}
 
 
-def test_readers_can_neither_write_nor_cut(store: ObjectStore) -> None:
-    stored = put(store, b"1" * LARGE)
-    fd = stored.fileno()
-    with pytest.raises(OSError, match="Permission denied"):
-        mmap.mmap(fd, LARGE)
-    with pytest.raises(OSError, match=r"Bad file descriptor|Invalid argument"):
-        os.ftruncate(fd, 0)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.pwrite(fd, b"2", 0)
-    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+# -- nobody can change, or take away, what others read ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [_SMALL, OWN_SEGMENT])
+def test_sealed_means_sealed(host: Host, nbytes: int) -> None:
+    stored = fill(host.store(), nbytes)
+    size = stored.segment.size
+    again = os.open(f"/proc/self/fd/{stored.fileno()}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        for refused in (
-            lambda: mmap.mmap(again, LARGE),
-            lambda: os.ftruncate(again, 0),
-            lambda: os.pwrite(again, b"2", 0),
-        ):
-            with pytest.raises(OSError, match="not permitted"):
-                refused()
+        for fd in (stored.fileno(), again):
+            for use in (
+                lambda fd: mmap.mmap(fd, size),
+                lambda fd: mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_WRITE),
+                lambda fd: os.ftruncate(fd, 0),
+                lambda fd: os.ftruncate(fd, size + 4096),
+                lambda fd: os.pwrite(fd, b"x", 0),
+                lambda fd: os.posix_fallocate(fd, 0, size + 4096),
+                lambda fd: _punch(fd, size),
+            ):
+                with pytest.raises(OSError, match=r"Operation not permitted|Permission|Bad file|Invalid arg"):
+                    use(fd)
     finally:
         os.close(again)
-    assert bytes(stored.map()) == b"1" * LARGE
+    assert _content(stored) == {len("a thing")}
 
 
-def _unsealed() -> int:
-    fd = os.memfd_create("actorrpc-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, LARGE)
+def _punch(fd: int, size: int) -> None:
+    """Make a hole in a file: what was there reads as zeros."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(size)) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _memfd(size: int, *seals: int) -> int:
+    fd = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    for seal in seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
     return fd
 
 
-def _pipe() -> int:
-    ends = os.pipe()
-    os.close(ends[1])
-    return ends[0]
+def _named(directory: Path, flags: int, unlinked: bool) -> int:
+    path = directory / "file"
+    path.write_bytes(bytes(MIB))
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    if unlinked:
+        path.unlink()
+    return fd
 
 
-@pytest.mark.parametrize("make", [_unsealed, _pipe, lambda: os.open("/dev/null", os.O_RDWR)])
-def test_memory_that_could_be_taken_away_is_refused(reader: ObjectStore, make: Callable[[], int]) -> None:
-    fd = make()
-    with pytest.raises(ProtocolError):
-        reader.adopt(fd, b"x" * 16, LARGE)
-    with pytest.raises(OSError, match="Bad file descriptor"):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: _memfd(MIB),
+        lambda _: _memfd(MIB, fcntl.F_SEAL_SHRINK),
+        lambda _: _memfd(MIB, fcntl.F_SEAL_GROW),
+        lambda _: _memfd(MIB - 1, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW),
+        lambda path: _named(path, os.O_RDONLY, False),
+        lambda path: _named(path, os.O_RDWR, True),
+        lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC),
+        lambda _: os.eventfd(0, os.EFD_CLOEXEC),
+        lambda _: os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC),
+    ],
+    ids=["unsealed", "grows", "shrinks", "shorter", "named", "written", "folder", "eventfd", "device"],
+)
+def test_memory_that_could_change_is_not_taken(
+    host: Host, tmp_path: Path, make: Callable[[Path], int]
+) -> None:
+    store = host.store()
+    fd = make(tmp_path)
+    with pytest.raises(ProtocolError, match="take away"):
+        store.adopt(fd, bytes(range(16)), MIB)
+    with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
 
 
-@pytest.mark.parametrize("place", [(-4096, 10), (1, 10), (0, LARGE + 64 * MIB), (1 << 60, 10), (0, -1)])
-def test_a_place_outside_of_a_segment_is_refused(store: ObjectStore, place: tuple[int, int]) -> None:
-    with pytest.raises(ProtocolError):
-        put(store, b"1" * LARGE).segment.range(*place)
+def test_places_that_are_none_are_refused(host: Host) -> None:
+    stored, reader = fill(host.store(), OWN_SEGMENT), host.store()
+    segment = hand_over(stored, reader).segment
+    for offset, nbytes in ((-4096, 4096), (0, -1), (1, 10), (segment.size, 1), (0, segment.size + 1)):
+        with pytest.raises(ProtocolError, match="no object"):
+            segment.range(offset, nbytes)
+    with pytest.raises(ProtocolError, match="one name"):
+        reader.adopt(os.dup(stored.fileno()), segment.id, segment.size + 4096)
 
 
-def test_a_segment_is_not_found_again_while_its_descriptor_is_closed(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A finaliser of the segment itself could be overtaken: the table would give it out with its descriptor closed."""
-    stored = put(store, b"1" * LARGE)
-    name, seen = stored.segment.id, []
-    closed = os.close
-
-    def close(fd: int) -> None:
-        seen.append(store._held.get(name))
-        closed(fd)
-
-    monkeypatch.setattr(object_store.os, "close", close)
-    del stored
-    assert seen == [None]
+# -- the limit ----------------------------------------------------------------------------------------------------
 
 
-# -- forks and deaths ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def forked(run: Callable[[], None]) -> Iterator[int]:
-    """A child that runs something and then stays until it is let go."""
-    (ready, says), (waits, go) = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.close(go)
-            run()
-            os.write(says, b"x")
-            os.read(waits, 1)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(waits)
-    os.close(says)
-    try:
-        assert os.read(ready, 1) == b"x"
-        yield pid
-    finally:
-        os.close(go)
-        os.close(ready)
-        os.waitpid(pid, 0)
-
-
-def test_what_a_fork_has_mapped_is_never_filled_again(store: ObjectStore) -> None:
-    stored = put(store, b"1" * LARGE)
-    views = [stored.map()]
-    used = inode(stored)
-
-    def check() -> None:
-        store.abandon()
-        assert bytes(views[0]) == b"1" * LARGE
-
-    with forked(check):
-        del stored
-        views.clear()
-        others = {inode(put(store, b"2" * LARGE)) for _ in range(3)}
-        assert used not in others
-    # Its end is all that was waited for.
-    kept = [put(store, b"3" * LARGE) for _ in range(3)]
-    assert used in {inode(each) for each in kept}
-
-
-def test_a_fork_lets_go_of_what_it_does_not_need(store: ObjectStore) -> None:
-    stored = put(store, b"1" * LARGE)
-
-    def check() -> None:
-        store.abandon()
-        assert memfds() == mappings() == 0
-        with pytest.raises(LimitError):
-            stored.map()
-
-    with forked(check):
-        pass
-    assert bytes(stored.map()) == b"1" * LARGE
-
-
-def test_a_reader_that_is_killed_has_let_go(store: ObjectStore) -> None:
-    stored = put(store, b"1" * LARGE)
-    used = inode(stored)
-    fd = os.dup(stored.segment.fd)
-
-    def hold() -> None:
-        mmap.mmap(fd, LARGE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-
-    with forked(hold) as pid:
-        os.close(fd)
-        del stored
-        assert inode(put(store, b"2" * LARGE)) != used
-        os.kill(pid, signal.SIGKILL)
-    kept = [put(store, b"3" * LARGE) for _ in range(2)]
-    assert used in {inode(each) for each in kept}
-
-
-# -- limits ---------------------------------------------------------------------------------------------------------
-
-
-def test_full_says_who_holds_what(clock: Clock) -> None:
-    store = ObjectStore(ObjectAccounts(None), limit_bytes=3 * LARGE, clock=clock)
-    kept = [put(store, b"x" * LARGE, label="put(Tensor)") for _ in range(3)]
+def test_full_says_who_holds_what(host: Host) -> None:
+    store, other = host.store(64 * MIB), host.store(64 * MIB)
+    kept = fill(store, 20 * MIB, "an image")
+    there = hand_over(kept, other)
+    more = fill(other, 32 * MIB, "weights")
     with pytest.raises(ObjectStoreFullError) as caught:
-        store.allocate(LARGE, label="the result of A.m")
-    for part in (
-        "the result of A.m",
-        "put(Tensor) made at here.py:1",
-        f"process {os.getpid()}",
-        "object_memory",
-    ):
-        assert part in str(caught.value)
+        store.allocate(16 * MIB, label="the next one")
+    said = str(caught.value)
     assert isinstance(caught.value, MemoryError)
+    assert caught.value.maybe_executed is False
+    for each in ("the next one", "16 MiB", "64 MiB", "an image", "weights", "32 MiB", "here.py:1"):
+        assert each in said
+    assert f"process {os.getpid()}" in said
+    assert "object_memory" in said
+    assert "spill_dir" in said
     del kept
-    store.close()
+    with pytest.raises(ObjectStoreFullError):
+        store.allocate(16 * MIB, label="the next one")
+    del there
+    fill(store, 16 * MIB)
+    assert _content(more) == {len("weights")}
 
 
-def test_those_that_are_free_make_room(clock: Clock) -> None:
-    store = ObjectStore(ObjectAccounts(None), limit_bytes=3 * LARGE, clock=clock)
-    for _ in range(20):
-        put(store, b"x" * LARGE)
-    put(store, b"y" * (2 * LARGE))
-    put(store, b"z" * SMALL)
-    store.close()
+def test_a_segment_counts_once_however_many_hold_it(host: Host) -> None:
+    stores = [host.store(64 * MIB) for _ in range(5)]
+    stored = fill(stores[0], 20 * MIB)
+    there = [hand_over(stored, each) for each in stores[1:]]
+    for each in stores:
+        stats = each.stats()
+        assert 20 * MIB <= stats.host_bytes <= 25 * MIB
+        assert [row.nbytes for row in stats.held] == [stats.host_bytes]
+    del stored, there
+    host.pass_time(2)
+    assert {each.stats().host_bytes for each in stores} == {0}
 
 
-def test_room_is_waited_for(clock: Clock) -> None:
-    store = ObjectStore(ObjectAccounts(None), limit_bytes=LARGE + MIB, clock=clock)
-    kept: list[Any] = [put(store, b"x" * LARGE)]
-    waits = threading.Event()
+@pytest.mark.parametrize("first", [20 * MIB, 33 * MIB])
+@pytest.mark.parametrize("second", [20 * MIB, 40 * MIB, 60 * MIB])
+def test_what_is_kept_to_be_used_again_makes_room(host: Host, first: int, second: int) -> None:
+    store = host.store(64 * MIB)
+    fill(store, first)
+    memory = fill(store, second)
+    assert sum(_bytes(each) for each in segments()) <= 64 * MIB
+    assert _content(memory) == {len("a thing")}
+
+
+def test_memory_that_is_kept_is_not_given_back_while_it_is_filled(host: Host) -> None:
+    """Of one size class, and the new object is larger than what was ever written there: there is no room for both."""
+    store = host.store(59 * MIB)
+    fill(store, 50 * MIB)
+    found = room(store, 56 * MIB)
+    assert sum(_bytes(each) for each in segments()) <= 59 * MIB
+    write(found.address, b"\7" * found.nbytes)
+    assert _content(found.finish()) == {7}
+
+
+def _bytes(number: int) -> int:
+    """How much memory a segment takes, by its inode."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.stat(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        if status.st_ino == number:
+            return 512 * status.st_blocks
+    return 0
+
+
+def test_what_others_keep_counts_until_they_give_it_back(host: Host) -> None:
+    store, other = host.store(64 * MIB), host.store(64 * MIB)
+    fill(other, 40 * MIB)
+    with pytest.raises(ObjectStoreFullError):
+        store.allocate(40 * MIB, label="a thing")
+    host.pass_time(1.5)
+    fill(store, 40 * MIB)
+
+
+def test_who_finds_no_room_waits_for_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = host.store(64 * MIB), host.store(64 * MIB)
+    kept = [fill(other, 40 * MIB)]
+    slept = []
 
     def sleep(seconds: float) -> None:
-        waits.set()
-        kept.clear()
+        slept.append(seconds)
+        if len(slept) == 3:
+            kept.clear()
+        host.pass_time(0.5)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_store._time, "sleep", sleep)
-        stored = put(store, b"y" * LARGE, until=float("inf"))
-    assert waits.is_set()
-    assert bytes(stored.map()) == b"y" * LARGE
-    del stored
-    store.close()
+    monkeypatch.setattr(_time, "sleep", sleep)
+    room(store, 40 * MIB, until=_time.now() + 60)
+    assert 3 <= len(slept) <= 10
 
 
-def test_what_finds_no_room_is_on_disk(tmp_path: Path, reader: ObjectStore, clock: Clock) -> None:
-    store = ObjectStore(ObjectAccounts(None), limit_bytes=LARGE + MIB, spill_dir=str(tmp_path), clock=clock)
-    kept = put(store, b"1" * LARGE)
-    spilled = put(store, b"2" * LARGE)
-    small = put(store, b"3" * SMALL)
-    assert not list(tmp_path.iterdir())
-    assert store.stats().host_bytes <= LARGE + MIB
-    theirs = give(spilled, reader)
-    view = theirs.map()
-    view[:1] = b"9"
-    assert bytes(spilled.map()) == b"2" * LARGE
-    assert bytes(small.map()) == b"3" * SMALL
-    with pytest.raises(OSError, match="Permission denied"):
-        mmap.mmap(spilled.fileno(), LARGE)
-    assert bytes(kept.map()) == b"1" * LARGE
-    del kept, spilled, small, theirs, view
-    store.close()
+def test_a_wait_for_room_is_over_at_its_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = host.store(64 * MIB)
+    kept = fill(store, 40 * MIB)
+    now = [0.0]
+    monkeypatch.setattr(_time, "now", lambda: now[0])
+    monkeypatch.setattr(_time, "sleep", lambda seconds: now.__setitem__(0, now[0] + 1))
+    with pytest.raises(ObjectStoreFullError):
+        store.allocate(40 * MIB, label="a thing", until=5.0)
+    assert 5 <= now[0] <= 7
+    assert _content(kept) == {len("a thing")}
 
 
-def test_a_full_disk_is_said(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(object_store.os, "posix_fallocate", refuse)
-    store = ObjectStore(ObjectAccounts(None), limit_bytes=MIB, spill_dir=str(tmp_path), clock=clock)
-    with pytest.raises(ObjectStoreFullError, match="No space left"):
-        store.allocate(LARGE, label="x")
-    assert not list(tmp_path.iterdir())
-    store.close()
+def test_what_can_never_have_room_is_not_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = host.store(16 * MIB)
+    monkeypatch.setattr(_time, "sleep", lambda _: pytest.fail("waited"))
+    with pytest.raises(ObjectStoreFullError):
+        store.allocate(17 * MIB, label="a thing", until=_time.now() + 60)
 
 
-def test_without_descriptors_there_is_no_room_here(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(name: str, flags: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(object_store.os, "memfd_create", refuse)
-    assert store.allocate(LARGE, label="x") is None
-
-
-def test_one_in_the_middle_of_another_gets_none(store: ObjectStore) -> None:
-    """A finaliser that the collector runs under the lock."""
-    store._busy = True
-    assert store.allocate(LARGE, label="x") is None
-    store.trim()
-    store._busy = False
-
-
-# -- accounts of several processes --------------------------------------------------------------------------------
-
-
-def two(folder: Path, limit: int = 64 * MIB) -> tuple[ObjectStore, ObjectStore]:
-    made = [
-        ObjectStore(ObjectAccounts(str(folder / f"1-{n}-3.objects"), ".objects"), limit_bytes=limit)
-        for n in (11, 22)
-    ]
-    return made[0], made[1]
-
-
-def test_a_segment_counts_once_for_all_that_hold_it(tmp_path: Path) -> None:
-    one, other = two(tmp_path)
-    stored = put(one, b"1" * LARGE)
-    theirs = give(stored, other)
-    assert one.stats().host_bytes == other.stats().host_bytes
-    assert LARGE <= other.stats().host_bytes <= 1.3 * LARGE
-    del stored
-    one.trim()
-    assert other.stats().host_bytes >= LARGE  # who reads it holds it
-    del theirs
-    other.trim()
-    assert other.stats().host_bytes == one.stats().host_bytes == 0
-    one.close()
-    other.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_limit_is_for_all_of_them(tmp_path: Path) -> None:
-    one, other = two(tmp_path, limit=2 * LARGE + MIB)
-    kept = [put(one, b"1" * LARGE, label="theirs") for _ in range(2)]
-    with pytest.raises(ObjectStoreFullError, match=r"theirs made at here.py:1, in process 11"):
-        put(other, b"2" * LARGE)
+def test_a_wait_for_room_can_be_interrupted(host: Host) -> None:
+    store = host.store(16 * MIB)
+    kept = fill(store, OWN_SEGMENT)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            store.allocate(12 * MIB, label="a thing", until=_time.now() + 60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
     del kept
-    one.close()
-    assert bytes(put(other, b"2" * LARGE).map()) == b"2" * LARGE
-    other.close()
+    fill(store, 12 * MIB)
 
 
-def test_a_file_without_a_process_does_not_count_and_goes(tmp_path: Path) -> None:
-    one, other = two(tmp_path)
-
-    def hold() -> None:
-        put(one, b"1" * LARGE)
-        one.let_go.clear()
-
-    with forked(hold):
-        assert [each.name for each in tmp_path.iterdir()] == ["1-11-3.objects"]
-        assert sum(each.nbytes for each in other._accounts.rows()) >= LARGE
-    assert other._accounts.rows() == []
-    assert not list(tmp_path.iterdir())
-    one.close()
-    other.close()
+def test_small_objects_are_within_the_limit(host: Host) -> None:
+    store = host.store(4 * MIB)
+    kept = [fill(store, _SMALL) for _ in range(16)]
+    with pytest.raises(ObjectStoreFullError):
+        store.allocate(_SMALL, label="a thing")
+    kept.clear()
+    assert len({inode(fill(store, _SMALL)) for _ in range(16)}) == 1
 
 
-# -- against a model ----------------------------------------------------------------------------------------------
+# -- on a disk ----------------------------------------------------------------------------------------------------
 
 
-class Objects(RuleBasedStateMachine):
-    """Two stores of one group, random steps, and what each value must be."""
-
-    @initialize()
-    def begin(self) -> None:
-        self.clock = Clock()
-        self.accounts = [ObjectAccounts(None), ObjectAccounts(None)]
-        self.stores = [ObjectStore(each, limit_bytes=1 << 30, clock=self.clock) for each in self.accounts]
-        self.ranges: list[tuple[StoredRange, int, bytes]] = []
-        self.views: list[tuple[memoryview, bytearray]] = []
-        self.made = 0
-
-    @rule(large=st.booleans(), store=st.integers(0, 1))
-    def put(self, large: bool, store: int) -> None:
-        self.made += 1
-        data = self.made.to_bytes(4, "little") * ((LARGE if large else SMALL) // 4)
-        self.ranges.append((put(self.stores[store], data), store, data[:4]))
-
-    @rule(which=st.integers(0, 1 << 30))
-    def give(self, which: int) -> None:
-        if self.ranges:
-            stored, store, data = self.ranges[which % len(self.ranges)]
-            self.ranges.append((give(stored, self.stores[1 - store]), 1 - store, data))
-
-    @rule(which=st.integers(0, 1 << 30))
-    def map(self, which: int) -> None:
-        if self.ranges and len(self.views) < 8:
-            stored, _, data = self.ranges[which % len(self.ranges)]
-            self.views.append((stored.map(), bytearray(data * (stored.nbytes // 4))))
-
-    @rule(which=st.integers(0, 1 << 30), at=st.integers(0, 1 << 30), value=st.integers(0, 255))
-    def write(self, which: int, at: int, value: int) -> None:
-        if self.views:
-            view, model = self.views[which % len(self.views)]
-            view[at % len(view)] = model[at % len(view)] = value
-
-    @rule(which=st.integers(0, 1 << 30))
-    def let_go(self, which: int) -> None:
-        if self.ranges:
-            del self.ranges[which % len(self.ranges)]
-
-    @rule(which=st.integers(0, 1 << 30))
-    def drop(self, which: int) -> None:
-        if self.views:
-            del self.views[which % len(self.views)]
-
-    @rule(seconds=st.sampled_from([0.0, 0.6, 2.0]), store=st.integers(0, 1))
-    def trim(self, seconds: float, store: int) -> None:
-        self.clock.now += seconds
-        self.stores[store].trim()
-
-    @invariant()
-    def values_are_what_they_were(self) -> None:
-        for view, model in getattr(self, "views", []):
-            assert view[:4096] == model[:4096]
-            assert view == model
-
-    def teardown(self) -> None:
-        if not hasattr(self, "stores"):
-            return
-        for stored, _, data in self.ranges:
-            assert bytes(stored.map()[:4]) == data
-        self.ranges.clear()
-        self.views.clear()
-        for store in self.stores:
-            store.trim()
-        self.clock.now += 2.0
-        for store in self.stores:
-            store.trim()
-            assert not store.writes
-            assert store.stats().held == ()
-            store.close()
-        assert memfds() == mappings() == 0
+@pytest.fixture(params=["disk", "tmpfs"])
+def spill_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        folder = tmp_path / "spilled"
+    else:
+        folder = Path("/dev/shm", f"actorrpc-test-{os.getpid()}")
+    folder.mkdir()
+    yield folder
+    assert not list(folder.iterdir())  # what is there has no name
+    folder.rmdir()
 
 
-TestObjects = Objects.TestCase
-TestObjects.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+@pytest.mark.parametrize("nbytes", [_SMALL, 3 * MIB, 12 * MIB])
+def test_what_finds_no_room_is_spilled(host: Host, spill_dir: Path, nbytes: int) -> None:
+    store, reader = host.store(20 * MIB, spill_dir), host.store(20 * MIB, spill_dir)
+    kept = fill(store, 20 * MIB)
+    fds = descriptors()
+    content = bytes(range(256)) * (nbytes // 256)
+    stored = put(store, content)
+    there = hand_over(stored, reader)
+    first, second = there.map(), stored.map()
+    assert first == second == content
+    first[:2] = b"zz"
+    assert second[:2] == there.map()[:2] == content[:2]
+    assert _content(kept) == {len("a thing")}
+    del first, second, stored
+    gc.collect()
+    assert _content(there) == set(content)
+    with pytest.raises(OSError, match=r"not permitted|Bad file|Permission|Invalid"):
+        os.ftruncate(there.fileno(), 0)
+    del there
+    gc.collect()
+    assert descriptors() == fds
 
 
-@pytest.mark.slow
-class TestObjectsLonger(Objects.TestCase):  # type: ignore[misc,name-defined]
-    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+def test_a_spilled_object_whose_writing_fails_leaves_nothing(host: Host, tmp_path: Path) -> None:
+    store = host.store(20 * MIB, tmp_path)
+    kept = fill(store, 20 * MIB)
+    fds, maps = descriptors(), mappings()
+    for end in ("discard", "drop"):
+        found: Allocation | None = room(store, 12 * MIB)
+        assert found is not None
+        if end == "discard":
+            found.discard()
+        del found
+    host.pass_time(2)
+    assert (descriptors(), mappings()) == (fds, maps)
+    assert _content(kept) == {len("a thing")}
+
+
+def test_a_full_disk_is_said(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = host.store(20 * MIB, tmp_path)
+    kept = fill(store, 20 * MIB)
+    fds = descriptors()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ObjectStoreFullError, match="No space left") as caught:
+        store.allocate(12 * MIB, label="a thing")
+    assert str(tmp_path) in str(caught.value)
+    assert descriptors() == fds
+    assert _content(kept) == {len("a thing")}
+
+
+# -- what the system does not give --------------------------------------------------------------------------------
+
+
+def test_without_descriptors_an_object_stays_where_it_is(host: Host) -> None:
+    store = host.store()
+    kept = fill(store, OWN_SEGMENT)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fds = [int(name) for name in os.listdir("/proc/self/fd")]
+    try:
+        for more in range(4):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(fds) + 1 + more, limits[1]))
+            taken = []
+            try:
+                while True:
+                    taken.append(os.dup(0))
+            except OSError:
+                pass
+            for fd in taken[:more]:
+                os.close(fd)
+            try:
+                found = store.allocate(OWN_SEGMENT, label="a thing")
+                if found is not None:
+                    found.discard()
+                del found
+            finally:
+                for fd in taken[more:]:
+                    os.close(fd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    host.pass_time(2)
+    assert len(os.listdir("/proc/self/fd")) == len(fds)
+    assert _content(kept) == {len("a thing")}
+
+
+@pytest.mark.parametrize("answer", [9999, 0], ids=["refused", "never free"])
+def test_without_leases_memory_is_given_back_when_it_is_written(
+    host: Host, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    """Nothing is filled again, as nobody can say whether it is read."""
+    real = fcntl.fcntl
+
+    def refusing(fd: int, command: int, *rest: Any) -> Any:
+        if command == object_store._F_SETLEASE and rest == (fcntl.F_WRLCK,):
+            raise OSError(22, "Invalid argument") if answer else OSError(11, "Try again")
+        return real(fd, command, *rest)
+
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
+    store, reader = host.store(), host.store()
+    stored = [fill(store, nbytes) for nbytes in (_SMALL, OWN_SEGMENT)]
+    memory = {inode(each) for each in stored}
+    there = [hand_over(each, reader) for each in stored]
+    more = [fill(store, OWN_SEGMENT) for _ in range(3)]
+    assert not memory & {inode(each) for each in more}
+    assert {frozenset(_content(each)) for each in there} == {frozenset({len("a thing")})}
+    del stored, there, more
+    gc.collect()
+    host.pass_time(2)
+    assert not segments()
+
+
+def test_without_proc_an_object_stays_where_it_is(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def without(path: Any, *how: Any, **more: Any) -> int:
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return real(path, *how, **more)
+
+    store = host.store()
+    fds, maps = descriptors(), mappings()
+    monkeypatch.setattr(os, "open", without)
+    assert store.allocate(OWN_SEGMENT, label="a thing") is None
+    assert store.allocate(_SMALL, label="a thing") is None
+    host.pass_time(2)
+    monkeypatch.undo()
+    assert (descriptors(), mappings()) == (fds, maps)
+
+
+def test_without_address_space_a_value_is_refused_with_a_limit(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = [fill(host.store(), nbytes) for nbytes in (_SMALL, OWN_SEGMENT)]
+
+    def full(*_: object, **__: object) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(object_store, "reserve", full)
+        for each in stored:
+            with pytest.raises(LimitError, match="cannot be mapped here: Cannot allocate memory"):
+                each.map()
+    for each in stored:
+        assert _content(each) == {len("a thing")}
+
+
+# -- several processes ---------------------------------------------------------------------------------------------
+
+
+def test_a_fork_reads_what_it_has_and_owns_nothing(host: Host) -> None:
+    store = host.store()
+    stored = [put(store, b"\5" * nbytes) for nbytes in (_SMALL, OWN_SEGMENT)]
+    memory = {inode(each) for each in stored}
+    views = [each.map() for each in stored]
+    go, end = os.pipe()
+
+    def child() -> None:
+        os.close(end)
+        store.abandon()
+        os.read(go, 1)  # until the parent is done
+        for view in views:
+            assert set(bytes(view)) == {5}
+            view[:] = b"\6" * len(view)
+        for each in stored:
+            with pytest.raises(LimitError):
+                each.map()
+            with pytest.raises(OSError, match="fork"):
+                each.fileno()
+        assert store.allocate(_SMALL, label="a thing") is None
+        stored.clear()
+        views.clear()
+        gc.collect()
+
+    pid = fork(child)
+    os.close(go)
+    for view in views:
+        assert set(bytes(view)) == {5}
+    stored.clear()
+    views.clear()
+    del view
+    host.pass_time(3)
+    assert len({inode(fill(store, OWN_SEGMENT)) for _ in range(2)} & memory) == 0
+    assert len({inode(fill(store, _SMALL)) for _ in range(2)} & memory) == 0
+    assert store.stats().host_bytes > 0
+    os.close(end)
+    assert exit_code(pid) == 0
+    host.pass_time(3)
+    assert not segments()
+    assert store.stats().host_bytes == 0
+
+
+def test_a_fork_s_end_takes_nothing_from_its_parent(host: Host) -> None:
+    store = host.store()
+    stored = put(store, b"\5" * OWN_SEGMENT)
+
+    def child() -> None:
+        store.abandon()
+        store.close()
+
+    assert exit_code(fork(child)) == 0
+    assert [row.nbytes for row in store.stats().held] == [store.stats().host_bytes]
+    assert _content(stored) == {5}
+    assert len(list(host.directory.iterdir())) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, None], ids=["killed", "ended"])
+def test_values_outlive_the_process_that_wrote_them(host: Host, how: int | None) -> None:
+    reader = host.store()
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def writer() -> None:
+        here.close()
+        store = host.store()
+        kept = [put(store, bytes([number]) * nbytes) for number, nbytes in enumerate((_SMALL, OWN_SEGMENT))]
+        for each in kept:
+            send(there, each)
+        assert there.recv(1) == b"x"  # it is held here until then
+        if how is not None:
+            os.kill(os.getpid(), how)
+        host.close()
+
+    with here:
+        pid = fork(writer)
+        there.close()
+        stored = [receive(here, reader) for _ in range(2)]
+        early = stored[0].map()
+        assert len(_accounts(host)) == 2
+        here.send(b"x")
+        assert exit_code(pid) == (0 if how is None else -how)
+    for number, each in enumerate(stored):
+        assert _content(each) == {number}
+    assert set(bytes(early)) == {0}
+    assert 0 < reader.stats().host_bytes < 2 * OWN_SEGMENT
+    assert len(_accounts(host)) == 1  # the other one was removed
+    del stored, early, each
+    host.pass_time(2)
+    assert not segments()
+    assert reader.stats().host_bytes == 0
+
+
+def _accounts(host: Host) -> list[str]:
+    return [path.name for path in host.directory.iterdir() if path.name.endswith(SUFFIX)]
+
+
+def test_what_a_killed_reader_held_is_free(host: Host) -> None:
+    store = host.store(20 * MIB)
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def reader() -> None:
+        here.close()
+        store.abandon()
+        own = host.store()
+        stored = receive(there, own)
+        kept = stored.map()
+        kept[:3] = b"abc"
+        there.send(b"x")
+        signal.pause()
+
+    with here:
+        pid = fork(reader)
+        there.close()
+        stored = put(store, b"\5" * 12 * MIB)
+        memory = inode(stored)
+        send(here, stored)
+        del stored
+        assert here.recv(1) == b"x"
+        host.pass_time(3)
+        with pytest.raises(ObjectStoreFullError):
+            store.allocate(12 * MIB, label="a thing")
+        os.kill(pid, signal.SIGKILL)
+        assert exit_code(pid) == -signal.SIGKILL
+    assert inode(fill(store, 12 * MIB)) == memory
+    assert store.stats().held_bytes <= store.stats().host_bytes == memory_of(fill(store, 12 * MIB))
+    assert len(_accounts(host)) == 1  # that of the one that was killed was removed
+
+
+def test_accounts_of_a_process_that_never_ends_its_start_do_no_harm(host: Host) -> None:
+    (host.directory / f"1-1-1-00000000{SUFFIX}").touch()
+    (host.directory / f"1-1-1-00000001{SUFFIX}").mkdir()
+    (host.directory / "1-1-1-00000000.11111111.objects").write_bytes(b"another group's")
+    store = host.store()
+    stored = fill(store, OWN_SEGMENT)
+    assert store.stats().host_bytes == store.stats().held_bytes
+    assert _content(stored) == {len("a thing")}
+    for path in host.directory.iterdir():
+        if path.name.startswith("1-1-1-"):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_accounts_are_kept_also_where_a_reader_is_there_at_their_start(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process looks at the file between its making and its lock."""
+    store, other = host.store(), host.store()
+    real = fcntl.flock
+    looks = []
+
+    def looked_at(fd: int, how: int) -> None:
+        if how & fcntl.LOCK_EX and not looks:
+            looks.append(other.stats().host_bytes)
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", looked_at)
+    stored = fill(store, OWN_SEGMENT)
+    assert looks == [0]
+    assert other.stats().host_bytes == store.stats().host_bytes > 0
+    assert _content(stored) == {len("a thing")}
+
+
+def test_without_a_place_for_accounts_a_process_counts_for_itself(tmp_path: Path) -> None:
+    host = Host(tmp_path / "missing")
+    store = host.store(20 * MIB)
+    kept = fill(store, 12 * MIB)
+    with pytest.raises(ObjectStoreFullError):
+        store.allocate(12 * MIB, label="a thing")
+    assert _content(kept) == {len("a thing")}
+    del kept
+    host.close()

@@ -1,0 +1,168 @@
+"""Stores of several processes, as far as one process can have them: each with accounts of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from actorrpc.transport.object_accounts import ObjectAccounts
+from actorrpc.transport.object_store import ObjectStore, StoredRange
+
+MIB = 1 << 20
+SUFFIX = ".00000000.objects"
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Host:
+    """The stores of one group on one host."""
+
+    directory: Path
+    clock: Clock = field(default_factory=Clock)
+    stores: list[ObjectStore] = field(default_factory=list)
+
+    def store(self, limit: int = 256 * MIB, spill_dir: Path | None = None, pid: int = 0) -> ObjectStore:
+        """Return the store of one more process."""
+        name = f"1-{pid or os.getpid()}-{len(self.stores)}-{os.urandom(4).hex()}{SUFFIX}"
+        made = ObjectStore(
+            ObjectAccounts(str(self.directory / name), SUFFIX),
+            limit_bytes=limit,
+            spill_dir=None if spill_dir is None else str(spill_dir),
+            clock=self.clock,
+        )
+        self.stores.append(made)
+        return made
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, with the looks that the scheduler of each process takes meanwhile."""
+        for _ in range(max(1, round(seconds / 0.5))):
+            self.clock.now += 0.5
+            for each in self.stores:
+                each.trim()
+
+    def close(self) -> None:
+        """End all of them."""
+        for each in self.stores:
+            each.close()
+
+
+def put(store: ObjectStore, content: bytes, label: str = "a thing", *, until: float = 0.0) -> StoredRange:
+    """Write an object."""
+    room = store.allocate(len(content), label=label, site="here.py:1", until=until)
+    assert room is not None
+    assert room.nbytes == len(content)
+    write(room.address, content)
+    return room.finish()
+
+
+def write(address: int, content: bytes) -> None:
+    """Fill memory."""
+    ctypes.memmove(address, content, len(content))
+
+
+def send(sock: socket.socket, stored: StoredRange) -> None:
+    """Send an object to another process, as a message does."""
+    segment = stored.segment
+    words = f"{segment.id.hex()} {segment.size} {stored.offset} {stored.nbytes}"
+    socket.send_fds(sock, [words.encode()], [stored.fileno()])
+
+
+def receive(sock: socket.socket, store: ObjectStore) -> StoredRange:
+    """Take in an object that was sent."""
+    words, fds, _, _ = socket.recv_fds(sock, 1000, 1)
+    segment_id, *numbers = words.decode().split()
+    size, offset, nbytes = map(int, numbers)
+    return store.adopt(fds[0], bytes.fromhex(segment_id), size, "a thing", "here.py:1").range(offset, nbytes)
+
+
+def hand_over(stored: StoredRange, store: ObjectStore) -> StoredRange:
+    """Have another process of the host hold an object, too."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        send(here, stored)
+        return receive(there, store)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Have a child do some work: its exit code is 0 where it did not raise."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_code(pid: int) -> int:
+    """Wait for the end of a child."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def segments() -> set[int]:
+    """Return the segments that this process has to do with, by their inodes: mapped, or open."""
+    found = set()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "actorrpc-object" in line:
+            found.add(int(line.split()[4]))
+    for name in os.listdir("/proc/self/fd"):
+        if "actorrpc-object" in _link(name):
+            found.add(os.stat(f"/proc/self/fd/{name}").st_ino)
+    return found
+
+
+def inode(stored: StoredRange) -> int:
+    """Return which memory an object is in."""
+    return os.fstat(stored.fileno()).st_ino
+
+
+def memory_of(stored: StoredRange) -> int:
+    """Return how much memory its segment takes on the host."""
+    return 512 * os.fstat(stored.fileno()).st_blocks
+
+
+@pytest.fixture(name="host")
+def make_host(tmp_path: Path) -> Iterator[Host]:
+    """Return a host; in the end nothing is left of what was on it."""
+    before = segments()
+    made = Host(tmp_path)
+    yield made
+    made.close()
+    gc.collect()  # errors that a test has caught hold its frame in a circle
+    assert segments() <= before
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]
+
+
+def descriptors() -> int:
+    """Return how many descriptors of segments this process has open."""
+    return sum("actorrpc-object" in link for link in map(_link, os.listdir("/proc/self/fd")))
+
+
+def _link(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except FileNotFoundError:
+        return ""  # that of the listing itself
+
+
+def mappings() -> int:
+    """Return how many mappings of segments this process has."""
+    return Path("/proc/self/maps").read_text().count("actorrpc-object")
