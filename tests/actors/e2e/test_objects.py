@@ -18,7 +18,8 @@ import actorrpc
 from actorrpc.agent.context import current_worker
 from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
 
-pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(60)]
+# Processes are killed: each is one actor's.
+pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(60)]
 
 _COUNT = 1 << 17  # numbers of eight bytes
 
