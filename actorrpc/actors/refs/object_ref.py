@@ -58,6 +58,7 @@ From Python 3.14 on, variables are lent to calls, and nothing can be known of th
 ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)})
 """Classes of which one object may be given to everybody, as nobody can change it."""
 
+_TEXTS: Final = frozenset({str, bytes})
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _MAX_HOPS: Final = 8  # a promise of a promise of a kept result is three
 
@@ -524,11 +525,11 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
                 value = fetched._value
         elif type(error) is PeerDiedError:
             error = _lost(ref._name(), error)
-    if (
-        type(value) is Snapshot
-        and value.nbytes > SMALL
-        and not rrefs.runtime().agent.shares_memory(context.peer)
-    ):
+    if type(value) is Snapshot:
+        is_fetched = value.nbytes > SMALL and not rrefs.runtime().agent.shares_memory(context.peer)
+    else:
+        is_fetched = type(value) in _TEXTS and len(value) >= LARGE
+    if is_fetched:
         return _arrive_promise, (*known, ref._as_promise())
     if error is not None:
         future.acknowledge()  # the caller of get() will see

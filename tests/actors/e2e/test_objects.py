@@ -187,6 +187,16 @@ def test_no_bytes_move() -> None:
     assert _host_bytes() <= 1.1 * (64 << 20)
 
 
+def test_a_reference_to_a_long_text_is_sent_without_it() -> None:
+    keeper = Keeper.remote()
+    actorrpc.get(keeper.pid.remote())
+    before = _moved()
+    ref = actorrpc.put("x" * (32 << 20))
+    actorrpc.get([keeper.take.remote(1, [ref]), keeper.take.remote(2, [ref])])
+    assert _moved() - before < 4 << 20
+    del ref  # it is the actor's now
+
+
 def test_a_view_of_an_actors_own_state_is_a_copy() -> None:
     keeper = Keeper.remote()
     first, second = keeper.own_state.remote(), keeper.own_state.remote()
