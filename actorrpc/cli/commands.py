@@ -415,7 +415,12 @@ def _stack(found: argparse.Namespace) -> int:
     if found.json:
         _print_json({"groups": [each.stacks_dict() for each in pictures]})
     else:
-        _print(views.separated(each.stack_lines(found.all or found.whom is not None) for each in pictures))
+        if found.whom is not None:
+            _print(views.separated(each.stack_lines(True) for each in pictures))
+        else:
+            _print(
+                views.separated([*each.stack_lines(found.all), *each.finding_lines()] for each in pictures)
+            )
     silent = any(each.state != "alive" for picture in pictures for each in picture.state.workers)
     return _WRONG if silent else _FOUND
 
@@ -523,7 +528,8 @@ def _trace(found: argparse.Namespace) -> int:
     if found.seconds:
         time.sleep(found.seconds)
     recordings = []
-    for made in _looks_at(groups, ["records"], found.timeout):
+    looks = _looks_at(groups, ["records", *_PARTS], found.timeout)
+    for made in looks:
         for record, answer in made.answers.values():
             recording = Recording.of(record.name, record.pid, answer)
             if found.seconds:
@@ -534,6 +540,8 @@ def _trace(found: argparse.Namespace) -> int:
         _print_json(asdict(summary))
     else:
         _print(views.trace_lines(summary))
+        for made in looks:
+            _print(views.Picture.of(made).finding_lines())
     return _WRONG if summary.missing else _FOUND
 
 

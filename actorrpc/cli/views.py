@@ -121,14 +121,18 @@ class Picture:
         if self.state.actors:
             lines += ["", *self._class_lines()]
         lines += [*self._holder_lines(), *self._object_lines()]
-        wrong = [each for each in self.findings if each.wrong]
-        notes = [each for each in self.findings if not each.wrong]
-        lines += ["", "Wrong:" if wrong else "Nothing is wrong."]
-        for each in wrong:
-            lines += _said(each)
-        if notes:
-            lines += ["", "To know:"]
-            for each in notes:
+        if not self.is_wrong:
+            lines += ["", "Nothing is wrong."]
+        return lines + self.finding_lines()
+
+    def finding_lines(self) -> list[str]:
+        """Return what is wrong, and what else there is to know, below something else; nothing where there is nothing."""
+        lines: list[str] = []
+        for wrong, head in ((True, "Wrong:"), (False, "To know:")):
+            found = [each for each in self.findings if each.wrong is wrong]
+            if found:
+                lines += ["", head]
+            for each in found:
                 lines += _said(each)
         return lines
 
