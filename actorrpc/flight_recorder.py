@@ -115,7 +115,7 @@ class FlightRecorder:
         )
 
     def noted(self, begun: float, kind: str, what: str) -> None:
-        """Write down something that began at ``begun`` and is over now, on this thread: a restart, a backward pass."""
+        """Write down something that began at ``begun`` and is over now, on this thread: a restart, a pass, a pause."""
         self._write((self._next(), NOTED, begun, _time.now(), kind, what, threading.get_ident()))
 
     @property

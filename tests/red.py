@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
+from actorrpc.cluster.api import ClusterContext
 from actorrpc.testing import processes
 from actorrpc.testing.pytest_plugin import WATCHDOG
+
+_STACKS = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Take the stacks of a cluster whose block a failure leaves: it has ended when the report is made."""
+    plain = ClusterContext.__exit__
+
+    def leave(context: ClusterContext, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is not None and issubclass(kind, AssertionError | TimeoutError):
+            item.stash[_STACKS] = processes.dump_stacks(item.config.stash[WATCHDOG].of_test())
+        plain(context, kind, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ClusterContext, "__exit__", leave)
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -19,7 +38,7 @@ def pytest_runtest_makereport(
     if not report.failed:
         return report
     if call.when == "call":
-        stacks = processes.dump_stacks(item.config.stash[WATCHDOG].of_test())
+        stacks = item.stash.get(_STACKS, "") or processes.dump_stacks(item.config.stash[WATCHDOG].of_test())
         if stacks:
             report.sections.append(("processes of the test as it failed", stacks))
     seed = item.config.getoption("randomly_seed", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -193,6 +194,29 @@ def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: 
     assert ": sleep 1003" in output
     assert output.count("in hang_in_rank") >= 2
     assert "3 failed, 3 passed, 1 error" in output
+
+
+@pytest.mark.slow
+@pytest.mark.limit(180)
+def test_a_red_test_shows_its_workers_as_they_were_before_its_cluster_ended(tmp_path: Path) -> None:
+    status, output = run_session(
+        tmp_path,
+        """
+        import actorrpc
+        from tests.actors import things
+
+        def test_red():
+            with actorrpc.init(num_cpus=1):
+                counter = things.Counter.remote(3)
+                actorrpc.get(actorrpc.call(counter, lambda _: print("this is what it printed", flush=True)))
+                assert actorrpc.get(counter.add.remote()) == 5
+        """,
+    )
+    assert status == pytest.ExitCode.TESTS_FAILED
+    shown = output.partition("processes of the test as it failed")[2].partition("to repeat it")
+    assert re.search(r"(?m)^process \d+ \(\w+, parent \d+\): .*python", shown[0])
+    assert "this is what it printed" in output
+    assert re.search(r"python -m pytest .*test_inner\.py", shown[2])
 
 
 def hang_in_rank(rank: int, world_size: int) -> None:

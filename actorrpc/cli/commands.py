@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -145,11 +146,16 @@ def _parser() -> _CommandParser:
         "check key, files, limits and versions, and that each worker can be reached; each fault with its remedy",
         once,
     )
-    top = command("top", _top, "tables of workers and actors, again and again", f"{once} Each time.")
+    top = command(
+        "top",
+        _top,
+        "workers and actors, again and again: live on a terminal with actorrpc[cli], as tables elsewhere",
+        f"{once} Each time.",
+    )
     top.add_argument(
         "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
     )
-    top.add_argument("--count", type=int, default=0, metavar="N", help="end after N looks")
+    top.add_argument("--count", type=int, default=0, metavar="N", help="print tables, and end after N looks")
     top.add_argument("--actors", type=int, default=20, metavar="N", help="show N actors (default 20)")
 
     trace = command(
@@ -409,7 +415,12 @@ def _stack(found: argparse.Namespace) -> int:
     if found.json:
         _print_json({"groups": [each.stacks_dict() for each in pictures]})
     else:
-        _print(views.separated(each.stack_lines(found.all or found.whom is not None) for each in pictures))
+        if found.whom is not None:
+            _print(views.separated(each.stack_lines(True) for each in pictures))
+        else:
+            _print(
+                views.separated([*each.stack_lines(found.all), *each.finding_lines()] for each in pictures)
+            )
     silent = any(each.state != "alive" for picture in pictures for each in picture.state.workers)
     return _WRONG if silent else _FOUND
 
@@ -472,6 +483,8 @@ def _doctor(found: argparse.Namespace) -> int:
 
 def _top(found: argparse.Namespace) -> int:
     terminal = sys.stdout.isatty() and not found.json
+    if terminal and not found.count and sys.stdin.isatty() and importlib.util.find_spec("textual"):
+        return _live_top(found)
     looked = 0
     before: list[views.Picture] = []
     while True:
@@ -492,13 +505,31 @@ def _top(found: argparse.Namespace) -> int:
         time.sleep(max(0.0, found.interval - (time.monotonic() - begun)))
 
 
+def _live_top(found: argparse.Namespace) -> int:
+    kept = KeptVisits()
+
+    def see(parts: list[str]) -> list[views.Picture]:
+        visits = None if "threads" in parts else kept  # it may be asked for beside the tables
+        return [
+            views.Picture.of(each) for each in _looks_at(_groups(found), parts, found.timeout, kept=visits)
+        ]
+
+    see(["process"])  # where there is nothing to see, the terminal stays as it is
+    try:
+        importlib.import_module("actorrpc.cli.top").Top(see, found.interval, found.actors).run()
+    finally:
+        kept.close()
+    return _FOUND
+
+
 def _trace(found: argparse.Namespace) -> int:
     begun = time.monotonic()
     groups = _groups(found)
     if found.seconds:
         time.sleep(found.seconds)
     recordings = []
-    for made in _looks_at(groups, ["records"], found.timeout):
+    looks = _looks_at(groups, ["records", *_PARTS], found.timeout)
+    for made in looks:
         for record, answer in made.answers.values():
             recording = Recording.of(record.name, record.pid, answer)
             if found.seconds:
@@ -509,6 +540,8 @@ def _trace(found: argparse.Namespace) -> int:
         _print_json(asdict(summary))
     else:
         _print(views.trace_lines(summary))
+        for made in looks:
+            _print(views.Picture.of(made).finding_lines())
     return _WRONG if summary.missing else _FOUND
 
 
@@ -605,7 +638,8 @@ def _is_one(groups: list[FoundGroup]) -> bool:
 
 
 def _debug(found: argparse.Namespace) -> int:
-    made = [views.Picture.of(each) for each in _looks(found, _PARTS)]
+    looks = _looks(found, _PARTS)
+    made = [views.Picture.of(each) for each in looks]
     workers = [worker for picture in made for worker in picture.state.workers]
     if found.which is None:
         if found.now or found.cast:
@@ -616,19 +650,23 @@ def _debug(found: argparse.Namespace) -> int:
         else:
             _print(debug.lines(held))
         return _FOUND
-    targets = {
-        record.name: look.target(record)
-        for look in _looks(found, ["process"])
-        for record, _ in look.answers.values()
-    }
+    targets = {record.name: each.target(record) for each in looks for record, _ in each.answers.values()}
     until = time.monotonic() + found.timeout
     if found.now:
-        actors = [each for picture in made for each in picture.actors_named(found.which) if each.answered]
+        actors = [
+            each for picture in made for each in picture.actors_named(found.which) if each.state != "DEAD"
+        ]
         if len(actors) != 1:
             raise _NotThereError(
                 f"--now enters one actor that lives; {len(actors)} are called {found.which!r}"
             )
         (actor,) = actors
+        if not actor.answered:
+            why = next((f": it is {each.state}" for each in workers if each.name == actor.worker), "")
+            raise _NotThereError(
+                f"{actor.title} cannot be entered, as its worker {actor.worker!r} does not answer{why}. actorrpc stack shows "
+                "where it is"
+            )
         sessions = [debug.Attached.entering(actor.title, actor.actor_id, targets[actor.worker], until)]
     else:
         meant = {each.actor_id for picture in made for each in picture.actors_named(found.which)}

@@ -13,8 +13,10 @@ __all__ = [
     "Fold",
     "amount",
     "count",
+    "figure",
     "folded",
     "is_idle",
+    "runs",
     "say_call",
     "span",
     "stack_lines",
@@ -55,6 +57,11 @@ def span(seconds: float) -> str:
 def count(number: int, what: str) -> str:
     """Return a number of things."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def figure(value: float | None) -> str:
+    """Return a number without its fraction; a dash where it is not known."""
+    return "-" if value is None else f"{value:.0f}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -183,6 +190,11 @@ def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:
     if call.waits_for:
         text += f"; waits for {' and '.join(call.waits_for)}"
     return text
+
+
+def runs(actor: ObservedActor) -> str:
+    """Say in a few words what an actor runs."""
+    return ", ".join(f"{call.method}() {span(call.since)}" for call in actor.running[:2]) or "-"
 
 
 def _short(file: str) -> str:

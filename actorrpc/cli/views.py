@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from actorrpc.cli.text import amount, count, folded, say_call, span, stack_lines, table
+from actorrpc.cli.activity import rates, shares
+from actorrpc.cli.text import amount, count, figure, folded, runs, say_call, span, stack_lines, table
 from actorrpc.observe.findings import in_order, of_actors, of_workers
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
 from actorrpc.observe.outside import FoundGroup, GroupLook
@@ -104,7 +105,9 @@ class Picture:
 
     # -- status --------------------------------------------------------------------------------------------------
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """The group, and how many workers and actors it has."""
         parts = [count(len(self.state.workers), "worker")]
         alive = sum(each.state not in ("DEAD", "UNKNOWN") for each in self.state.actors)
         parts.append(count(alive, "actor"))
@@ -114,18 +117,22 @@ class Picture:
 
     def status_lines(self) -> list[str]:
         """Return what ``status`` prints."""
-        lines = [self._title(), "", *self._worker_lines()]
+        lines = [self.title, "", *self._worker_lines()]
         if self.state.actors:
             lines += ["", *self._class_lines()]
         lines += [*self._holder_lines(), *self._object_lines()]
-        wrong = [each for each in self.findings if each.wrong]
-        notes = [each for each in self.findings if not each.wrong]
-        lines += ["", "Wrong:" if wrong else "Nothing is wrong."]
-        for each in wrong:
-            lines += _said(each)
-        if notes:
-            lines += ["", "To know:"]
-            for each in notes:
+        if not self.is_wrong:
+            lines += ["", "Nothing is wrong."]
+        return lines + self.finding_lines()
+
+    def finding_lines(self) -> list[str]:
+        """Return what is wrong, and what else there is to know, below something else; nothing where there is nothing."""
+        lines: list[str] = []
+        for wrong, head in ((True, "Wrong:"), (False, "To know:")):
+            found = [each for each in self.findings if each.wrong is wrong]
+            if found:
+                lines += ["", head]
+            for each in found:
                 lines += _said(each)
         return lines
 
@@ -399,16 +406,16 @@ class Picture:
 
     def top_lines(self, most: int, before: Sequence[Picture]) -> list[str]:
         """Return what ``top`` prints; ``before``: what was seen the last time."""
-        old_workers = {each.pid: each for picture in before for each in picture.state.workers}
-        old_actors = {each.actor_id: each for picture in before for each in picture.state.actors}
-        lines = [self._title(), ""]
+        then = [each.state for each in before]
+        rate, share = rates(then, [self.state]), shares(then, [self.state])
+        lines = [self.title, ""]
         rows: list[tuple[object, ...]] = []
         for worker in self.state.workers[:_ROWS]:
             rows.append(
                 (
                     worker.name,
                     worker.state,
-                    _share(worker, old_workers.get(worker.pid)),
+                    figure(share.get((worker.name, worker.pid))),
                     amount(worker.memory) if worker.memory else "",
                     worker.descriptors or "",
                     worker.thread_count or "",
@@ -421,9 +428,6 @@ class Picture:
         living.sort(key=lambda each: (-each.waiting, -each.oldest, -len(each.running), each.actor_id))
         rows = []
         for actor in living[:most]:
-            then = old_actors.get(actor.actor_id)
-            done = actor.calls_done - then.calls_done if then is not None else 0
-            passed = actor.age - then.age if then is not None else 0.0
             rows.append(
                 (
                     actor.title,
@@ -431,8 +435,8 @@ class Picture:
                     actor.state.lower(),
                     actor.waiting,
                     span(actor.oldest) if actor.waiting else "-",
-                    f"{done / passed:.0f}" if passed > 0 and done >= 0 else "-",
-                    ", ".join(f"{call.method}() {span(call.since)}" for call in actor.running[:2]) or "-",
+                    figure(rate.get(actor.actor_id)),
+                    runs(actor),
                 )
             )
         if rows:
@@ -444,13 +448,6 @@ class Picture:
             if each.wrong:
                 lines += ["", *_said(each)]
         return lines
-
-
-def _share(worker: ObservedWorker, before: ObservedWorker | None) -> str:
-    """Return how much of a processor a worker has used since it was seen last, in percent."""
-    if before is None or worker.age <= before.age:
-        return "-"
-    return f"{100 * (worker.cpu - before.cpu) / (worker.age - before.age):.0f}"
 
 
 def _traffic(worker: ObservedWorker) -> tuple[str, str]:

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, Protocol
 
+from actorrpc._exception_text import line_of
+
 __all__ = ["Console", "Prompt", "users_frames"]
 
 _PACKAGE: Final = __name__.partition(".")[0]
@@ -107,7 +109,7 @@ class Prompt(pdb.Pdb):
             trace = trace.tb_next
         self.reset()
         self.botframe = trace.tb_frame if trace is not None else None
-        self.message(f"{type(error).__name__}: {error}")
+        self.message(line_of(error))
         self.interaction(None, trace)
 
     def _trace(self, frame: FrameType) -> None:
@@ -120,11 +122,19 @@ class Prompt(pdb.Pdb):
 
     def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:
         """See bdb.Bdb."""
+        if event == "call" and not self._is_within(frame):
+            return None
         found = super().trace_dispatch(frame, event, arg)
         if event == "return" and frame is self._outermost and not _is_suspended(frame):
             self.end()
             return None
         return found
+
+    def _is_within(self, frame: FrameType | None) -> bool:
+        """Whether a frame is of the call that is debugged: while its coroutine awaits, the thread runs other things."""
+        while frame is not None and frame is not self._outermost:
+            frame = frame.f_back
+        return frame is not None
 
     def end(self) -> None:
         """Trace no more, and forget the breakpoints of this call."""
@@ -195,23 +205,28 @@ class Prompt(pdb.Pdb):
 
     do_run = do_restart = do_interact = do_debug = _not_here
 
+    def onecmd(self, line: str) -> bool:
+        """See cmd.Cmd. What a command raises is said, and does not end the call: sys.exit() at the prompt, a repr that fails."""
+        try:
+            return super().onecmd(line)
+        except (Exception, SystemExit) as error:
+            self.error(line_of(error))
+            return False
+
     def default(self, line: str) -> None:
         """Run a line as Python, in the frame that is looked at; what it prints goes to the session."""
         text = line[1:].strip() if line[:1] == "!" else line
         frame = self.curframe
         names, values = frame.f_globals, self.curframe_locals  # type: ignore[union-attr]
-        try:
-            with _printing_to(self._console.write):
-                try:
-                    code = compile(text, "<stdin>", "eval")
-                except SyntaxError:
-                    exec(compile(text + "\n", "<stdin>", "exec"), names, values)
-                    return
-                found = eval(code, names, values)
-                if found is not None:
-                    self.message(repr(found))
-        except Exception as error:
-            self.error(f"{type(error).__name__}: {error}")
+        with _printing_to(self._console.write):
+            try:
+                code = compile(text, "<stdin>", "eval")
+            except SyntaxError:
+                exec(compile(text + "\n", "<stdin>", "exec"), names, values)
+                return
+            found = eval(code, names, values)
+            if found is not None:
+                self.message(repr(found))
 
 
 def _is_suspended(frame: FrameType) -> bool:

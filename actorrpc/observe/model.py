@@ -298,7 +298,7 @@ class ObservedWorker:
             memory; at most 1000.
         memory_pool: bytes of the buffers that are in use and kept.
         objects: shared memory with large objects that it holds: the largest, at most 100.
-        object_memory: in bytes: ``held`` by it, of all of those; ``kept`` to be filled again; ``host``: held by the workers of
+        object_memory: in bytes: ``held`` by it, of all of those; ``kept`` to be filled again; ``host``: both, of all workers of
             its host together, each piece counted once; ``limit``: what that may be.
         streams: those produced here, the ones that pause first; ``stream_count`` of all.
         autograd: contexts and passes of distributed autograd, in numbers; ``contexts``: those that were made last.

@@ -46,6 +46,7 @@ from actorrpc.errors import ProtocolError
 from actorrpc.serialization.tensors import message
 
 __all__ = [
+    "MAIN",
     "ByValuePickler",
     "DefinitionStore",
     "GoesByValueError",
@@ -55,6 +56,7 @@ __all__ = [
     "goes_by_value",
     "has_late",
     "hash_of",
+    "in_main",
     "is_by_value",
     "load_here",
     "loads_here",
@@ -398,7 +400,7 @@ def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any,
 
 def fill_late(found: Any, state: Any) -> Any:
     """Fill what :func:`begin_late` has made, where it is not our own (wire format)."""
-    if _in_main(found):
+    if in_main(found):
         return found
     if isinstance(found, type):
         return fill_class(found, state)
@@ -579,7 +581,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _by_reference(self, obj: Any) -> bool:
         if getattr(obj, "__module__", None) in MAIN:
-            return self._remote_main and _in_main(obj) and not _is_late(obj)
+            return self._remote_main and in_main(obj) and not _is_late(obj)
         return bool(_cloudpickle._should_pickle_by_reference(obj))
 
     def _reduce_class(self, cls: type) -> Any:
@@ -599,7 +601,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _prefers_own(self, obj: Any) -> bool:
         """Say whether the peer may have this by its name, and is to take that."""
         ours = self._remote_main and getattr(obj, "__module__", None) in MAIN
-        return ours and (obj in _adopted or _in_main(obj))
+        return ours and (obj in _adopted or in_main(obj))
 
     def _inline(self, obj: Any, reduced: tuple[Any, ...]) -> Any:
         if not self._prefers_own(obj):
@@ -633,6 +635,6 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return sink.getvalue()
 
 
-def _in_main(obj: Any) -> bool:
-    """Say whether the main module has this very function or class, of its own, under its name."""
-    return _own(obj.__qualname__) is obj
+def in_main(obj: Any) -> bool:
+    """Say whether something is a function or a class that the main module has, of its own, under its name."""
+    return isinstance(obj, _KINDS) and _own(obj.__qualname__) is obj

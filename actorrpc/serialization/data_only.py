@@ -18,6 +18,7 @@ import builtins
 import copyreg
 import datetime
 import decimal
+import enum
 import inspect
 import operator
 import re
@@ -367,6 +368,8 @@ def _error_parts(error: Any) -> tuple[Any, ...]:
 def _object_parts(value: Any) -> tuple[Any, ...]:
     """Take an object apart as pickle would: whether its class is allowed is known to the receiver."""
     cls: Any = type(value)
+    if isinstance(value, enum.Enum):  # early releases of Python 3.11 pickle it as an attribute of its class
+        return _title(cls), False, (value._value_,), None
     reduced = None if isinstance(value, type | types.ModuleType) else cls.__reduce_ex__(value, 4)
     if type(reduced) is not tuple or any(part is not None for part in reduced[3:]):
         _refuse(_title(value if isinstance(value, type) else cls))

@@ -7,7 +7,7 @@
 
 Runs in the main thread of the test process, or of any process that is to be looked at. A leak is reported only when it is
 still there after a bounded wait: threads and processes need a moment to end. Where the process is a worker before and
-after, of the same group, its references, autograd contexts and calls are counted, too.
+after, of the same group, its references, autograd contexts, calls and large objects are counted, too.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ class Holdings:
             "autograd context": len(contexts().all()),
             "call that is under way": sum(len(peer.pending) for peer in peers),
             "call that is executed here": sum(len(peer.running) for peer in peers),
+            "piece of memory with large objects": len(agent.objects.stats().held),
         }
         return cls(agent, Counter(counts))
 

@@ -155,7 +155,7 @@ def describe(process: ProcessId) -> str:
         with found.oneshot():
             text = f"process {found.pid} ({found.status()}, parent {found.ppid()}): {found.name()}"
             with contextlib.suppress(psutil.Error):  # a zombie has no command line
-                text = text.removesuffix(found.name()) + " ".join(found.cmdline())[:200]
+                text = text.removesuffix(found.name()) + " ".join(" ".join(found.cmdline()).split())[:200]
             return text
     except psutil.Error:
         return f"process {process.pid} (ended)"

@@ -48,9 +48,8 @@ SEGMENT_ID_SIZE: Final = 16
 OWN_SEGMENT: Final = 8 << 20
 """Objects of so many bytes have a segment to themselves."""
 
-_SHARED_SIZE: Final = (
-    64 << 20
-)  # of a segment that objects share: pages that nobody has written take no memory
+# Of a segment that objects share: pages that nobody has written take no memory.
+_SHARED_SIZE: Final = 64 << 20
 _PAGE: Final = mmap.PAGESIZE
 _KEEP_S: Final = 1.0  # a segment that nobody reads is kept for so long, warm, to be filled again
 _LOOK_S: Final = 0.1  # how long what all processes hold is taken for what it was

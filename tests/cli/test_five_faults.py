@@ -129,7 +129,7 @@ def test_status_names_each(environment: dict[str, str]) -> None:
         notes,
     )
     found = json.loads(_actorrpc(environment, "status", "--json")[1])
-    kinds = {each["kind"] for each in found["groups"][0]["findings"]}
+    kinds = {each["kind"] for group in found["groups"] for each in group["findings"]}
     assert kinds >= {"worker", "deadlock", "actor", "stream"}
 
 
@@ -143,9 +143,29 @@ def test_stack_says_where_they_are(environment: dict[str, str]) -> None:
     assert re.search(r"numbers\(\) for 'driver', .* old; waits for 'driver' to take some of 8 items", text)
 
 
+@pytest.mark.parametrize("command", [["stack"], ["trace"]])
+def test_others_name_each_as_well(environment: dict[str, str], command: list[str], tmp_path: Path) -> None:
+    where = ["-o", str(tmp_path / "trace.json")] if command == ["trace"] else []
+    status, text = _actorrpc(environment, *command, *where)
+    assert status == 1
+    for fault in (
+        "is stopped: ",
+        "is busy: ",
+        "has broken a deadlock",
+        "is dead .*SIGKILL",
+        r"numbers\(\) on .* pauses",
+    ):
+        assert re.search(rf"(?m)^\* .*{fault}", text), fault
+
+
 def test_the_dead_one_can_be_described(environment: dict[str, str]) -> None:
     until(lambda: "SIGKILL" in _actorrpc(environment, "status")[1])
     found = json.loads(_actorrpc(environment, "status", "--json")[1])
-    dead = next(each for each in found["groups"][0]["actors"] if each["state"] == "DEAD")
+    dead = next(
+        each
+        for group in found["groups"]  # there may be others of this user
+        for each in group["actors"]
+        if each["state"] == "DEAD" and "SIGKILL" in each["death_cause"]
+    )
     _, text = _actorrpc(environment, "describe", dead["actor_id"])
     assert re.search(r"died +Worker#\w+ is dead", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import io
 import os
 import time
@@ -20,10 +21,15 @@ from actorrpc.errors import ActorError, CancelledError, RpcError
 from actorrpc.observe import HeldCall, ObservedActor
 from actorrpc.observe.outside import find_groups, look
 from actorrpc.observe.visitor import Target
-from tests.actors.e2e.kit import until
+from tests.actors.e2e.kit import open_gate, until
 
 pytestmark = [pytest.mark.limit(60), pytest.mark.prints]
 _S = 30.0
+
+
+class _UnsaidError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("as asked")
 
 
 @actorrpc.remote
@@ -58,6 +64,12 @@ class Counter:
         known = {"a": 1}
         return known["b"]
 
+    def fail_unsaid(self) -> None:
+        raise _UnsaidError
+
+    def in_c(self, path: str) -> None:
+        ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY)  # the lock of the interpreter is kept meanwhile
+
     def items(self, n: int) -> Iterator[int]:
         for number in range(n):
             if number == 1:
@@ -69,6 +81,9 @@ class Counter:
 class Coroutines:
     def __init__(self) -> None:
         self.value = 3
+
+    async def once(self) -> int:
+        breakpoint(); await asyncio.sleep(0); return self.value  # fmt: skip  # noqa: E702
 
     async def step(self) -> int:
         await asyncio.sleep(0)
@@ -233,6 +248,31 @@ def test_a_coroutine_is_stepped_over_its_awaits(job: None) -> None:
     actorrpc.kill(actor)
 
 
+def test_stepping_out_of_a_coroutine_leads_to_no_line_of_its_event_loop(job: None) -> None:
+    actor = Coroutines.remote()
+    ref = actor.once.remote()
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert "--Return--" in front_end.shown()  # it awaits next
+        assert "selectors" not in _say(front_end, "n")
+        front_end.say("c")
+        assert actorrpc.get(ref) == 3
+    actorrpc.kill(actor)
+
+
+def test_what_ends_a_program_ends_no_worker(counter: Any) -> None:
+    ref = counter.add.remote(1)
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert _say(front_end, "import sys; sys.exit(3)") == "*** SystemExit: 3"
+        assert _say(front_end, "raise SystemExit") == "*** SystemExit:"
+        assert _say(front_end, "class Bad: __repr__ = lambda self: __import__('sys').exit(4)") == ""
+        assert _say(front_end, "k = Bad()", "args").endswith("*** SystemExit: 4")
+        assert _say(front_end, "k = 1") == ""
+        front_end.say("c")
+        assert actorrpc.get(ref) == 1
+
+
 def test_a_task_and_a_stream(counter: Any) -> None:
     ref = task.remote(1)
     (held,) = _soon_held()
@@ -354,6 +394,34 @@ def test_an_actor_that_is_debugged_where_it_fails(job: None) -> None:
             actorrpc.get(ref)
     assert actorrpc.get(actor.count.remote()) == 0
     actorrpc.kill(actor)
+
+
+def test_an_error_that_cannot_be_said_is_held_and_stays_what_it_is(job: None) -> None:
+    actor = Counter.options(on_error="debug").remote()
+    ref = actor.fail_unsaid.remote()
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert "_UnsaidError whose str() failed" in front_end.shown()
+        front_end.say("c")
+        with pytest.raises(_UnsaidError):
+            actorrpc.get(ref)
+    actorrpc.kill(actor)
+
+
+def test_an_actor_that_keeps_its_worker_from_answering_is_not_entered(
+    counter: Any, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    assert actorrpc.get(counter.count.remote()) == 0
+    actor = _observed(counter)
+    ref = counter.in_c.remote(str(gate))
+    until(lambda: actorrpc.state().worker(actor.worker).state == "busy")  # type: ignore[union-attr]
+    arguments = ["debug", "--pid", str(os.getpid()), "--timeout", "1", actor.actor_id, "--now"]
+    assert commands.main(arguments) == 2
+    assert f"its worker {actor.worker!r} does not answer: it is busy" in capsys.readouterr().err
+    open_gate(gate)
+    actorrpc.get(ref)
 
 
 def test_a_call_that_is_cancelled_is_held_no_more(counter: Any) -> None:

@@ -221,7 +221,13 @@ def test_hosts_need_addresses_that_the_others_can_reach(store: HashStore) -> Non
 
 
 def test_a_timeout_names_who_is_missing(connect: Callable[[], Any]) -> None:
-    results = together(*(lambda n=n: fixed(connect(), n, 5, 0.3).join(record(n)) for n in (0, 2, 3)))
+    def in_a_hurry() -> Any:
+        point, pause = fixed(connect(), 0, 5, 0.3), threading.Event()
+        while point._ask("add", "0/ready", 0) < 2:  # the others come, who have all the time
+            pause.wait(0.005)
+        return point.join(record(0))
+
+    results = together(in_a_hurry, *(lambda n=n: fixed(connect(), n, 5).join(record(n)) for n in (2, 3)))
     for error in results:
         assert isinstance(error, RendezvousError)
         assert "3 of 5 workers came within 0.3 s; missing: rank 1, 4; here: " in str(error)

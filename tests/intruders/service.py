@@ -79,6 +79,17 @@ class Colour(enum.Enum):
     BLUE = 2
 
 
+@allow
+class Shade(enum.Enum):
+    """Pickled as early releases of Python 3.11 do it with each enum."""
+
+    LIGHT = "light"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the attribute of the class."""
+        return getattr, (type(self), self.name)
+
+
 @dataclass
 class Secret:
     """Data that nobody has allowed."""

@@ -370,6 +370,7 @@ def _all_kinds() -> list[Any]:
         service.Bag([1]),
         service.Pair(1, service.Pair(2, 3)),
         service.Colour.BLUE,
+        service.Shade.LIGHT,
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -194,3 +196,25 @@ def test_of_a_cluster() -> None:
     until(lambda: calls("Counter/add") == {"": 20} and calls("Counter/fail") == {OTHER: 1})
     depth = {each.labels["class"]: each.value for each in _scraped(collector)["actorrpc_mailbox_depth"]}
     assert depth["Counter"] == 0
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="there is no promtool: apt-get install prometheus"
+)
+def test_prometheus_finds_no_fault() -> None:
+    actors = tuple(
+        ObservedActor(actor_id=name, class_name=name, state="ALIVE", answered=True)
+        for name in ("Plain", 'Quoted"\\', "Lines\nof", "Ünicode")
+    )
+    state = GroupState(workers=(ObservedWorker(name="a"),), actors=actors)
+    answers = {"one": {"metrics": {"calls": [_row("Counter/add", 2), _row('odd"\n/method', 1)], "sent": 3}}}
+    registry = CollectorRegistry()
+    registry.register(GroupCollector(lambda: (state, answers)))  # type: ignore[arg-type]
+    ran = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=generate_latest(registry),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")

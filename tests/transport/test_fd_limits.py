@@ -159,7 +159,7 @@ def _serve_many(rank: int, _size: int, directory: str, count: int) -> int:
             each.close()
         pair.say("done")
         return 0
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, min(4096, _limits()[1])))
     with agents(1) as (agent,):
         pair.say("there", agent.record.to_bytes())
         pair.hear("done")

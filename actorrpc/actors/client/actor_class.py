@@ -17,15 +17,16 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.class_info import BASE, ClassInfo
 from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.errors import ConfigError, SerializationError
-from actorrpc.serialization.by_value import goes_by_value
+from actorrpc.serialization import codec
+from actorrpc.serialization.by_value import MAIN, goes_by_value, in_main
+from actorrpc.serialization.local_refs import LocalReferences
 
-__all__ = ["OPTIONS", "ActorClass", "is_importable", "offer_class", "options_of"]
+__all__ = ["OPTIONS", "ActorClass", "is_importable", "itself", "offer_class", "options_of"]
 
 P = ParamSpec("P")
 C = TypeVar("C")
 #: Where a class that inherits from :class:`actorrpc.Actor` has the options that it was given as keywords.
 OPTIONS: Final = "__actorrpc_options__"
-_MAIN: Final = ("__main__", "__mp_main__")
 
 # What other rooms put onto all actor classes, which they know and which does not know them.
 _offered: dict[str, Any] = {}
@@ -42,7 +43,7 @@ def is_importable(obj: Any) -> bool:
     What is in the main module is not: other processes have other main modules. Nor is what is to go by value.
     """
     module, name = obj.__module__, getattr(obj, "__qualname__", None)  # what a partial() was made of has none
-    if module in _MAIN or name is None or goes_by_value(obj):
+    if module in MAIN or name is None or goes_by_value(obj):
         return False
     found: Any = sys.modules.get(module)
     try:
@@ -129,11 +130,23 @@ class _ClassItself:
         first = self._of._actorrpc_shared.first
         if first is not None and is_importable(first):
             return getattr, (first, "__actor_class__")
-        return _same, (self._of.__actor_class__,)
+        return itself(self._of.__actor_class__)
 
 
-def _same(actor: Any) -> Any:
-    return actor
+def itself(obj: Any) -> tuple[Any, ...]:
+    """Reduce to a class or a function; in a snapshot to the object, where its name is all that would be copied.
+
+    The program gives a name of the main module to another class while the snapshot waits to be sent, therefore only the object
+    says which class was meant. Whether it goes by its name is found out when it is sent.
+    """
+    context = codec.current_encoding()
+    if isinstance(context, LocalReferences) and in_main(obj):
+        return context.hold(obj)
+    return _same, (obj,)
+
+
+def _same(obj: Any) -> Any:
+    return obj
 
 
 class ActorClass(Generic[P, C], metaclass=_Making):
@@ -243,7 +256,11 @@ class ActorClass(Generic[P, C], metaclass=_Making):
             with shared.lock:
                 found = shared.snapshot
                 if found is None:
-                    found = shared.snapshot = Snapshot.of(_ClassItself(self))
+                    found = Snapshot.of(_ClassItself(self))
+                    if not in_main(
+                        self.__actor_class__
+                    ):  # else it leads to the class, which nothing shared may
+                        shared.snapshot = found
         return found
 
     # -- as the class that it stands for -----------------------------------------------------------------------

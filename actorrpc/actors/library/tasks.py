@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
-from actorrpc.actors.client.actor_class import ActorClass, is_importable
+from actorrpc.actors.client.actor_class import ActorClass, is_importable, itself
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.client.route import SplitResults, shaped
 from actorrpc.actors.context import Runtime, runtime
@@ -277,11 +277,7 @@ class _FunctionItself:
         first = self._of._first
         if is_importable(first):
             return getattr, (first, "__wrapped__")
-        return _same, (self._of.__wrapped__,)
-
-
-def _same(function: Any) -> Any:
-    return function
+        return itself(self._of.__wrapped__)
 
 
 def _is_of_runner(error: BaseException | None) -> bool:

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any, Final, Protocol
 
+from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, let_frames_go, report
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -232,6 +233,12 @@ class Producer(Stall):
         """How many items were produced and not taken, and what they count in bytes."""
         with self._lock:
             return len(self._charges), self._charge
+
+    def note_pause(self, begun: float) -> None:
+        """Tell the flight recorder of a pause of this thread that is over."""
+        flights = self._agent.flights
+        if flights is not None:
+            flights.noted(begun, "pause", f"of stream {self.stream:x}")
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -570,7 +577,9 @@ def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Ex
         while True:
             room = producer.room()
             if room is not None:
+                begun = _time.now()
                 room.wait()
+                producer.note_pause(begun)
                 continue
             if producer.closed:
                 break

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Protocol
 
+from actorrpc.cli.activity import rates
 from actorrpc.cli.dashboard import actions, payloads
 from actorrpc.cli.dashboard.timeline import share, timeline
 from actorrpc.cli.logs import Line, Reader, Wanted
@@ -233,7 +234,8 @@ class Feed:
         made.actors_at = time.monotonic() if kept is None else kept.actors_at
         now["actions"] = self.acts
         now["actors_age"] = round(time.monotonic() - made.actors_at, 1)
-        made.rates = payloads.rates(picture, old) if kept is None else kept.rates
+        then = [old.state] if old is not None else []
+        made.rates = rates(then, [picture.state]) if kept is None else kept.rates
         if "metrics" in parts:
             for run, (_, answer) in seen.answers.items():
                 if not isinstance(answer, Silent):

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from actorrpc.cli.activity import shares
 from actorrpc.cli.logs import Line
 from actorrpc.cli.text import folded, say_call
 from actorrpc.cli.views import Picture
 from actorrpc.observe.call_sums import BUCKETS
 from actorrpc.observe.model import Finding, ObservedActor, ObservedWorker
 
-__all__ = ["SORTS", "actors", "calls", "logs", "nothing", "now", "rates", "stacks"]
+__all__ = ["SORTS", "actors", "calls", "logs", "nothing", "now", "stacks"]
 
 _WORKERS: Final = 256
 _FINDINGS: Final = 50
@@ -62,7 +63,7 @@ def now(
         if shown is None
         else {each["name"]: each["actors"] for each in shown["workers"]}
     )
-    old = {each.pid: each for each in before.state.workers} if before is not None else {}
+    share = shares([before.state], [state]) if before is not None else {}
     # Those that are not well are shown in any case.
     workers = sorted(state.workers, key=lambda each: each.state == "alive")[:_WORKERS]
     workers.sort(key=lambda each: (each.rank, each.name))
@@ -77,7 +78,9 @@ def now(
         "actor_count": sum(each.state != "DEAD" for each in state.actors)
         if shown is None
         else shown["actor_count"],
-        "workers": [_worker(each, old.get(each.pid), counts.get(each.name, 0)) for each in workers],
+        "workers": [
+            _worker(each, share.get((each.name, each.pid)), counts.get(each.name, 0)) for each in workers
+        ],
         "classes": _classes(state.actors) if shown is None else shown["classes"],
         "training": _training(state.workers),
         "wrong_count": sum(each.wrong for each in picture.findings),
@@ -85,10 +88,7 @@ def now(
     }
 
 
-def _worker(worker: ObservedWorker, before: ObservedWorker | None, actor_count: int) -> dict[str, Any]:
-    share = None
-    if before is not None and worker.age > before.age:
-        share = _figure(100 * (worker.cpu - before.cpu) / (worker.age - before.age))
+def _worker(worker: ObservedWorker, share: float | None, actor_count: int) -> dict[str, Any]:
     return {
         "name": worker.name,
         "rank": worker.rank,
@@ -97,7 +97,7 @@ def _worker(worker: ObservedWorker, before: ObservedWorker | None, actor_count: 
         "pid": worker.pid,
         "host": worker.host,
         "age": _figure(worker.age),
-        "cpu": share,
+        "cpu": None if share is None else _figure(share),
         "memory": worker.memory,
         "buffers": worker.memory_pool.get("used", 0) + worker.memory_pool.get("kept", 0),
         "lent": sum(each.lent for each in worker.connections),
@@ -186,17 +186,6 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 # -- actors ------------------------------------------------------------------------------------------------------
-
-
-def rates(picture: Picture, before: Picture | None) -> dict[str, float]:
-    """Return how many calls of each actor ended in a second, between two looks."""
-    old = {each.actor_id: each for each in before.state.actors} if before is not None else {}
-    found = {}
-    for actor in picture.state.actors:
-        then = old.get(actor.actor_id)
-        if then is not None and actor.age > then.age and actor.calls_done >= then.calls_done:
-            found[actor.actor_id] = (actor.calls_done - then.calls_done) / (actor.age - then.age)
-    return found
 
 
 def actors(

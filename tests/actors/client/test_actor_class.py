@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import abc
 import copy
+import gc
 import inspect
 import pickle
+import sys
 import typing
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +169,28 @@ def test_a_local_class_goes_by_value() -> None:
     assert arrived._actorrpc_options == ActorOptions(num_cpus=1)
     opened = Local._snapshot().open()
     assert opened().other().__actor_class__ is opened
+
+
+def test_a_class_of_the_main_module_stays_itself_when_its_name_goes_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def define() -> ActorClass[Any, Any]:
+        made = type("Model", (), {"__module__": "__main__", "__qualname__": "Model"})
+        monkeypatch.setattr(sys.modules["__main__"], "Model", made, raising=False)
+        return ActorClass(made)
+
+    first, second = define(), define()
+    before = second._snapshot()
+    third = define()
+    assert before.open() is second.__actor_class__
+    for each in (first, second, third):
+        assert each._snapshot().open() is each.__actor_class__
+    # It is not kept where it leads to the class itself: what is kept outlives actor classes.
+    gone = weakref.ref(third.__actor_class__)
+    monkeypatch.undo()
+    del each, third
+    gc.collect()
+    assert gone() is None
 
 
 # -- making actors -------------------------------------------------------------------------------------------------

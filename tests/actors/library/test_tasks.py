@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 import actorrpc
 from actorrpc import ObjectRefGenerator, get
+from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.errors import (
     ActorDiedError,
     CancelledError,
@@ -145,6 +147,25 @@ def _variable(name: str) -> Any:
 @Remote
 def _ask(box: Any) -> Any:
     return get(box.get.remote())
+
+
+def test_a_function_of_the_main_module_stays_itself_when_its_name_goes_to_another(
+    here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def define(number: int) -> Any:
+        def which() -> int:
+            return number
+
+        which.__module__, which.__qualname__ = "__main__", "which"
+        monkeypatch.setattr(sys.modules["__main__"], "which", which, raising=False)
+        return Remote(which)
+
+    # What waits to be sent, and what is kept to be sent again, is a snapshot.
+    waiting = Snapshot.of(((define(1)._travels,), {}))
+    define(2)
+    (function,), _ = waiting.open()
+    assert function() == 1
+    assert get(actorrpc.remote(function).remote()) == 1
 
 
 @pytest.mark.limit(60)

@@ -52,9 +52,9 @@ def _echo(things: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _held() -> int:
-    """Return how many bytes objects take on this host."""
+    """Return the size of the memory whose objects are still held."""
     gc.collect()
-    return _agent().objects.stats().host_bytes
+    return _agent().objects.stats().held_bytes
 
 
 # -- each type -------------------------------------------------------------------------------------------------

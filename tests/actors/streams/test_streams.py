@@ -25,6 +25,7 @@ from actorrpc.actors.streams import producer as producer_module
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.streams.producer import StreamTicket, aproduce, charge_of, close_stream, produce, pull
 from actorrpc.agent.executor import Later
+from actorrpc.flight_recorder import NOTED
 from actorrpc.futures import Future
 from actorrpc.serialization import codec
 from tests.actors.bare import alone, bare, begin, ended, here
@@ -412,6 +413,18 @@ def test_producers_wait_for_their_consumers(runtime: Runtime, limit: int) -> Non
     close_stream(ticket.stream)
     assert ended() == [None]
     assert _log.lines[-2:] == ["closed", "finally"]
+
+
+def test_the_flight_recorder_has_the_pauses(runtime: Runtime) -> None:
+    flights = runtime.agent.flights
+    assert flights is not None
+    first = flights.total
+    ticket = begin(logged, 1, 50)
+    _until_it_pauses(runtime, ticket)
+    close_stream(ticket.stream)
+    assert ended() == [None]
+    kinds = [tuple(each[4:6]) for each in flights.since(first, 100) if each[1] == NOTED]
+    assert kinds == [("pause", f"of stream {ticket.stream:x}")]
 
 
 def test_nothing_is_produced_beyond_the_limit(runtime: Runtime) -> None:

@@ -1,0 +1,273 @@
+"""``actorrpc top`` on a terminal: keys are pressed, and what is on the screen is read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Static
+
+import actorrpc
+from actorrpc.cli import activity
+from actorrpc.cli.top import Top
+from actorrpc.cli.views import Picture
+from actorrpc.errors import RpcError
+from actorrpc.observe.assemble import Silent
+from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker
+from actorrpc.observe.outside import FoundGroup, GroupLook
+from actorrpc.wire.identity import WorkerRecord
+
+_NAME = "Store('[red]\x1b]0;title\x07')"
+_CLEANED = "Store('[red]\ufffd]0;title\ufffd')"
+
+
+@dataclass
+class _Group:
+    """A group of two workers, and of some actors whose mailboxes are as full as their numbers; the second worker is stopped."""
+
+    actors: int = 3
+    looks: int = 0
+    problem: str = ""
+    asked: list[list[str]] = field(default_factory=list)
+
+    def see(self, parts: list[str]) -> list[Picture]:
+        self.asked.append(parts)
+        self.looks += 1
+        if self.problem:
+            raise RpcError(self.problem)
+        rows = [
+            {
+                "actor_id": f"{number:016x}",
+                "instance": f"{number:016x}",
+                "title": _NAME if number == 1 else f"Store#{number}",
+                "class_name": "Store",
+                "state": "alive",
+                "age": 10.0 + self.looks,
+                "calls_done": 100 * (9 - number) * self.looks,
+                "mailbox": [{"waiting": number, "running": 0, "limit": 1, "oldest": 1.0, "next": "get"}],
+            }
+            for number in range(self.actors)
+        ]
+        well, ill = (
+            WorkerRecord(name=name, rank=rank, incarnation=f"{rank:032x}", host="here", pid=100 + rank)
+            for rank, name in enumerate(["driver", "Store-1"])
+        )
+        frames = [{"function": "work", "file": "/job.py", "line": 7}]
+        answer = {
+            "process": {"age": 5.0 + self.looks, "cpu": 1.0 + self.looks / 4, "memory": 3 << 20},
+            "actors": rows,
+            "threads": [{"ident": 1, "name": "of Store#2", "frames": frames}],
+        }
+        silent = Silent("stopped", "a signal has stopped it")
+        look = GroupLook(
+            FoundGroup(what="a group", pids=[100]),
+            {well.incarnation: (well, answer), ill.incarnation: (ill, silent)},
+            0.001,
+        )
+        return [Picture.of(look)]
+
+
+def _try(group: _Group, steps: Callable[[Top, Pilot[None]], Awaitable[None]], most: int = 20) -> None:
+    """Press keys; looks are taken when the steps say so, as the next one is due in an hour."""
+
+    async def run() -> None:
+        top = Top(group.see, 3600.0, most)
+        async with top.run_test(size=(140, 40)) as pilot:
+            await top.workers.wait_for_complete()
+            await pilot.pause()
+            await steps(top, pilot)
+
+    asyncio.run(run())
+
+
+def _table(top: Top, name: str) -> list[list[str]]:
+    shown = top.screen_stack[0].query_one(f"#{name}", DataTable)
+    return [[str(cell) for cell in shown.get_row_at(place)] for place in range(shown.row_count)]
+
+
+def _text(top: Top, name: str) -> str:
+    return str(top.screen.query_one(f"#{name}", Static).content)
+
+
+async def _look(top: Top, pilot: Pilot[None]) -> None:
+    top.look_again()
+    await top.workers.wait_for_complete()
+    await pilot.pause()
+
+
+def test_what_it_shows() -> None:
+    async def steps(top: Top, pilot: Pilot[None]) -> None:
+        assert _text(top, "title").startswith("a group, pid 100: 2 workers, 3 actors")
+        assert "* worker 'Store-1' (pid 101) is stopped" in _text(top, "findings")
+        assert [row[0] for row in _table(top, "actors")][:1] == ["Store#2"]  # the fullest mailbox first
+        await _look(top, pilot)
+        assert _table(top, "workers") == [
+            ["driver", "alive", "25", "3.0 MiB", "0", "0", "0", "0"],
+            ["Store-1", "stopped", "-", "0 B", "0", "0", "0", "0"],
+        ]
+        assert _table(top, "actors")[0] == [
+            "Store#2",
+            "driver",
+            "alive",
+            "2",
+            "1.0 s",
+            "700",
+            "25",
+            "3.0 MiB",
+            "-",
+        ]
+        # A name is a text, whatever it is.
+        assert _table(top, "actors")[1][0] == _CLEANED
+
+    _try(_Group(), steps)
+
+
+def test_sorting_keeps_the_cursor_on_its_actor() -> None:
+    async def steps(top: Top, pilot: Pilot[None]) -> None:
+        await _look(top, pilot)
+        shown = top.query_one("#actors", DataTable)
+        assert shown.cursor_row == 0
+        await pilot.press(">", ">")  # by calls a second
+        assert [row[5] for row in _table(top, "actors")] == ["900", "800", "700"]
+        assert shown.cursor_row == 2  # Store#2 is the last one now
+        await pilot.press("<", "<", "<", "<", "<")  # by name
+        assert [row[0] for row in _table(top, "actors")] == ["Store#0", "Store#2", _CLEANED]
+
+    _try(_Group(), steps)
+
+
+def test_an_actor_and_its_stack() -> None:
+    group = _Group()
+
+    async def steps(top: Top, pilot: Pilot[None]) -> None:
+        for key, text in (("enter", "calls done"), ("s", "1 thread of")):
+            await pilot.press(key)
+            await top.workers.wait_for_complete()
+            await pilot.pause()
+            assert text in _text(top, "text")
+            assert "threads" in group.asked[-1]
+            await pilot.press("escape")
+        await pilot.press("tab", "enter")  # the table of workers, above
+        await pilot.pause()
+        await top.workers.wait_for_complete()
+        await pilot.pause()
+        assert "work  /job.py:7" in _text(top, "text")
+        await pilot.press("q")
+        assert len(top.screen_stack) == 1
+
+    _try(group, steps)
+
+
+def test_a_group_that_is_gone_is_said_and_what_was_seen_stays() -> None:
+    group = _Group()
+
+    async def steps(top: Top, pilot: Pilot[None]) -> None:
+        group.problem = "no group has answered"
+        await _look(top, pilot)
+        assert _text(top, "title") == "no group has answered"
+        assert len(_table(top, "actors")) == 3
+
+    _try(group, steps)
+
+
+def test_of_thousands_the_first_are_shown() -> None:
+    async def steps(top: Top, pilot: Pilot[None]) -> None:
+        assert [row[3] for row in _table(top, "actors")] == ["1999", "1998"]
+
+    _try(_Group(actors=2000), steps, most=2)
+
+
+def test_one_look_at_a_time() -> None:
+    group, gate = _Group(), threading.Event()
+    see = group.see
+
+    def slow(parts: list[str]) -> list[Picture]:
+        gate.wait(30)
+        return see(parts)
+
+    group.see = slow  # type: ignore[method-assign]
+
+    async def run() -> None:
+        top = Top(group.see, 3600.0, 20)
+        async with top.run_test() as pilot:
+            top.look_again()
+            top.look_again()
+            gate.set()
+            await top.workers.wait_for_complete()
+            await pilot.pause()
+
+    asyncio.run(run())
+    assert group.looks == 1
+
+
+def test_workers_of_two_hosts_with_one_process_id() -> None:
+    before = GroupState(workers=tuple(ObservedWorker(name=each, pid=7, age=1.0, cpu=1.0) for each in "ab"))
+    after = GroupState(
+        workers=(
+            ObservedWorker(name="a", pid=7, age=2.0, cpu=1.5),
+            ObservedWorker(name="b", pid=7, age=3.0, cpu=1.0),
+        )
+    )
+    assert activity.shares([before], [after]) == {("a", 7): 50.0, ("b", 7): 0.0}
+
+
+def test_an_actor_that_was_made_again_has_no_rate() -> None:
+    before = GroupState(actors=(ObservedActor(actor_id="a", age=9.0, calls_done=100),))
+    after = GroupState(actors=(ObservedActor(actor_id="a", age=1.0, calls_done=2),))
+    assert activity.rates([before], [after]) == {}
+
+
+@actorrpc.remote
+class Idle:
+    pass
+
+
+_COMMAND = [sys.executable, "-m", "actorrpc", "top", "--pid", str(os.getpid()), "--timeout", "30"]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("key", [b"q", b"\x03"])
+def test_on_a_terminal(key: bytes) -> None:
+    with actorrpc.init(num_cpus=2, log_to_driver=False):
+        idle = Idle.remote()
+        actorrpc.get(actorrpc.ready(idle))
+        ours, theirs = pty.openpty()
+        try:
+            with subprocess.Popen(
+                _COMMAND, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}
+            ) as process:
+                os.close(theirs)
+                seen = b""
+                while b"Idle#" not in seen:
+                    seen += os.read(ours, 65536)
+                os.write(ours, key)
+                try:
+                    while os.read(ours, 65536):
+                        pass
+                except OSError:  # EIO: the terminal is nobody's any more
+                    pass
+                assert process.wait() == 0
+        finally:
+            os.close(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+def test_without_a_terminal_there_are_tables() -> None:
+    with actorrpc.init(num_cpus=2, log_to_driver=False):
+        python, *words = _COMMAND
+        ran = subprocess.run(
+            [python, "-X", "importtime", *words, "--count", "1"], capture_output=True, text=True, check=True
+        )
+    assert "cpu %" in ran.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert not loaded & {"textual", "rich", "torch"}
