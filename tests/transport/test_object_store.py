@@ -34,6 +34,7 @@ from tests.transport.object_stores import (
     inode,
     make_host,
     mappings,
+    memory_by_inode,
     memory_of,
     put,
     receive,
@@ -407,7 +408,7 @@ def test_what_is_kept_to_be_used_again_makes_room(host: Host, first: int, second
     store = host.store(64 * MIB)
     fill(store, first)
     memory = fill(store, second)
-    assert sum(_bytes(each) for each in segments()) <= 64 * MIB
+    assert sum(memory_by_inode(each) for each in segments()) <= 64 * MIB
     assert _content(memory) == {len("a thing")}
 
 
@@ -416,21 +417,9 @@ def test_memory_that_is_kept_is_not_given_back_while_it_is_filled(host: Host) ->
     store = host.store(59 * MIB)
     fill(store, 50 * MIB)
     found = room(store, 56 * MIB)
-    assert sum(_bytes(each) for each in segments()) <= 59 * MIB
+    assert sum(memory_by_inode(each) for each in segments()) <= 59 * MIB
     write(found.address, b"\7" * found.nbytes)
     assert _content(found.finish()) == {7}
-
-
-def _bytes(number: int) -> int:
-    """How much memory a segment takes, by its inode."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            status = os.stat(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue
-        if status.st_ino == number:
-            return 512 * status.st_blocks
-    return 0
 
 
 def test_what_others_keep_counts_until_they_give_it_back(host: Host) -> None:
