@@ -107,19 +107,6 @@ def test_tasks_are_called_by_their_names() -> None:
         actorrpc.get(take.options(num_cpus=1000).remote(1))
 
 
-def test_a_result_that_has_died_with_its_actor() -> None:
-    actor = Speaker.remote()
-    results = [actor.big.remote() for _ in range(2)]
-    actorrpc.wait(results, num_returns=2)
-    actorrpc.kill(actor)
-    with pytest.raises(actorrpc.ActorDiedError):
-        actorrpc.get(actor.take.remote(1))
-    with pytest.raises(
-        actorrpc.PeerDiedError, match=r"the result of Speaker\.big .*is lost: the call was executed"
-    ):
-        actorrpc.get(take.remote(results[0]))
-
-
 @pytest.mark.parametrize("what", [5, "text"])
 def test_what_is_neither_a_class_nor_a_function(what: Any) -> None:
     with pytest.raises(TypeError, match="makes actors of classes and tasks of functions, and"):
