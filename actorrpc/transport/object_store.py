@@ -478,8 +478,9 @@ class ObjectStore:
         """
         self._spent += nbytes
         now = self._clock()
-        if now < self._looked_at + _LOOK_S and self._total + self._spent <= self._limit // 2:
-            return True  # far from the limit a moment ago: to look at all accounts takes a while
+        recently = now < self._looked_at + _LOOK_S and self._total + self._spent <= self._limit // 2
+        if recently and nbytes < OWN_SEGMENT:
+            return True  # far from the limit a moment ago: to look at all accounts takes as long as to write something small
         total = self._accounts.total()
         if total + nbytes > self._limit:
             idle = [each for each in self._written.values() if each is not kept and self._may_go(each)]
