@@ -68,7 +68,7 @@ def _keep_memory_in_virtual_time() -> None:
     assert worker is not None
     agent = worker.agent
     lenders = [conn.lender for peer in agent.peers() for conn in peer.conns]
-    for keeper in (agent.buffers, *lenders):
+    for keeper in (agent.buffers, agent.objects, *lenders):
         if keeper is not None:
             keeper._clock = lambda: _time.now()
 
