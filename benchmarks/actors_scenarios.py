@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.actors_peers import Actorrpc, Peer, peer_named
 from benchmarks.actors_tensors import Holder
-from benchmarks.actors_tiny import Caller, Tiny, cpu_seconds, pin_process
+from benchmarks.actors_tiny import Caller, Kept, Tiny, cpu_seconds, pin_process
 from benchmarks.series import percentile
 
 __all__ = ["SCENARIOS", "Context"]
@@ -328,6 +328,23 @@ def crowd(context: Context, *, count: int) -> dict[str, float]:
     }
 
 
+def checkpoints(context: Context, *, kept: bool, windows: int, window: int) -> dict[str, float]:
+    """Time pipelined calls of an actor whose class has ``checkpoint()``, or of one whose class has none (actorrpc only)."""
+    assert isinstance(context.peer, Actorrpc)
+    peer, name = context.peer, "kept" if kept else "tiny"
+    actors = context.actors.setdefault(name, [])
+    if not actors:
+        actors.append(peer.actor_class(Kept if kept else Tiny).options(max_restarts=1).remote())
+    ping = actors[0].ping.remote
+    peer.get([ping() for _ in range(window)])
+    with _quiet_collector():
+        begin = time.perf_counter()
+        for _ in range(windows):
+            peer.get([ping() for _ in range(window)])
+        seconds = time.perf_counter() - begin
+    return {"time": seconds / windows * 1e3}
+
+
 def overhead(context: Context) -> dict[str, float]:
     """Weigh all processes of the cluster but the driver and its actors (call it while there is one actor)."""
     actor = context.peer.get(context.peer.method(context.one("first"), "pid")())
@@ -345,6 +362,6 @@ SCENARIOS: dict[str, Callable[..., dict[str, float]]] = {
     function.__name__: function
     for function in (
         start, shutdown, make, end, place, roundtrip, core_roundtrip, proxy_roundtrip, pipelined, together, fan,
-        tensor, forget, create, crowd, overhead,
+        tensor, forget, create, crowd, checkpoints, overhead,
     )
 }  # fmt: skip

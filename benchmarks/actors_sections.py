@@ -189,6 +189,17 @@ def many(bench: Bench) -> None:
             )
 
 
+def checkpoints(bench: Bench) -> None:
+    """Make 200 pipelined calls of an actor that may restart, with ``checkpoint()`` and without."""
+    windows = 5 if bench.quick else 20
+    with sessions(bench, ("actorrpc",)) as (rigs, _):
+        for _ in range(bench.rounds):
+            for shown, kept in ((OURS, True), (Member("without"), False)):
+                measure = ask("checkpoints", kept=kept, windows=windows, window=200)
+                bench.record("checkpoints", shown, "both", rigs[OURS], measure, ("time",), case="200 calls")
+
+
 ACTOR_SECTIONS: dict[str, Callable[[Bench], None]] = {
-    function.__name__: function for function in (calls, four, fan, tensors, start, creation, many)
+    function.__name__: function
+    for function in (calls, four, fan, tensors, start, creation, checkpoints, many)
 }

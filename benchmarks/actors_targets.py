@@ -36,20 +36,37 @@ def _targets() -> Iterator[Target]:
     for place, where in PLACES:
         yield Target(
             text=f"actor call p50, {where} / rpc_sync",
-            key=_key("actor call", "p50", place), versus="rpc_sync", at_most=1.3, why=_SERIAL,
+            key=_key("actor call", "p50", place), versus="rpc_sync", at_most=1.2, why=_SERIAL,
         )  # fmt: skip
     for place, where in PLACES:
         for other, shown in (("ray", "Ray"), ("monarch", "Monarch")):
             yield Target(
                 text=f"pipelined actor calls/s, {where} / {shown}",
-                key=_key("pipelined actor calls", "rate", place), versus=other, at_least=8.0, why=_PIPELINED,
+                key=_key("pipelined actor calls", "rate", place), versus=other, at_least=6.0, why=_PIPELINED,
             )  # fmt: skip
         yield Target(
             text=f"pipelined actor calls/s, {where}",
             key=_key("pipelined actor calls", "rate", place),
-            at_least=40_000,
+            at_least=45_000,
             why=_PIPELINED,
         )
+    yield Target(
+        text="200 pipelined calls with a checkpoint / without",
+        key=_key("checkpoints", "time", "both", "200 calls"), versus="without", at_most=1.3,
+    )  # fmt: skip
+    yield Target(
+        text="10 000 actors in one worker, ms until all have answered",
+        key=_key("actors in one worker", "time", "both", "10000 actors"), at_most=3000.0,
+    )  # fmt: skip
+    for count in (1000, 10_000):
+        yield Target(
+            text=f"calls/s round-robin over {count} actors of one worker",
+            key=_key("actors in one worker", "rate", "both", f"{count} actors"), at_least=20_000,
+        )  # fmt: skip
+    yield Target(
+        text="8 actor processes ready (no torch needed), ms",
+        key=_key("actor creation", "time", "both", "8 processes"), at_most=150.0,
+    )  # fmt: skip
     yield Target(
         text="64 MiB tensor argument, GB/s / Ray's torch path",
         key=_key("actor tensors", "rate", "both", "argument 64 MiB"), versus="ray", at_least=3.0,
@@ -64,7 +81,7 @@ def _targets() -> Iterator[Target]:
     )  # fmt: skip
     yield Target(
         text="init() until the first actor has answered, ms",
-        key=_key("start", "time", "both", "init and first answer"), at_most=2000.0,
+        key=_key("start", "time", "both", "init and first answer"), at_most=800.0,
     )  # fmt: skip
     yield Target(
         text="private memory of an idle actor process / Ray's (no torch there)",

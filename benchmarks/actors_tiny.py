@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.actors_peers import peer_named
 
-__all__ = ["Caller", "Tiny", "cpu_seconds", "pin_process"]
+__all__ = ["Caller", "Kept", "Tiny", "cpu_seconds", "pin_process"]
 
 
 def pin_process(cpus: Sequence[int]) -> None:
@@ -50,6 +50,26 @@ class Tiny:
     def used(self) -> float:
         """Return the processor time that the process has used."""
         return cpu_seconds()
+
+
+class Kept(Tiny):
+    """An actor whose state outlives its process."""
+
+    def __init__(self) -> None:
+        self.answered = 0
+
+    def ping(self) -> int:
+        """Answer a call without arguments."""
+        self.answered += 1
+        return 1
+
+    def checkpoint(self) -> int:
+        """Return the state."""
+        return self.answered
+
+    def restore(self, answered: int) -> None:
+        """Take the state of the life before."""
+        self.answered = answered
 
 
 class Caller(Tiny):

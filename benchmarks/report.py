@@ -20,6 +20,8 @@ PEER_ORDER = (
     "actorrpc",
     "plain",
     "rpc_sync",
+    "one caller",
+    "without",
     "proxy",
     "no spin",
     "no lane",
@@ -27,12 +29,13 @@ PEER_ORDER = (
     "raw",
     "memcpy",
 )
-COMPARED = ("torch", "ray", "monarch", "rpc_sync", "plain", "raw", "memcpy")
+COMPARED = ("torch", "ray", "monarch", "rpc_sync", "one caller", "without", "plain", "raw", "memcpy")
 
 METRICS: dict[str, str] = {
     "p50": "p50, us",
     "p99": "p99, us",
     "cpu": "processor time of both sides, us a call",
+    "extra": "us more than a call without arguments",
     "rate": "calls a second",
     "time": "ms",
     "rss": "resident MB above a process with torch imported",

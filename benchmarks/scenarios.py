@@ -54,6 +54,19 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class Answerer:
+    """What a reference points to."""
+
+    def answer(self) -> int:
+        """Answer a call without arguments."""
+        return 1
+
+
+def count_of(tensors: list[torch.Tensor]) -> int:
+    """Take tensors, answer with a number."""
+    return len(tensors)
+
+
 def cpu_seconds() -> float:
     """Return the processor time this process has used, all threads, user and system."""
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -106,17 +119,17 @@ def shutdown(context: Context) -> dict[str, float]:
     return {}
 
 
-def roundtrip(context: Context, calls: int, warm: int) -> dict[str, float]:
+def _timed(context: Context, call: Callable[[], Any], calls: int, warm: int) -> dict[str, float]:
     """Make single calls one after another; microseconds per call."""
-    rpc_sync, partner, clock = context.rpc.rpc_sync, context.partner, time.perf_counter_ns
+    clock = time.perf_counter_ns
     for _ in range(warm):
-        rpc_sync(partner, answer)
+        call()
     times = [0] * calls
     gc.collect()
     before = _both_cpu(context)
     for number in range(calls):
         start = clock()
-        rpc_sync(partner, answer)
+        call()
         times[number] = clock() - start
     used = _both_cpu(context) - before
     times.sort()
@@ -125,6 +138,34 @@ def roundtrip(context: Context, calls: int, warm: int) -> dict[str, float]:
         "p99": percentile(times, 0.99) / 1e3,
         "cpu": used / calls * 1e6,
     }
+
+
+def roundtrip(context: Context, calls: int, warm: int) -> dict[str, float]:
+    """Call a function without arguments."""
+    rpc_sync, partner = context.rpc.rpc_sync, context.partner
+    return _timed(context, lambda: rpc_sync(partner, answer), calls, warm)
+
+
+def reference_roundtrip(context: Context, calls: int, warm: int) -> dict[str, float]:
+    """Call a method without arguments of what a reference points to."""
+    reference = context.rpc.remote(context.partner, Answerer)
+    return _timed(context, lambda: reference.rpc_sync().answer(), calls, warm)
+
+
+def small_echo(context: Context, calls: int, warm: int) -> dict[str, float]:
+    """Send 100 floats there and back, and say how many microseconds more than a call without arguments that takes."""
+    rpc_sync, partner = context.rpc.rpc_sync, context.partner
+    payload = torch.ones(100)
+    plain = roundtrip(context, calls, warm)
+    found = _timed(context, lambda: rpc_sync(partner, echo, args=(payload,)), calls, warm)
+    return found | {"extra": found["p50"] - plain["p50"]}
+
+
+def many_tensors(context: Context, calls: int, warm: int, count: int) -> dict[str, float]:
+    """Send a list of small tensors as an argument."""
+    rpc_sync, partner = context.rpc.rpc_sync, context.partner
+    payload = [torch.ones(16, 8) for _ in range(count)]
+    return _timed(context, lambda: rpc_sync(partner, count_of, args=(payload,)), calls, warm)
 
 
 def pipelined(context: Context, windows: int, window: int, warm: int) -> dict[str, float]:
@@ -148,12 +189,15 @@ def pipelined(context: Context, windows: int, window: int, warm: int) -> dict[st
     return {"rate": calls / elapsed, "cpu": used / calls * 1e6}
 
 
-def together(context: Context, start_at: float, seconds: float, window: int, warm: int) -> dict[str, float]:
+def together(
+    context: Context, start_at: float, seconds: float, window: int, warm: int, callee: str = ""
+) -> dict[str, float]:
     """Call from ``start_at`` (shared clock) for ``seconds``, beside other callers that do the same.
 
-    A window of 0 makes single calls; otherwise that many are under way at a time.
+    A window of 0 makes single calls; otherwise that many are under way at a time. ``callee`` names who is called, where
+    that is not the partner.
     """
-    rpc_sync, rpc_async, partner = context.rpc.rpc_sync, context.rpc.rpc_async, context.partner
+    rpc_sync, rpc_async, partner = context.rpc.rpc_sync, context.rpc.rpc_async, callee or context.partner
     clock = time.monotonic
 
     def batch() -> None:
@@ -274,6 +318,7 @@ def busy_stop(context: Context) -> dict[str, float]:
 SCENARIOS: dict[str, Callable[..., dict[str, float]]] = {
     function.__name__: function
     for function in (
-        init, shutdown, roundtrip, pipelined, together, tensor, churn, usage, busy_start, busy_stop,
+        init, shutdown, roundtrip, reference_roundtrip, small_echo, many_tensors, pipelined, together, tensor, churn,
+        usage, busy_start, busy_stop,
     )
 }  # fmt: skip

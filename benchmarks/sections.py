@@ -70,7 +70,56 @@ def pipelined(bench: Bench) -> None:
                     )
 
 
-def _together(seconds: float, window: int) -> Callable[[Rig], dict[str, float]]:
+def references(bench: Bench) -> None:
+    """Time single calls of a method of what a reference points to, and ``rpc_sync`` of a function beside them."""
+    calls = 500 if bench.quick else 3000
+    for place in bench.places("own", "one"):
+        with bench.groups(TWO, place) as rigs:
+            for _ in range(bench.rounds):
+                for member, rig in rigs.items():
+                    ways = {member: "reference_roundtrip"}
+                    if member.peer == "actorrpc":
+                        ways[Member("rpc_sync")] = "roundtrip"
+                    for shown, way in ways.items():
+                        bench.record(
+                            "reference call",
+                            shown,
+                            place.name,
+                            rig,
+                            lambda rig, way=way: rig.caller(way, calls=calls, warm=calls // 5),
+                            ("p50", "p99", "cpu"),
+                        )
+
+
+def small(bench: Bench) -> None:
+    """Send little: 400 bytes of one tensor there and back, and a list of 200 small tensors as an argument."""
+    calls = 200 if bench.quick else 1000
+    for place in bench.places("own", "one"):
+        with bench.groups(TWO, place) as rigs:
+            for _ in range(bench.rounds):
+                for member, rig in rigs.items():
+                    bench.record(
+                        "small tensors",
+                        member,
+                        place.name,
+                        rig,
+                        lambda rig: rig.caller("small_echo", calls=calls, warm=calls // 5),
+                        ("p50", "extra", "cpu"),
+                        case="echo 400 bytes",
+                    )
+                for member, rig in rigs.items():
+                    bench.record(
+                        "small tensors",
+                        member,
+                        place.name,
+                        rig,
+                        lambda rig: rig.caller("many_tensors", calls=calls // 5, warm=calls // 25, count=200),
+                        ("p50", "cpu"),
+                        case="200 in a list",
+                    )
+
+
+def _together(seconds: float, window: int, callee: str = "") -> Callable[[Rig], dict[str, float]]:
     def measure(rig: Rig) -> dict[str, float]:
         answers = rig.callers(
             "together",
@@ -78,6 +127,7 @@ def _together(seconds: float, window: int) -> Callable[[Rig], dict[str, float]]:
             seconds=seconds,
             window=window,
             warm=1 if window else 20,
+            callee=callee,
         )
         calls = sum(answer["calls"] for answer in answers)
         return {
@@ -98,6 +148,27 @@ def four(bench: Bench) -> None:
                     for member, rig in rigs.items():
                         measure = _together(seconds, window)
                         bench.record("4 to 4", member, place.name, rig, measure, ("rate", "cpu"), case=case)
+
+
+def fan_in(bench: Bench) -> None:
+    """Have sixteen callers call one callee at the same time, and a single caller beside them, in turns."""
+    seconds, callers = (0.3, 4) if bench.quick else (1.0, 16)
+    for place in bench.places("own", "one"):
+        with (
+            bench.groups([Member("actorrpc")], place, pairs=callers) as many,
+            bench.groups([Member("actorrpc")], place) as one,
+        ):
+            for _ in range(bench.rounds):
+                for case, window in (("windows of 250", 250), ("single calls", 0)):
+                    for shown, rigs, callee in (
+                        (Member("actorrpc"), many, f"w{callers}"),
+                        (Member("one caller"), one, "w1"),
+                    ):
+                        measure = _together(seconds, window, callee)
+                        for rig in rigs.values():
+                            bench.record(
+                                "fan-in", shown, place.name, rig, measure, ("rate", "cpu"), case=case
+                            )
 
 
 def oversubscribed(bench: Bench) -> None:
@@ -288,6 +359,7 @@ def reinforce(bench: Bench) -> None:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     function.__name__: function
     for function in (
-        roundtrip, pipelined, four, busy, oversubscribed, tensors, startup, memory, idle, flat, reinforce,
+        roundtrip, references, pipelined, four, fan_in, busy, oversubscribed, small, tensors, startup, memory, idle,
+        flat, reinforce,
     )
 }  # fmt: skip

@@ -23,6 +23,11 @@ _PYTHON = (
 )
 _ISSUE = "one thread makes the calls and shares the interpreter with the one that takes the replies: about 10 us a call"
 _TENSOR = "some 60 us of Python on each side for one tensor (pickling 8 + 8, placing 12, headers), beside 50-90 us of copying"
+_REFERENCE = (
+    "a call by a reference makes a proxy and names its method: a score of Python functions more than rpc_sync"
+)
+_SMALL = "a tensor's header, its storage and its place in a segment are made and read in Python, on each side"
+_LIST = "torch's own accessors (data_ptr, stride, untyped_storage), of which each tensor needs some"
 _ONE_TCP = "sender and receiver share the processor; a chunk's header and hand-over cost what the second processor hides"
 _SPIN = "a step probably keeps the callee busy for longer than the 100 us that a thread may spin: both calls pay a wake-up"
 
@@ -82,8 +87,8 @@ def _calls() -> Iterator[Target]:
         why=_PYTHON, key=_key(trip, "p50", "own"), peer="no spin", versus="raw", at_most=1.4,
     )  # fmt: skip
     yield Target(
-        text="round trip p50, own CPUs / torch (aim 0.125)",
-        key=_key(trip, "p50", "own"), versus="torch", at_most=0.25,
+        text="round trip p50, own CPUs / torch",
+        key=_key(trip, "p50", "own"), versus="torch", at_most=0.2,
     )  # fmt: skip
     yield Target(
         text="round trip processor time, own CPUs / torch",
@@ -101,13 +106,23 @@ def _calls() -> Iterator[Target]:
         why=_PYTHON, key=_key(trip, "cpu", "one"), versus="torch", at_most=0.2,
     )  # fmt: skip
     yield Target(
+        text="round trip p50, one CPU, us", why=_PYTHON, key=_key(trip, "p50", "one"), at_most=38.0,
+    )  # fmt: skip
+    yield Target(
+        text="round trip processor time, one CPU, us", why=_PYTHON, key=_key(trip, "cpu", "one"), at_most=40.0,
+    )  # fmt: skip
+    yield Target(
+        text="reference's rpc_sync p50, one CPU / rpc_sync",
+        key=_key("reference call", "p50", "one"), versus="rpc_sync", at_most=1.3, why=_REFERENCE,
+    )  # fmt: skip
+    yield Target(
         text="round trip p50, one CPU, spin on / off (5 % for noise)",
         key=_key(trip, "p50", "one"), versus="no spin", at_most=1.05,
     )  # fmt: skip
-    for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+    for place, where, bound in (("own", "own CPUs", 7.0), ("one", "one CPU", 8.0)):
         yield Target(
-            text=f"pipelined calls/s, {where} / torch (aim 10)",
-            why=_ISSUE, key=_key("pipelined", "rate", place), versus="torch", at_least=6.0,
+            text=f"pipelined calls/s, {where} / torch",
+            why=_ISSUE, key=_key("pipelined", "rate", place), versus="torch", at_least=bound,
         )  # fmt: skip
         yield Target(
             text=f"pipelined calls/s, {where}",
@@ -118,8 +133,14 @@ def _calls() -> Iterator[Target]:
     for place, where in (("own", "own CPUs"), ("one", "one CPU")):
         yield Target(
             text=f"4 to 4 pipelined calls/s, {where} / torch",
-            why=_ISSUE, key=_key("4 to 4", "rate", place, case="windows of 250"), versus="torch", at_least=4.0,
+            why=_ISSUE, key=_key("4 to 4", "rate", place, case="windows of 250"), versus="torch", at_least=5.0,
         )  # fmt: skip
+    for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+        for case in ("windows of 250", "single calls"):
+            yield Target(
+                text=f"16 callers of one callee, calls/s in all, {case}, {where} / one caller (5 % for noise)",
+                key=_key("fan-in", "rate", place, case=case), versus="one caller", at_least=0.95,
+            )  # fmt: skip
     for place, where in (("own", "own CPUs"), ("one", "one CPU")):
         yield Target(
             text=f"busy callee p50, {where} / torch (5 % for noise)",
@@ -132,7 +153,16 @@ def _calls() -> Iterator[Target]:
 
 
 def _tensors() -> Iterator[Target]:
-    for size, bound in (("1 MiB", 2.0), ("64 MiB", 2.5), ("256 MiB", 2.5)):
+    yield Target(
+        text="echo of 400 bytes of tensor, one CPU, us more than a plain call",
+        key=_key("small tensors", "extra", "one", case="echo 400 bytes"), at_most=70.0, why=_SMALL,
+    )  # fmt: skip
+    for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+        yield Target(
+            text=f"list of 200 small tensors, p50, {where} / torch",
+            key=_key("small tensors", "p50", place, case="200 in a list"), versus="torch", at_most=1 / 3, why=_LIST,
+        )  # fmt: skip
+    for size, bound in (("1 MiB", 2.2), ("64 MiB", 2.5), ("256 MiB", 2.5)):
         for direction in ("argument", "echo"):
             for place, where in (("own", "own CPUs"), ("one", "one CPU")):
                 yield Target(
@@ -159,7 +189,7 @@ def _rest() -> Iterator[Target]:
         yield Target(
             text=f"growth per 100 000 calls, {case}, MB",
             key=_key("flat memory", "growth", "both", case=case),
-            at_most=1.0,
+            at_most=0.1,
         )
     for place, where in (("own", "own CPUs"), ("one", "one CPU")):
         yield Target(

@@ -108,8 +108,8 @@ class TestTargets:
 
     def test_every_target_has_one_bound_and_names_what_is_measured(self) -> None:
         names = {
-            "round trip", "pipelined", "4 to 4", "busy callee", "oversubscribed", "tensors", "idle",
-            "flat memory", "reinforce",
+            "round trip", "reference call", "pipelined", "4 to 4", "fan-in", "busy callee", "oversubscribed",
+            "small tensors", "tensors", "idle", "flat memory", "reinforce",
         }  # fmt: skip
         for target in targets.TARGETS:
             assert (target.at_most is None) != (target.at_least is None), target
