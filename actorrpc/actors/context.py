@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.collectives.member import Members
     from actorrpc.actors.collectives.rendezvous import Generations
     from actorrpc.actors.host.registry import ActorRegistry
+    from actorrpc.actors.refs.host_copies import HostCopies
     from actorrpc.actors.spec.death_report import Spawner
     from actorrpc.actors.streams.producer import Streams
     from actorrpc.actors.supervision.names import Names
@@ -37,6 +38,7 @@ class Runtime:
         supervisor: looks after the actors that this process created.
         names: knows actors by name; only that of rank 0 is asked.
         streams: what generator methods here produce.
+        host_copies: what was fetched of other hosts.
         meetings, members: the collectives that were made here, and those that actors here are in.
         task_pools: the processes of tasks, once there has been one.
         spawner: starts processes for actors; None where actors go to the group's workers.
@@ -44,6 +46,7 @@ class Runtime:
 
     __slots__ = (
         "agent",
+        "host_copies",
         "meetings",
         "members",
         "names",
@@ -64,6 +67,7 @@ class Runtime:
         self.supervisor: Supervisor
         self.names: Names
         self.streams: Streams
+        self.host_copies: HostCopies
         self.meetings: Generations
         self.members: Members
         self.spawner: Spawner | None = None

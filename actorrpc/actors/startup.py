@@ -10,6 +10,7 @@ from actorrpc.actors.collectives import member
 from actorrpc.actors.collectives.rendezvous import Generations
 from actorrpc.actors.context import Runtime
 from actorrpc.actors.host.registry import ActorRegistry
+from actorrpc.actors.refs.host_copies import HostCopies
 from actorrpc.actors.streams.producer import Streams
 from actorrpc.actors.supervision.names import Names
 from actorrpc.actors.supervision.supervisor import Supervisor
@@ -29,6 +30,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made.registry = ActorRegistry(made)
     made.streams.poke = made.registry.deadlocks.poke
     made.routes = Routes(made)
+    made.host_copies = HostCopies(worker.references)
     made.meetings = Generations(made, member.cut)
     made.members = member.Members(made)
     made.supervisor = Supervisor(made)

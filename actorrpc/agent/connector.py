@@ -336,10 +336,10 @@ class Connector:
     def _connection(
         self, sock: Stream, session: Session, attach: bytes, local: bool, dialled: bool
     ) -> Connection:
-        if not local:
-            set_up_tcp(sock, self._agent.settings)
         agent = self._agent
         try:
+            if not local:
+                set_up_tcp(sock, agent.settings)
             conn = Connection(
                 sock,
                 epoll=agent.pool.epoll,
@@ -350,7 +350,9 @@ class Connector:
                 seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
                 leftover=session.leftover,
             )
-        except OSError as error:  # it takes another descriptor
+        except (
+            OSError
+        ) as error:  # the peer has reset it; or there is no descriptor for a second one, which it takes
             if not dialled and error.errno in fd_limits.SHORT:
                 with contextlib.suppress(OSError):
                     sock.send(no_room(error))

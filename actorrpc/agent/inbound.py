@@ -152,7 +152,10 @@ class Inbox:
                 conn.lender.reclaim(list(_PAIRS.iter_unpack(frame.body)))
         elif kind == frames.LANE_RETIRE:
             if conn.borrower is not None:
-                conn.borrower.retire([number for (number,) in _NUMBERS.iter_unpack(frame.body)])
+                if frame.body:
+                    conn.borrower.retire([number for (number,) in _NUMBERS.iter_unpack(frame.body)])
+                else:
+                    conn.borrower.gather()
         elif kind == frames.DEFINITION:
             peer.definitions.add(frame.body[:16], frame.body[16:])
         elif kind == frames.STREAM_ABORT:

@@ -60,6 +60,9 @@ _MEANING: Final = (
 
 _SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
 _SHARE_STEP_S: Final = 0.002
+_MAX_SHARED: Final = (
+    2048  # large objects in a message; a receiver keeps twice as many until their message comes
+)
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
@@ -75,14 +78,25 @@ class MessageContext:
         objects: the segments of shared memory that the message names, which are sent along as descriptors.
     """
 
-    __slots__ = ("held", "objects", "peer", "received", "sent")
+    __slots__ = ("_places", "held", "objects", "peer", "received", "sent")
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
+        self._places: dict[Segment, int] | None = None
         self.held: tuple[Any, ...] | None = None
         self.sent: list[Any] | None = None
         self.received: list[Any] | None = None
         self.objects: list[Any] | None = None
+
+    def place_of(self, segment: Segment) -> int:
+        """Return the place of a segment among those that are sent along: each once, however many objects are in it."""
+        if self._places is None:
+            self._places, self.objects = {}, []
+        assert self.objects is not None
+        place = self._places.setdefault(segment, len(self.objects))
+        if place == len(self.objects):
+            self.objects.append(segment)
+        return place
 
 
 class Assembly:
@@ -211,7 +225,13 @@ def _share(agent: Agent, conn: Connection, segments: Sequence[Segment], until: f
         LimitError: the peer has not read those that are on their way, for a while; the message is not sent.
         PeerDiedError: the connection is closed.
     """
+    if len(segments) > _MAX_SHARED:
+        raise LimitError(
+            f"a message with {len(segments)} large objects in shared memory is over the limit of {_MAX_SHARED}: send fewer "
+            "at once; nothing was sent"
+        )
     numbers: list[int] = []
+    is_asked = False
     for segment in segments:
         while True:
             lender = agent.lender(conn)
@@ -225,6 +245,7 @@ def _share(agent: Agent, conn: Connection, segments: Sequence[Segment], until: f
                     reason = "it does not read its descriptor socket"
                 if number:
                     numbers.append(number)
+                    is_asked = False
                     break
             if conn.state is CLOSED:
                 raise PeerDiedError("the connection was closed", maybe_executed=False)
@@ -233,7 +254,10 @@ def _share(agent: Agent, conn: Connection, segments: Sequence[Segment], until: f
                     f"an object of {segment.size >> 20} MiB in shared memory cannot be sent to {conn.peer.name!r}: {reason}; "
                     "nothing was sent"
                 )
-            conn.flush()  # what is read there makes room here
+            if not is_asked:  # the message that names them is still to come: the reader there looks for them when it sees this
+                is_asked = True
+                conn.outbox.append(pack_frame(frames.LANE_RETIRE))
+            conn.flush()
             _time.sleep(_SHARE_STEP_S)
     return numbers
 

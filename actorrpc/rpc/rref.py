@@ -352,11 +352,14 @@ class RRef(Generic[T]):
             label="RRef.to_here",
         )
 
-    def _to_future(self, future: Future[Any] | None = None) -> Future[T]:
+    def _to_future(
+        self, future: Future[Any] | None = None, fetch: Any = _fetch, more: tuple[Any, ...] = ()
+    ) -> Future[T]:
         """Start to fetch the value, as :meth:`to_here` does, without a time-out of its own. Never raises.
 
         Args:
             future: the one to complete; a new one by default. It keeps the reference until it is complete.
+            fetch: what the owner, where that is another worker, calls with the value's id and ``more``; its answer is taken.
         """
         if future is None:
             future = Future()
@@ -368,8 +371,8 @@ class RRef(Generic[T]):
             self._check()
             references.agent.call(
                 references.peer_of(handle.owner),
-                _fetch,
-                (handle.rref_id,),
+                fetch,
+                (handle.rref_id, *more),
                 {},
                 0,
                 future=future,

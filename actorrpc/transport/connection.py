@@ -40,6 +40,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from actorrpc import _time
+from actorrpc._exception_text import let_frames_go
 from actorrpc._limits import explain_memory
 from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError
@@ -562,6 +563,9 @@ class Connection(StateMachine):
             error = MemoryError(
                 f"{error or 'no memory for what goes over the connection'}: {explain_memory()}"
             )
+        let_frames_go(
+            error
+        )  # it is kept for a while, and a thread that waits for its answer reads itself: they are its caller's
         if self.replay is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)
         else:

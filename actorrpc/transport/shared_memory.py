@@ -551,16 +551,29 @@ class Borrower:
         for number in segment_ids:
             if number not in self._segments and number not in self._unmapped:
                 # Announced and never used: its descriptor waits in the socket still.
-                try:
-                    with self._fetch_lock:
-                        while not self._closed and number not in self._segments and self._receive():
-                            pass
-                except LimitError:
+                if not self._gather(number) and len(self._unseen) < self._max_segments:
                     # Its announcement cannot be taken now: that is for the thread that takes the next one.
-                    if len(self._unseen) < self._max_segments:
-                        self._unseen.add(number)
+                    self._unseen.add(number)
             self._segments.pop(number, None)
             self._forget_unmapped(number)
+
+    def gather(self) -> None:
+        """Take in what is announced: the peer's next message names more than the socket has room for. Thread-safe.
+
+        Raises:
+            ProtocolError: the peer sent nonsense over the descriptor socket.
+        """
+        self._gather(0)
+
+    def _gather(self, wanted: int) -> bool:
+        """Take in what is announced, until a segment is known; False where there is no descriptor for one."""
+        with self._fetch_lock:
+            try:
+                while not self._closed and wanted not in self._segments and self._receive():
+                    pass
+            except LimitError:
+                return False
+        return True
 
     def _forget_unmapped(self, number: int) -> None:
         _, fd = self._unmapped.pop(number, (0, -1))

@@ -10,6 +10,7 @@ from typing import Any
 
 from actorrpc import rpc
 from actorrpc.actors.context import Runtime, current
+from actorrpc.actors.refs.host_copies import HostCopies
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.streams.producer import Streams, StreamTicket, produce
 from actorrpc.agent.context import current_worker
@@ -29,6 +30,7 @@ def bare() -> Iterator[Runtime]:
     before = current()
     made = Runtime(references.agent, references)
     made.streams = Streams(references.agent)
+    made.host_copies = HostCopies(references)
     worker = current_worker()
     assert worker is not None
     worker.actors = made

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import operator
+import socket
+import struct
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +71,19 @@ def test_a_time_out_while_connecting_is_one(pair: list[Agent], monkeypatch: pyte
     assert caught.value.maybe_executed is False
     with pytest.raises(PeerDiedError, match="cannot be reached"):
         _sync(pair[0], "a1", operator.add, 1, 2, timeout=60)
+
+
+def test_a_socket_that_is_reset_before_it_is_a_connection_is_closed(pair: list[Agent]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as sock:
+        accepted, _ = door.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()  # with a reset
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+        session: Any = SimpleNamespace(key=b"", sealed=False, leftover=b"")
+        with pytest.raises(OSError, match="not connected"):
+            pair[0].connector._connection(sock, session, b"attach", local=False, dialled=True)
+        assert sock.fileno() == -1
 
 
 def test_workers_are_named_by_name_rank_and_info(pair: list[Agent]) -> None:

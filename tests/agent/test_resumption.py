@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import select
 import socket
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,6 +40,7 @@ NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _LIMIT_S = 60.0
 _calls: Counter[int] = Counter()
 _gate = threading.Event()
+_begun = threading.Event()
 
 
 def note(number: int, value: Any) -> Any:
@@ -135,6 +138,44 @@ def test_calls_survive_whatever_ends_their_connection_at_whatever_byte(kind: str
 def test_a_connection_may_end_while_it_is_made(after: int) -> None:
     with behind(testing.reset(after=after, connections={0})) as ((a0, _), _):
         assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
+
+
+class _Local:
+    """Something of a caller's."""
+
+
+def _begin_and_wait() -> None:
+    _begun.set()
+    gated(None)
+
+
+def _interrupted(agent: Agent, proxy: FaultProxy) -> weakref.ref[_Local]:
+    """Call, and have the connection break while this thread waits for the answer, and reads."""
+    local = _Local()
+
+    def strike() -> None:
+        _begun.wait(_LIMIT_S)
+        proxy.reset()
+        _gate.set()
+
+    _begun.clear()
+    _gate.clear()
+    thread = threading.Thread(target=strike)
+    thread.start()
+    call(agent, _begin_and_wait)
+    thread.join()
+    return weakref.ref(local)
+
+
+def test_what_a_caller_has_is_not_kept_where_it_has_read_the_end_of_a_connection() -> None:
+    with behind() as ((a0, _), proxies):
+        gc.collect()
+        gc.disable()
+        try:
+            # The error is kept as long as the connection may come back; the frames of who has read it are not.
+            assert _interrupted(a0, proxies[1])() is None
+        finally:
+            gc.enable()
 
 
 class _LateEpoll:

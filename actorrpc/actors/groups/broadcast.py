@@ -19,12 +19,11 @@ import torch
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.handle import ActorHandle, route_to
+from actorrpc.actors.refs.host_copies import place_of
 from actorrpc.actors.refs.object_ref import ATOMS, ObjectRef, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import Location
-from actorrpc.agent.agent import Agent
 from actorrpc.agent.executor import Later
-from actorrpc.errors import RpcError
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc import api
 from actorrpc.rpc.rref import RRef
@@ -185,8 +184,8 @@ def _bring(ref: ObjectRef[Any], found: Sequence[Future[Any]], workers: Sequence[
             value = Snapshot.of(ref._value(value))
         root = RRef(value)
     agent = root._references.agent
-    places = {worker: _place_of(agent, worker) for worker in dict.fromkeys(workers) if worker is not None}
-    roots_place = _place_of(agent, root.owner_name())
+    places = {worker: place_of(agent, worker) for worker in dict.fromkeys(workers) if worker is not None}
+    roots_place = place_of(agent, root.owner_name())
     tree: list[RRef[Any]] = []
     copies: dict[str, RRef[Any]] = {}
     for future, worker in zip(found, workers, strict=True):
@@ -216,17 +215,6 @@ def _bring(ref: ObjectRef[Any], found: Sequence[Future[Any]], workers: Sequence[
 def _arrived(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: Future[None]) -> None:
     """Say where a receiver finds its copy: at the root, where the worker has ended that was to have it."""
     future.set_result(StoredResult(copy if made._error is None else root))
-
-
-def _place_of(agent: Agent, worker: str) -> str:
-    """Return what is the same for all workers that share the memory of one copy."""
-    try:
-        peer = agent.peer(worker)
-        host = peer.record.host
-        shares = agent.shares_memory(peer) if host == agent.record.host else peer.record.unix_path is not None
-    except RpcError:  # it has died since
-        return worker
-    return host if shares else worker
 
 
 def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Later:

@@ -17,8 +17,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from actorrpc._exception_text import shown, type_name
-from actorrpc.actors.context import runtime
+from actorrpc.actors.context import current, runtime
 from actorrpc.actors.refs import pickles
+from actorrpc.actors.refs.host_copies import CopyOnHost, HostCopies
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import named
@@ -134,16 +135,24 @@ class _Pursuit:
 
     The source of its future, as a call is of its own: a thread that waits reads the replies itself. Each step is
     taken up once, by that thread or by a callback: ``_claim`` is a list from which one of them pops it.
+
+    Args:
+        opens: the future is completed with a value of its own, and not with a snapshot.
+        stays: it is completed with where the result is kept, where that is not where it is asked for.
     """
 
-    __slots__ = ("_claim", "_hops", "_opens", "_rref", "future")
+    __slots__ = ("_claim", "_copies", "_hops", "_is_nearby", "_opens", "_rref", "_stays", "future")
 
-    def __init__(self, future: Future[Any], label: object, *, opens: bool = False) -> None:
+    def __init__(
+        self, future: Future[Any], label: object, *, opens: bool = False, stays: bool = False
+    ) -> None:
         self.future = future
-        self._opens = opens
+        self._opens, self._stays = opens, stays
+        self._is_nearby = False  # whether the step is to get another worker's copy on this host
         self.future.label = label
         self.future._source = self
         self._rref: RRef[Any] | None = None
+        self._copies: HostCopies | None = None
         self._hops = 0
         self._claim: list[Future[Any]] = []
 
@@ -159,17 +168,26 @@ class _Pursuit:
         except IndexError:
             return
         error, value = step._error, step._value
-        if error is not None:
+        if self._is_nearby and type(value) is not Snapshot and type(error) is not CancelledError:
+            step.acknowledge()  # who has asked the object's worker before has ended, or has let go of it, or has not got it
+            assert self._rref is not None
+            self.pursue(self._rref, anew=True)
+        elif error is not None:
             self.future._report = step._report  # one failure: looking at either future will do
-            if type(error) is PeerDiedError and self._rref is not None:
+            if type(error) is PeerDiedError and self._rref is not None and not self._stays:
                 error = _lost(self.future.label, error)
             self._finish(None, error)
-        elif type(value) is StoredResult:
+        elif type(value) is CopyOnHost:
+            assert self._copies is not None
+            self._is_nearby = True
+            self.follow(self._copies.ask(value))
+        elif type(value) is StoredResult and not self._stays:
             self._hop(value.rref)
         else:
             try:
                 # What lives here is for everybody who asks; what another worker sent is ours alone.
-                if self._rref is not None and type(value) is not Snapshot and self._rref.is_owner():
+                owned = self._rref is not None and self._rref.is_owner() and not self._stays
+                if owned and type(value) is not Snapshot:
                     value = Snapshot.of(value)
                 if self._opens and type(value) is Snapshot:
                     value = value.open()
@@ -183,8 +201,21 @@ class _Pursuit:
         if self._hops > _MAX_HOPS:
             self._finish(None, RRefError(f"{self.future.label} leads from worker to worker without an end"))
             return
-        self._rref = rref
-        self.follow(rref._to_future())
+        self.pursue(rref)
+
+    def pursue(self, rref: RRef[Any], *, anew: bool = False) -> None:
+        """Go to where a value is kept, or to who has a copy of it on this host.
+
+        Args:
+            anew: not to who has a copy.
+        """
+        self._rref, self._is_nearby = rref, False
+        found = current()
+        if found is None:  # this worker has left its group: the error says so
+            self.follow(rref._to_future())
+            return
+        self._copies = found.host_copies
+        self.follow(self._copies.fetch(rref, self.future, anew))
         rref._references.agent.flush()
 
     def _finish(self, value: Any, error: BaseException | None) -> None:
@@ -300,8 +331,7 @@ class ObjectRef(Generic[T_co]):
                     future = self._future = made
             if future is made:
                 assert self._promise is not None
-                future = self._promise._to_future(made)
-                self._promise._references.agent.flush()
+                _Pursuit(made, self._name(), stays=True).pursue(self._promise)
         return future
 
     def _final(self) -> Future[T_co]:

@@ -11,7 +11,7 @@ import ctypes
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.actors.context import current
@@ -23,6 +23,9 @@ from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.transport import buffers as memory
 from actorrpc.transport.object_store import Segment, StoredRange
 from actorrpc.transport.shared_memory import layout
+
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
 
 __all__ = ["LARGE", "Snapshot"]
 
@@ -61,6 +64,7 @@ class Snapshot:
         "_held",
         "_sizes",
         "_tag",
+        "lent",
         "nbytes",
         "stored",
     )
@@ -83,6 +87,8 @@ class Snapshot:
         #: where its memory is, if that is in a segment which all processes of the host share, and of what sizes
         self.stored: StoredRange | None = None
         self._sizes: tuple[int, ...] = ()
+        #: who on which other host has fetched it, and as which value
+        self.lent: dict[str, tuple[Any, Any]] | None = None
         #: its size in bytes
         self.nbytes: int = len(body)
         if buffers:
@@ -173,10 +179,27 @@ class Snapshot:
             self._buffers = None
         return self._decode(buffers)
 
+    def share(self, agent: Agent) -> None:
+        """Have its memory where all processes of this host can have it.
+
+        Raises:
+            ObjectStoreFullError: there is no room for it.
+        """
+        buffers = self._buffers
+        if not buffers or self.stored is not None:
+            return
+        stored = _store(
+            agent, [codec.TensorSpan.of(each) for each in buffers], "a copy from another host", ""
+        )
+        if stored is not None:
+            self._sizes = tuple([each.nbytes for each in buffers])
+            self.stored = stored
+            self._buffers = []
+
     def _whole(self) -> list[memoryview]:
+        buffers = self._buffers  # looked at first: share() puts it elsewhere before it empties them
         if self.stored is not None:
             return _slices(self.stored.map(), self._sizes)
-        buffers = self._buffers
         if buffers is None:
             raise RuntimeError("this snapshot was opened for the last time already")
         return buffers
@@ -221,10 +244,7 @@ class Snapshot:
         stored = self.stored
         if stored is not None and isinstance(context, MessageContext) and (runtime := current()) is not None:
             if runtime.agent.shares_memory(context.peer):
-                if context.objects is None:
-                    context.objects = []
-                context.objects.append(stored.segment)
-                where = len(context.objects) - 1, stored.offset, stored.nbytes, self._sizes
+                where = context.place_of(stored.segment), stored.offset, stored.nbytes, self._sizes
                 return _arrive, (
                     where,
                     bytes(self._body),

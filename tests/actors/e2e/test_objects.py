@@ -15,7 +15,12 @@ import torch
 import torch.utils.data
 
 import actorrpc
+from actorrpc.actors.refs.snapshot import LARGE
+from actorrpc.agent import outbound
 from actorrpc.agent.context import current_worker
+from actorrpc.agent.outbound import MessageContext
+from actorrpc.errors import LimitError
+from actorrpc.transport.object_store import Segment
 from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
 
 # Processes are killed: each is one actor's.
@@ -45,6 +50,10 @@ class Keeper:
 
     def take(self, at: int, refs: list[Any]) -> None:
         self.refs[at] = refs[0]
+
+    def count(self, refs: list[Any]) -> float:
+        """Return the sum of the first numbers of many objects."""
+        return sum(float(value[0]) for value in actorrpc.get(refs))
 
     def give(self, at: int) -> list[Any]:
         return [self.refs[at]]
@@ -300,3 +309,34 @@ def test_random_programs(seed: int) -> None:
         assert [actorrpc.get(each.look.remote()) for each in keepers] == values
         for ref, wanted in refs.values():
             assert _only(actorrpc.get(ref)) == wanted
+
+
+def _each_by_itself(context: MessageContext, segment: Segment) -> int:
+    """Send a segment's descriptor along once more for each object in it, as if each had one of its own."""
+    if context.objects is None:
+        context.objects = []
+    context.objects.append(segment)
+    return len(context.objects) - 1
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in few segments", "each in one"])
+def test_many_objects_in_one_message(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More descriptors than a socket takes before they are read."""
+    if apart:
+        monkeypatch.setattr(MessageContext, "place_of", _each_by_itself)
+    keeper = Keeper.remote()
+    refs = [actorrpc.put(np.full(LARGE // 8, number, np.float64)) for number in range(400)]
+    assert actorrpc.get(keeper.count.remote(refs)) == sum(range(400))
+
+
+def test_too_many_objects_in_one_message_are_refused_before_any_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbound, "_MAX_SHARED", 2)
+    keeper = Keeper.remote()
+    refs = [actorrpc.put(np.full(_COUNT * 8, 1.0)) for _ in range(3)]
+    with pytest.raises(
+        LimitError, match=r"3 large objects .* limit of 2: send fewer at once; nothing was sent"
+    ):
+        actorrpc.get(keeper.count.remote(refs))
+    assert actorrpc.get(keeper.count.remote(refs[:2])) == 2.0

@@ -22,6 +22,7 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import GetTimeoutError, all_of, as_completed, get, wait
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.futures import Future
+from actorrpc.rpc.refcount.messages import RRefId
 from tests.actors.bare import alone
 
 _TINY = 0.05  # a time-out that is meant to pass
@@ -83,7 +84,18 @@ class _Fetched:
     def agent(self) -> Any:
         return self
 
-    def _to_future(self) -> Future[Any]:
+    @property
+    def _handle(self) -> Any:
+        return self
+
+    @property
+    def rref_id(self) -> RRefId:
+        return RRefId(1, id(self), "made up")
+
+    def is_owner(self) -> bool:
+        return False
+
+    def _to_future(self, fetch: Any, more: Any) -> Future[Any]:
         return self._future
 
     def flush(self) -> None: ...

@@ -1,0 +1,238 @@
+"""Large objects of another host: fetched once, then shared. Processes of one host that take themselves for two."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import rpc
+from actorrpc.actors.context import runtime
+from actorrpc.actors.refs import host_copies
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.wire import keys
+from tests.ports import free_port
+from tests.ranks import run_group
+
+_LARGE = 1 << 17  # floats: 512 KiB
+
+_kept: list[Any] = []
+_answers: Counter[str] = Counter()
+
+
+@contextmanager
+def _member(rank: int, port: int, here: int) -> Iterator[None]:
+    """Be in a group whose first ``here`` workers are on one host and all others on another, as far as they know."""
+    group = importlib.import_module("actorrpc.group.group")
+    host = ("a" if rank < here else "b") * 32
+    group.host_identity = lambda: host
+    lent = host_copies._lent
+
+    def counted(*args: Any) -> Any:
+        found = lent(*args)
+        _answers[type(found).__name__] += 1
+        return found
+
+    host_copies._lent = counted
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", bind="127.0.0.1")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=int(os.environ["WORLD"]), rpc_backend_options=options)
+    try:
+        yield
+    except BaseException:
+        rpc.shutdown(graceful=False)
+        raise
+    rpc.shutdown()
+
+
+def _main(rank: int, world_size: int, port: int, here: int, work: Callable[[], Any]) -> None:
+    with _member(rank, port, here):
+        if rank == 0:
+            work()
+    _kept.clear()
+
+
+def _run(work: Callable[[], Any], world_size: int, *, here: int = 1, may_die: tuple[int, ...] = ()) -> None:
+    env = {"WORLD": str(world_size), "ACTORRPC_KEY": "a key for tests of two hosts, long enough"}
+    try:
+        run_group(_main, world_size, free_port(), here, work, env=env, may_die=may_die)
+    finally:
+        keys.sweep()  # the sockets of those that were killed
+
+
+def _read(box: list[ObjectRef[Any]], keep: bool = True) -> tuple[float, bool]:
+    """Read a value, change what was read, and say what it was and whether its memory is shared with this host."""
+    (ref,) = box
+    value = actorrpc.get(ref)
+    total = float(value.sum())
+    value += 1
+    if keep:
+        _kept.append(ref)
+    snapshot = ref._settled()._value
+    return total, snapshot.stored is not None
+
+
+def _let_go() -> None:
+    _kept.clear()
+
+
+def _copies() -> int:
+    return len(runtime().host_copies._fetched)
+
+
+def _once() -> None:
+    ref = actorrpc.put(torch.ones(_LARGE))
+    first = rpc.rpc_sync("worker1", _read, args=([ref],))
+    assert first == (_LARGE, False)
+    for worker in ("worker2", "worker3", "worker1", "worker2"):
+        total, shared = rpc.rpc_sync(worker, _read, args=([ref],))
+        assert total == _LARGE
+        assert shared or worker == "worker1", worker
+    # To worker 1 once, and again only where it has asked as if it had none; the others were told of it.
+    assert _answers["Snapshot"] == 1, _answers
+    assert _answers["CopyOnHost"] == 2, _answers
+    rpc.rpc_sync("worker1", _let_go)
+    # Who had told of worker 1 finds nothing there any more, and is sent the bytes.
+    rpc.rpc_sync("worker2", _let_go)
+    assert rpc.rpc_sync("worker2", _read, args=([ref],))[0] == _LARGE
+    assert _answers["Snapshot"] == 2, _answers
+
+
+def test_readers_of_a_host_share_what_the_first_has_fetched() -> None:
+    _run(_once, 4)
+
+
+@actorrpc.remote
+class Maker:
+    def make(self) -> torch.Tensor:
+        return torch.ones(_LARGE)
+
+    def fail(self) -> None:
+        raise ValueError("made up")
+
+
+def _told() -> Counter[str]:
+    return _answers
+
+
+def _of_an_actor() -> None:
+    maker = Maker.options(worker="worker1").remote()
+    ref = maker.make.remote()
+    actorrpc.wait([ref], fetch_local=False)
+    # Its value stays on worker 1, of this host; those of the other host get it from there, once.
+    for worker in ("worker2", "worker3"):
+        assert rpc.rpc_sync(worker, _read, args=([ref],))[0] == _LARGE
+    assert _answers + rpc.rpc_sync("worker1", _told) == {"Snapshot": 1, "CopyOnHost": 1}
+
+
+@pytest.mark.slow
+def test_results_of_actors_are_shared_as_well() -> None:
+    _run(_of_an_actor, 4, here=2)
+
+
+@actorrpc.remote(concurrency_groups={"control": 1})
+class Gate:
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def make(self) -> torch.Tensor:
+        assert self.opened.wait(30.0)
+        return torch.ones(_LARGE)
+
+    @actorrpc.method(concurrency_group="control")
+    def open(self) -> None:
+        self.opened.set()
+
+
+def _at_once() -> None:
+    gate = Gate.options(worker="worker0").remote()
+    ref = gate.make.remote()
+    found = [rpc.rpc_async(f"worker{rank}", _read, args=([ref],)) for rank in (1, 2, 3)]
+    actorrpc.get(gate.open.remote())
+    assert [each.wait()[0] for each in found] == [_LARGE] * 3
+    assert _answers["Snapshot"] == 1, _answers
+    assert _answers["CopyOnHost"] == 2, _answers
+
+
+@pytest.mark.slow
+def test_readers_that_ask_before_it_is_there_share_it_too() -> None:
+    _run(_at_once, 4)
+
+
+def _exit() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _first_dies() -> None:
+    ref = actorrpc.put(torch.ones(_LARGE))
+    assert rpc.rpc_sync("worker1", _read, args=([ref],))[0] == _LARGE
+    with pytest.raises(actorrpc.PeerDiedError):
+        rpc.rpc_sync("worker1", _exit)
+    assert rpc.rpc_sync("worker2", _read, args=([ref],))[0] == _LARGE
+    assert _answers["Snapshot"] == 2, _answers
+
+
+@pytest.mark.slow
+def test_who_has_a_copy_may_die() -> None:
+    _run(_first_dies, 4, may_die=(1,))
+
+
+def _full(_agent: Any) -> None:
+    raise actorrpc.ObjectStoreFullError("no room, says the test")
+
+
+def _no_room() -> None:
+    ref = actorrpc.put(torch.ones(_LARGE))
+    assert rpc.rpc_sync("worker1", _read, args=([ref],))[0] == _LARGE
+    rpc.rpc_sync("worker1", setattr, args=(Snapshot, "share", _ignore_full))
+    total, shared = rpc.rpc_sync("worker2", _read, args=([ref],))
+    assert (total, shared) == (_LARGE, False)
+    assert _answers["Snapshot"] == 1, _answers
+
+
+def _ignore_full(_snapshot: Any, agent: Any) -> None:
+    _full(agent)
+
+
+@pytest.mark.slow
+def test_a_reader_gets_bytes_where_there_is_no_room_to_share() -> None:
+    _run(_no_room, 3)
+
+
+def _held() -> None:
+    ref = actorrpc.put(torch.ones(_LARGE))
+    for worker in ("worker1", "worker2"):
+        rpc.rpc_sync(worker, _read, args=([ref], False))
+    assert rpc.rpc_sync("worker1", _copies) == rpc.rpc_sync("worker2", _copies) == 0
+
+
+@pytest.mark.slow
+def test_what_nobody_reads_any_more_is_not_kept() -> None:
+    _run(_held, 3)
+
+
+def _small() -> None:
+    small = actorrpc.put([1, 2])
+    for worker in ("worker1", "worker2", "worker1"):
+        assert rpc.rpc_sync(worker, actorrpc.get, args=(small,)) == [1, 2]
+    maker = Maker.options(worker="worker0").remote()
+    failed = maker.fail.remote()
+    actorrpc.wait([failed])
+    for worker in ("worker1", "worker2"):
+        with pytest.raises(ValueError, match="made up"):
+            rpc.rpc_sync(worker, _read, args=([failed],))
+    assert not _answers["CopyOnHost"], _answers
+
+
+@pytest.mark.slow
+def test_small_and_failed_values_are_nobodys_copies() -> None:
+    _run(_small, 3)
