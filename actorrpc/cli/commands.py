@@ -25,7 +25,7 @@ from actorrpc.errors import ConfigError, RpcError
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
-from actorrpc.observe.trace import Recording, write
+from actorrpc.observe.tracing.trace import Recording, write
 from actorrpc.observe.visitor import KeptVisits
 
 __all__ = ["main"]
@@ -528,7 +528,7 @@ def _trace(found: argparse.Namespace) -> int:
     if found.seconds:
         time.sleep(found.seconds)
     recordings = []
-    looks = _looks_at(groups, ["records", *_PARTS], found.timeout)
+    looks = _looks_at(groups, ["records", "profiles", *_PARTS], found.timeout)
     for made in looks:
         for record, answer in made.answers.values():
             recording = Recording.of(record.name, record.pid, answer)

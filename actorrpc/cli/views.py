@@ -12,7 +12,7 @@ from actorrpc.cli.text import amount, count, figure, folded, runs, say_call, spa
 from actorrpc.observe.findings import in_order, of_actors, of_workers
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
 from actorrpc.observe.outside import FoundGroup, GroupLook
-from actorrpc.observe.trace import TraceSummary
+from actorrpc.observe.tracing.trace import TraceSummary
 
 __all__ = ["Picture", "separated", "trace_lines"]
 
@@ -28,6 +28,8 @@ def trace_lines(summary: TraceSummary) -> list[str]:
     what = f"{count(summary.calls, 'call')}, {count(summary.executions, 'execution')}"
     whose = f"{count(summary.workers, 'worker')}, {span(summary.seconds)} from the first to the last"
     lines = [f"{summary.path}: {what} of {whose}; https://ui.perfetto.dev and chrome://tracing open it"]
+    if summary.profiles:
+        lines.append(f"{count(summary.profiles, 'profile')} of torch.profiler merged")
     if summary.dropped:
         lines.append(f"{count(summary.dropped, 'record')} before them had been overwritten: see --seconds")
     if summary.clock_error:

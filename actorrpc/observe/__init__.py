@@ -24,7 +24,8 @@ from actorrpc.observe.model import (
     StackFrame,
     ThreadStack,
 )
-from actorrpc.observe.trace import TraceSummary
+from actorrpc.observe.tracing.torch_profiles import keep_profile
+from actorrpc.observe.tracing.trace import TraceSummary
 
 __all__ = [
     "Finding",
@@ -43,4 +44,5 @@ __all__ = [
     "StackFrame",
     "ThreadStack",
     "TraceSummary",
+    "keep_profile",
 ]

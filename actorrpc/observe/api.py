@@ -21,7 +21,7 @@ from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.protocol import merge
 from actorrpc.observe.startup import Observer
-from actorrpc.observe.trace import CLOCK, Recording, TraceSummary, compare_clocks, write
+from actorrpc.observe.tracing.trace import CLOCK, Recording, TraceSummary, compare_clocks, write
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.validation import wait_limit
@@ -176,7 +176,8 @@ def trace(
     """Write what the flight recorders of all workers have into a file that https://ui.perfetto.dev and chrome://tracing open.
 
     Each worker keeps its last 32 768 calls, made and executed, with their moments. Calls and executions are slices, with arrows
-    between them; the time in mailboxes is shown apart. The clocks of hosts are compared over the connections.
+    between them; the time in mailboxes is shown apart. The clocks of hosts are compared over the connections. Profiles of
+    ``torch.profiler`` that :func:`actorrpc.observe.keep_profile` was given are merged.
 
     Args:
         path: the file, which is replaced.
@@ -204,7 +205,7 @@ def recordings(seconds: float | None = None, timeout: float = _TRACE_S) -> list[
     asked_at = _time.now()
     until = asked_at + limit
     collected = []
-    for each in _ask_all(worker, ["records"], asked_at, until, 0.0):
+    for each in _ask_all(worker, ["records", "profiles"], asked_at, until, 0.0):
         record, found = each.record, each.found()
         if isinstance(found, dict):
             is_here = record.host == worker.agent.record.host

@@ -108,6 +108,11 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     if "records" in parts:
         at = first.get("records", 0)
         _put_records(worker, found, following, at if type(at) is int else 0)
+    if "profiles" in parts and worker.observer is not None:
+        at = first.get("profiles", 0)
+        found["profiles"], place = worker.observer.profiles.piece(at if type(at) is int else 0)
+        if place is not None:
+            following["profiles"] = place
     if "metrics" in parts and worker.observer is not None:
         found["metrics"] = worker.observer.metrics()
     if following:

@@ -27,6 +27,7 @@ from actorrpc.observe import collect, dumps
 from actorrpc.observe.actions import asked_to_act
 from actorrpc.observe.call_sums import CallSums
 from actorrpc.observe.protocol import ACT, ANSWER, ASK, pack, unpack
+from actorrpc.observe.tracing.torch_profiles import KeptProfiles
 from actorrpc.rpc import api
 from actorrpc.wire import keys
 from actorrpc.wire.keys import Key
@@ -35,7 +36,7 @@ __all__ = ["Observer", "start"]
 
 _log = logging.getLogger("actorrpc.observe")
 _LONG: Final = frozenset(
-    {"logs", "records", "metrics"}
+    {"logs", "records", "profiles", "metrics"}
 )  # parts that are not gathered on the thread that reads
 
 
@@ -47,6 +48,8 @@ class Observer:
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[Peer, Future[dict[str, Any]]]] = {}
         self._sums: CallSums | None = None
+        #: what :func:`~actorrpc.observe.keep_profile` was given
+        self.profiles = KeptProfiles()
 
     def metrics(self) -> dict[str, Any]:
         """Return sums over the calls of this worker, from the first time that it was asked for them on."""

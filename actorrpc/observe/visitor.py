@@ -22,7 +22,7 @@ from typing import Any, Final
 from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, merge, pack, unpack
-from actorrpc.observe.trace import CLOCK, compare_clocks
+from actorrpc.observe.tracing.trace import CLOCK, compare_clocks
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import Stream, Tls, explain
 from actorrpc.wire import frames

@@ -71,7 +71,9 @@ CREDIT: Final = 8  # a large request has been taken up: its bytes no longer coun
 CHUNK: Final = 9  # a piece of a large buffer; chain holds (buffer index, offset)
 STREAM_ABORT: Final = 10  # the rest of a stream of chunks will not come
 LANE_FREE: Final = 11  # shared memory handed back
-LANE_RETIRE: Final = 12  # shared memory that the lender no longer uses; none: descriptors wait that are to be taken in
+LANE_RETIRE: Final = (
+    12  # shared memory that the lender no longer uses; none: descriptors wait that are to be taken in
+)
 GOODBYE: Final = 13  # end of file after this is no death: the peer leaves; with flags, it takes us for dead
 DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
 NOTICE: Final = 15  # one way, for the floors above: its header names the handler

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from actorrpc.cli.dashboard.timeline import share, timeline
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
 from actorrpc.observe.assemble import Silent
-from actorrpc.observe.trace import Recording
+from actorrpc.observe.tracing.trace import Recording
 from tests.dashboard.fakes import SCRIPT
 
 _LANE, _KIND, _BEGUN, _ENDED, _TEXT, _FAILED, _WAITED, _OTHER = range(8)

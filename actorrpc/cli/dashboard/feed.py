@@ -27,7 +27,7 @@ from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import CallTotals
 from actorrpc.observe.outside import FoundGroup, GroupLook
-from actorrpc.observe.trace import Recording, write
+from actorrpc.observe.tracing.trace import Recording, write
 
 __all__ = ["Feed", "FeedLook", "See", "encoded"]
 

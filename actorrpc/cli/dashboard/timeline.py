@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from actorrpc.flight_recorder import CALLED, EXECUTED
-from actorrpc.observe.trace import Recording
+from actorrpc.observe.tracing.trace import Recording
 
 __all__ = ["SLICES", "share", "timeline"]
 

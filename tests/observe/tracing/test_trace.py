@@ -16,7 +16,7 @@ from actorrpc.cli.views import trace_lines
 from actorrpc.errors import ConfigError, NotInitializedError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
 from actorrpc.observe import api
-from actorrpc.observe.trace import Recording, compare_clocks, events_of, write
+from actorrpc.observe.tracing.trace import Recording, compare_clocks, events_of, write
 from tests.actors.e2e.kit import until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -100,6 +100,7 @@ def test_a_call_between_two_workers_whose_clocks_differ() -> None:
         "calls": 1,
         "executions": 1,
         "arrows": 1,
+        "profiles": 0,
         "workers": 2,
         "missing": {},
         "dropped": 5,

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, method_of
 from actorrpc.observe.assemble import Silent
+from actorrpc.observe.tracing.torch_profiles import TorchProfile, joined
 
 __all__ = ["CLOCK", "Recording", "TraceSummary", "compare_clocks", "events_of", "write"]
 
@@ -43,6 +44,7 @@ class Recording:
         records: as :mod:`actorrpc.flight_recorder` has them.
         dropped: how many there were before these, and are gone.
         threads: names by number.
+        profiles: those of torch that the worker keeps.
         offset: what is to be added to its moments to have them on the clock of the one who collects, in seconds.
         error: how far off that may be, in seconds; None: its clock could not be compared.
         why: why there is nothing, where there is nothing.
@@ -53,6 +55,7 @@ class Recording:
     records: list[list[Any]] = field(default_factory=list)
     dropped: int = 0
     threads: dict[int, str] = field(default_factory=dict)
+    profiles: list[TorchProfile] = field(default_factory=list)
     offset: float = 0.0
     error: float | None = 0.0
     why: str = ""
@@ -76,6 +79,9 @@ class Recording:
             made.why = "its flight recorder is turned off (ACTORRPC_RECORDER)"
         made.records = [each for each in rows if _is_record(each)]
         made.dropped = made.records[-1][0] + 1 - len(made.records) if made.records else 0
+        kept = found.get("profiles")
+        read = map(TorchProfile.read, joined(kept) if isinstance(kept, list) else ())
+        made.profiles = [each for each in read if each is not None]
         threads = recorder.get("threads")
         if isinstance(threads, dict):
             made.threads = {ident: str(name) for ident, name in threads.items() if type(ident) is int}
@@ -86,6 +92,15 @@ class Recording:
         if not self.records or self._ended(self.records[0]) + self.offset < begun:
             self.dropped = 0  # before that moment
         self.records = [each for each in self.records if self._ended(each) + self.offset >= begun]
+        self.profiles = [each.since(begun - self.offset) for each in self.profiles]
+
+    def moments(self) -> Iterator[float]:
+        """Yield moments on the worker's clock, the first and the last among them."""
+        for row in self.records:
+            yield row[2]
+            yield self._ended(row)
+        for profile in self.profiles:
+            yield from profile.moments()
 
     @staticmethod
     def _ended(record: list[Any]) -> float:
@@ -137,6 +152,7 @@ class TraceSummary:
         workers: how many have answered; ``missing`` are those that have not, with the reason.
         calls, executions: how many of each there are.
         arrows: calls whose two halves are both there.
+        profiles: how many of torch's are merged.
         dropped: records that were overwritten before they could be collected.
         seconds: from the first moment to the last.
         clock_error: how far the clocks of two workers may be apart, in seconds, at most, of those that were compared.
@@ -148,6 +164,7 @@ class TraceSummary:
     calls: int = 0
     executions: int = 0
     arrows: int = 0
+    profiles: int = 0
     dropped: int = 0
     seconds: float = 0.0
     clock_error: float = 0.0
@@ -203,12 +220,7 @@ def events_of(
     """
     found = list(recordings)
     there = [each for each in found if not each.why]
-    moments = [
-        moment + each.offset
-        for each in there
-        for row in each.records
-        for moment in (row[2], Recording._ended(row))
-    ]
+    moments = [moment + each.offset for each in there for moment in each.moments()]
     begun = min(moments, default=0.0)
     executions: dict[tuple[str, str, int], tuple[int, int, float, float]] = {}
     numbers = itertools.count(1)
@@ -238,8 +250,14 @@ def events_of(
                 yield from process.call(row, other, numbers)
             elif row[1] == NOTED:
                 yield from process.note(row)
+    gpus: dict[object, int] = {}
+    for each, pid in zip(there, pids, strict=True):
+        for number, profile in enumerate(each.profiles):
+            key = f"{pid}-{number}"
+            yield from profile.shown(each.worker, each.pid, pid, gpus, begun - each.offset, key)
     if counts is not None:
         counts |= totals
+        counts["profiles"] = sum(len(each.profiles) for each in there)
         counts["workers"] = len(there)
         counts["missing"] = {each.worker: each.why for each in found if each.why}
         counts["dropped"] = sum(each.dropped for each in there)

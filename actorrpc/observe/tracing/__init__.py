@@ -1,0 +1,3 @@
+"""Traces: the moments of calls, and the operators of torch, of all workers in one file."""
+
+__all__: list[str] = []

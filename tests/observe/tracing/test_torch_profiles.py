@@ -1,0 +1,193 @@
+"""Profiles of torch.profiler that workers keep: pieces, anything a worker may send, and a trace of a cluster."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import actorrpc
+from actorrpc.errors import NotInitializedError
+from actorrpc.observe import keep_profile
+from actorrpc.observe.tracing import torch_profiles
+from actorrpc.observe.tracing.torch_profiles import KeptProfiles, TorchProfile, joined
+from actorrpc.observe.tracing.trace import Recording, events_of
+
+pytestmark = [pytest.mark.limit(60)]
+
+
+# -- keeping -----------------------------------------------------------------------------------------------------
+
+
+def _collected(kept: KeptProfiles) -> list[bytes]:
+    rows: list[Any] = []
+    at: int | None = 0
+    while at is not None:
+        found, at = kept.piece(at)
+        assert all(len(data) <= torch_profiles._PIECE for _, data in found)
+        rows += found
+    return [zlib.decompress(each) for each in joined(rows)]
+
+
+@given(st.lists(st.integers(0, 40), max_size=6))
+def test_profiles_come_in_pieces_and_are_whole_again(sizes: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_profiles, "_PIECE", 10)
+        kept = KeptProfiles()
+        dice = random.Random(1)
+        texts = [dice.randbytes(size) for size in sizes]
+        for text in texts:
+            kept.add(text)
+        assert _collected(kept) == texts
+
+
+def test_the_latest_are_kept_as_far_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_profiles, "_KEPT_BYTES", 100)
+    kept = KeptProfiles()
+    dice = random.Random(1)
+    texts = [dice.randbytes(30) for _ in range(9)]
+    for text in texts:
+        kept.add(text)
+    found = _collected(kept)
+    assert found == texts[-len(found) :]
+    assert 1 < len(found) < 4
+    kept.add(dice.randbytes(1000))  # one at least
+    assert [len(each) for each in _collected(kept)] == [1000]
+
+
+def test_outside_of_a_group() -> None:
+    with pytest.raises(NotInitializedError, match="this process is in none"):
+        keep_profile(torch.profiler.profile())
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+def _packed(document: Any, shift: object = 100.0) -> bytes:
+    return zlib.compress(f"{shift!r}\n{json.dumps(document)}".encode())
+
+
+def _profile(*events: dict[str, Any], base_s: float = 1000.0) -> TorchProfile:
+    found = TorchProfile.read(
+        _packed({"baseTimeNanoseconds": int(base_s * 1e9), "traceEvents": list(events)})
+    )
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"no compression",
+        zlib.compress(b"no line"),
+        zlib.compress(b"1.0\nno json"),
+        _packed([]),
+        _packed({}),
+        _packed({"traceEvents": 1}),
+        _packed({"traceEvents": []}, "x"),
+        _packed({"traceEvents": [], "baseTimeNanoseconds": "x"}),
+        _packed({"traceEvents": [], "baseTimeNanoseconds": 1e999}),
+    ],
+)
+def test_what_is_no_profile_is_left_out(packed: bytes) -> None:
+    assert TorchProfile.read(packed) is None
+    answer = {"recorder": {"on": True}, "records": [], "profiles": [[1, packed], 7, [1], ["x", b""]]}
+    assert Recording.of("w", 1, answer).profiles == []
+
+
+def test_what_expands_without_a_bound_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_profiles, "_MOST", 100)
+    assert TorchProfile.read(_packed({"traceEvents": [], "more": "x" * 1000})) is None
+
+
+def test_events_stand_on_the_clock_of_all_and_mean_no_others() -> None:
+    own, gpu = {"pid": 41, "tid": 41}, {"pid": 0, "tid": 7}
+    events = (
+        {"ph": "M", "name": "process_name", "ts": 1, **own, "args": {"name": "python"}},
+        {"ph": "M", "name": "thread_name", "ts": 1, **own, "args": {"name": "thread 41"}},
+        {"ph": "M", "name": "process_name", "ts": 1, **gpu, "args": {"name": "GPU 0"}},
+        {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": 2_000_000.0, "dur": 5.0, **own},
+        {"ph": "s", "name": "ac2g", "cat": "ac2g", "id": 3, "ts": 2_000_001.0, **own},
+        {"ph": "f", "name": "ac2g", "cat": "ac2g", "id": 3, "ts": 2_000_002.0, "bp": "e", **gpu},
+        {"ph": "X", "name": "nonsense", "ts": "x", **own},
+        {"name": "nonsense"},
+    )
+    made = []
+    for worker in ("a", "b"):
+        recording = Recording(worker=worker, pid=41, profiles=[_profile(*events)])
+        recording.offset = 3.0
+        made.append(recording)
+    counts: dict[str, Any] = {}
+    found = list(events_of(made, counts))
+    assert counts["profiles"] == 2
+    assert counts["seconds"] == pytest.approx(5e-6)
+    ops = [each for each in found if each["name"] == "aten::mm"]
+    assert [each["ts"] for each in ops] == [0.0, 0.0]
+    assert len({each["pid"] for each in ops}) == 2  # the same number on two hosts
+    gpus = {each["args"]["name"]: each["pid"] for each in found if "torch: GPU" in str(each.get("args"))}
+    assert set(gpus) == {"a, torch: GPU 0", "b, torch: GPU 0"}
+    ends = [(each["pid"], each["ph"], each["id"]) for each in found if each["name"] == "ac2g"]
+    assert len({id for _, _, id in ends}) == 2
+    assert {pid for pid, kind, _ in ends if kind == "f"} == set(gpus.values())
+    names = [each["args"]["name"] for each in found if each["ph"] == "M" and each["pid"] == ops[0]["pid"]]
+    assert names == ["a (pid 41)", "torch: thread 41"]
+
+
+def test_what_was_over_before_is_left_out() -> None:
+    kept = _profile(
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {}},
+        {"ph": "X", "name": "early", "ts": 1e6, "dur": 10.0, "pid": 1, "tid": 1},
+        {"ph": "X", "name": "long", "ts": 1e6, "dur": 9e6, "pid": 1, "tid": 1},
+        {"ph": "i", "name": "late", "ts": 7e6, "pid": 1, "tid": 1},
+    )
+    recording = Recording(worker="a", pid=1, profiles=[kept], offset=50.0)
+    recording.since(1000.0 - 100.0 + 50.0 + 5.0)
+    assert [each["name"] for each in recording.profiles[0].events] == ["thread_name", "long", "late"]
+
+
+# -- of a cluster ------------------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+class Trainer:
+    def train(self) -> None:
+        with (
+            torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], on_trace_ready=keep_profile
+            ),
+            torch.profiler.record_function("a step"),
+        ):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+@pytest.mark.prints(
+    "^(USDT:|ERROR: External init callback)"
+)  # what torch says of a profiler, and off the main thread
+def test_operators_stand_within_the_execution_that_ran_them(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with actorrpc.init(num_cpus=2):
+        trainers = [Trainer.remote() for _ in range(2)]
+        actorrpc.get([each.train.remote() for each in trainers])
+        summary = actorrpc.trace(path)
+        del trainers
+    assert summary.profiles == 2
+    events = json.loads(path.read_text())["traceEvents"]
+    runs = {
+        each["pid"]: each
+        for each in events
+        if each["ph"] == "X" and each["name"].endswith(".train") and each["cat"] == "execution"
+    }
+    steps = [each for each in events if each["ph"] == "X" and each["name"] == "a step"]
+    assert len(runs) == len(steps) == 2
+    for step in steps:
+        run = runs[step["pid"]]
+        assert run["ts"] <= step["ts"]
+        assert step["ts"] + step["dur"] <= run["ts"] + run["dur"]
