@@ -444,13 +444,18 @@ def _logs(found: argparse.Namespace) -> int:
         wanted = logs.Wanted.of(found.whom, found.grep, found.lines)
     except ConfigError as error:
         raise _NotThereError(str(error)) from error
-    reader = logs.Reader(_groups(found), wanted, found.timeout)
+    groups = _groups(found)
+    reader = logs.Reader(groups, wanted, found.timeout)
     try:
         reader.begin(_print_json_line if found.json else _print_line)
         if found.follow:
             reader.follow()
     finally:
         reader.end()
+    if not (found.json or found.follow or found.grep or found.whom):
+        # Whoever reads logs looks for what is wrong, and the process that is stuck has printed nothing of that.
+        for made in _looks_at(groups, _PARTS, found.timeout):
+            _print(views.Picture.of(made).finding_lines())
     return _FOUND
 
 

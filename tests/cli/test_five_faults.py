@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from actorrpc.cli.dashboard.feed import Feed
+from actorrpc.observe.outside import find_groups, look
 from tests.actors.e2e.kit import until
+from tests.dashboard.fakes import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(120)]
 _ROOT = Path(__file__).resolve().parents[2]
@@ -143,19 +146,42 @@ def test_stack_says_where_they_are(environment: dict[str, str]) -> None:
     assert re.search(r"numbers\(\) for 'driver', .* old; waits for 'driver' to take some of 8 items", text)
 
 
-@pytest.mark.parametrize("command", [["stack"], ["trace"]])
-def test_others_name_each_as_well(environment: dict[str, str], command: list[str], tmp_path: Path) -> None:
-    where = ["-o", str(tmp_path / "trace.json")] if command == ["trace"] else []
-    status, text = _actorrpc(environment, *command, *where)
-    assert status == 1
-    for fault in (
-        "is stopped: ",
-        "is busy: ",
-        "has broken a deadlock",
-        "is dead .*SIGKILL",
-        r"numbers\(\) on .* pauses",
-    ):
+_FAULTS = (
+    "is stopped: ",
+    "is busy: ",
+    "has broken a deadlock",
+    "is dead .*SIGKILL",
+    r"numbers\(\) on .* pauses",
+)
+
+
+@pytest.mark.parametrize(("command", "status"), [("stack", 1), ("trace", 1), ("logs", 0)])
+def test_others_name_each_as_well(
+    environment: dict[str, str], command: str, status: int, tmp_path: Path
+) -> None:
+    where = ["-o", str(tmp_path / "trace.json")] if command == "trace" else []
+    found, text = _actorrpc(environment, command, *where)
+    assert found == status
+    for fault in _FAULTS:
         assert re.search(rf"(?m)^\* .*{fault}", text), fault
+
+
+def test_lines_that_are_asked_for_are_all_that_is_printed(environment: dict[str, str]) -> None:
+    for options in (["--grep", "x^"], ["nobody"], ["--json"]):
+        _, text = _actorrpc(environment, "logs", *options)
+        assert "is stopped" not in text
+
+
+def test_the_page_names_each(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", environment["ACTORRPC_RUNTIME_DIR"])
+    (group,) = find_groups()
+    feed = Feed(lambda parts, begin=None: look(group, parts, 5.0, begin=begin), lambda: [group])
+    with served(feed) as page:
+        status, _, body = page.ask("api/now", Cookie=page.log_in())
+    assert status == 200
+    told = [each["what"] for each in json.loads(body)["findings"]]
+    for fault in _FAULTS:
+        assert any(re.search(fault, each) for each in told), (fault, told)
 
 
 def test_the_dead_one_can_be_described(environment: dict[str, str]) -> None:

@@ -135,6 +135,8 @@ class CallQueue:
         """Return how to make a call now; where ``peer`` is None, it has to wait."""
         if self._hint:
             self._take_hint()
+        if not self._ready and self.supervisor == self.runtime.references.me:
+            self._ask_here()
         with self._lock:
             ready, location, peer = self._ready, self.location, self._peer
             templates = self.kept_templates if refs else self.templates
@@ -487,24 +489,26 @@ class CallQueue:
         """Return a future for where the actor lives."""
         answer: Future[Location] = Future()
         answer.label = f"the location of {self.title}"
+        if self.location is None and self.supervisor == self.runtime.references.me:
+            self._ask_here()
         with self._lock:
             death, location = self.death, self.location
-            asks = False
             if death is None and location is None:
                 self._waiters.append(answer)
-                # A supervisor that is here is asked at once: no thread has to be woken for it.
-                asks = not self._asking and self.supervisor == self.runtime.references.me
-                if asks:
-                    self._asking = True
-                else:
-                    self._ask_soon()
-        if asks:
-            self._ask(False)
-        elif death is not None:
+                self._ask_soon()
+        if death is not None:
             answer.set_exception(self.died(None, maybe_executed=None))
         elif location is not None:
             answer.set_result(location)
         return answer
+
+    def _ask_here(self) -> None:
+        """Ask the supervisor, which is in this process: no thread has to be woken for that."""
+        with self._lock:
+            asks = not self._asking and self._peer is None and self.death is None
+            self._asking = self._asking or asks
+        if asks:
+            self._ask(False)
 
     def _ask_soon(self) -> None:
         """Have the supervisor asked; the lock is held."""

@@ -396,6 +396,11 @@ class Route:
         """
         return self._queue.located()
 
+    @property
+    def location(self) -> Location | None:
+        """Where the actor lives, if that is known here."""
+        return self._queue.location
+
     def alive(self) -> Future[bool]:
         """Return a future that says whether the actor lives, or is being made or restarted, as its supervisor knows it."""
         answer: Future[bool] = Future()

@@ -362,7 +362,7 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
         _check_interrupt("interrupt" in given and self.interrupt, self.timeout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
     """How an actor is made and looked after: ``@remote(...)`` and ``Cls.options(...)``. Immutable.
 

@@ -15,6 +15,7 @@ import itertools
 import os
 import random
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,9 +58,25 @@ _AGAIN_S: Final = 0.1  # how soon another place is asked for, where one was name
 _END_S: Final = 5.0  # how long actors may take to end when this process leaves
 
 
+# Numbers of actors, and of incarnations: from a random one on, in steps that are odd, so that none comes twice, and large, so
+# that those of actors that are made together look different. A system call for each would let go of the interpreter each time.
+_STEP: Final = 0x9E3779B97F4A7C15
+_TOP: Final = 1 << 63
+_numbers = itertools.count()
+
+
+def _draw_numbers() -> None:
+    global _numbers
+    _numbers = itertools.count(int.from_bytes(os.urandom(8), "little"))
+
+
+_draw_numbers()
+os.register_at_fork(after_in_child=_draw_numbers)
+
+
 def _new_id() -> int:
     """Return a number for an actor, or an incarnation of one: no other has it."""
-    return int.from_bytes(os.urandom(8), "little") | 1 << 63
+    return next(_numbers) * _STEP % _TOP | _TOP
 
 
 class Supervisor:
@@ -81,7 +98,7 @@ class Supervisor:
         self._places = Placements(runtime)
         self._closed = False
         #: the last options that an actor was made with, and what has become of them: of many actors they are the same object
-        self._options: tuple[ActorOptions, ActorOptions, ActorOptions] | None = None
+        self._options: tuple[weakref.ref[ActorOptions], ActorOptions, ActorOptions] | None = None
         self._agent.on_peer_end.append(self._peer_ended)
 
     # -- making -----------------------------------------------------------------------------------------
@@ -135,15 +152,18 @@ class Supervisor:
     def _prepared(self, options: ActorOptions) -> tuple[ActorOptions, ActorOptions]:
         """Return the options of an actor with its namespace, and those of them that travel with every handle."""
         found = self._options
-        if found is None or found[0] is not options:
+        if found is None or found[0]() is not options:
             named = options
             if named.namespace is None:
                 named = replace(named, namespace=self._runtime.names.namespace)
             # What only the supervisor needs does not travel.
-            found = options, named, replace(named, worker=None, env=None, working_dir=None)
-            # A handle among them would keep its actor alive.
-            if not getattr(type(options.worker), "_is_actor_handle", False):
-                self._options = found
+            shown = replace(named, worker=None, env=None, working_dir=None)
+            if getattr(type(options.worker), "_is_actor_handle", False):
+                if options.lifetime == "detached":  # its place is put into words for rank 0
+                    return named, shown
+                # Its place is known: kept, the handle would keep its actor alive.
+                named = replace(named, worker=None)
+            found = self._options = weakref.ref(options), named, shown
         return found[1], found[2]
 
     def _adopt(
@@ -197,14 +217,21 @@ class Supervisor:
         """Return the worker that can be told to make an actor at once, as if no call, context or trace were in force."""
         agent = self._agent
         if (
-            type(place) is not WorkerKey
+            place is None
+            or place == "turn"
             or CURRENT.get() is not None
             or agent.interceptors
             or agent.recorder.live
         ):
             return None
+        location = None if type(place) is WorkerKey else place.location
+        worker = place if location is None else location.worker
+        if (
+            type(worker) is not WorkerKey
+        ):  # where the actor lives beside which it is to live is to be found out
+            return None
         try:
-            peer = peer_of(agent, place)
+            peer = peer_of(agent, worker)
         except RpcError:
             return None
         conn = peer.conn
@@ -232,9 +259,10 @@ class Supervisor:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
                 spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, instance_id))
+            elif near is not None:
+                self._construct(actor, instance_id, near, None, flushes=False)
             elif isinstance(place, WorkerKey):
-                peer = near or peer_of(self._agent, place)
-                self._construct(actor, instance_id, peer, None, flushes=near is None)
+                self._construct(actor, instance_id, peer_of(self._agent, place), None)
             elif place == "turn":
                 self._construct(actor, instance_id, self._places.next_worker(), None)
             else:
