@@ -526,7 +526,7 @@ class Agent:
         tag = "00000000" if key is None else key.tag()
         path = keys.accounts_path(self.record.unix_path, tag) if self.record.unix_path else None
         return ObjectStore(
-            ObjectAccounts(path, f".{tag}.objects"),
+            ObjectAccounts(path, f".{tag}.objects", self.name),
             limit_bytes=self.settings.object_memory or memory_limit() // 4,
             spill_dir=self.settings.spill_dir,
             on_let_go=self._look_after_objects,

@@ -11,7 +11,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 __all__ = ["Holding", "ObjectAccounts", "amount"]
@@ -19,6 +19,8 @@ __all__ = ["Holding", "ObjectAccounts", "amount"]
 _TEXT: Final = 104
 _ROW: Final = struct.Struct(f"<16sQ{_TEXT}s{_TEXT}s")  # the segment's id and bytes, its label, its site
 _NONE: Final = bytes(16)
+_SHOWN: Final = 4  # holders of one segment
+_OWNER: Final = b"\xff" * 16  # the first row of a file: whose it is stands where others have their label
 
 
 def amount(nbytes: int) -> str:
@@ -28,17 +30,17 @@ def amount(nbytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A segment that a process holds.
+    """A segment that workers hold.
 
     Attributes:
-        pid: the process.
+        holders: who.
         segment_id: names the segment's content.
         nbytes: how much memory it takes.
         label: what it is, in words; of several objects, the latest.
         site: where that was made, as ``file:line``; may be empty.
     """
 
-    pid: int
+    holders: tuple[str, ...]
     segment_id: bytes
     nbytes: int
     label: str
@@ -46,7 +48,9 @@ class Holding:
 
     def __str__(self) -> str:
         where = f" made at {self.site}" if self.site else ""
-        return f"{amount(self.nbytes)} of {self.label}{where}, in process {self.pid}"
+        whose = ", ".join(self.holders[:_SHOWN])
+        more = f" and {len(self.holders) - _SHOWN} more" if len(self.holders) > _SHOWN else ""
+        return f"{amount(self.nbytes)} of {self.label}{where}, held by {whose}{more}"
 
 
 class ObjectAccounts:
@@ -60,14 +64,16 @@ class ObjectAccounts:
     Args:
         path: this process's file; None keeps the accounts of this process alone.
         suffix: how the files of the group end, which lie beside it.
+        worker: the name of this worker.
     """
 
-    def __init__(self, path: str | None, suffix: str = "") -> None:
+    def __init__(self, path: str | None, suffix: str = "", worker: str = "") -> None:
         self._lock = threading.RLock()
         self._held: dict[bytes, Holding] = {}
         self._rows: dict[bytes, int] = {}
         self._unused: list[int] = []
-        self._row_count = 0
+        self._row_count = 1
+        self._worker = worker
         self._directory = None if path is None else os.path.dirname(path)
         self._name = "" if path is None else os.path.basename(path)
         self._suffix = suffix
@@ -78,7 +84,8 @@ class ObjectAccounts:
         """Note that a segment is held here, of so many bytes; again where more of it is used."""
         with self._lock:
             known = self._held.get(segment_id)
-            held = Holding(os.getpid(), segment_id, max(nbytes, known.nbytes if known else 0), label, site)
+            most = max(nbytes, known.nbytes if known else 0)
+            held = Holding((_named(self._worker, os.getpid()),), segment_id, most, label, site)
             self._held[segment_id] = held
             row = self._rows.get(segment_id)
             if row is None:
@@ -105,6 +112,7 @@ class ObjectAccounts:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 self._fd = os.open(self._path, flags, 0o600)
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.pwrite(self._fd, _ROW.pack(_OWNER, 0, self._worker.encode()[:_TEXT], b""), 0)
             os.pwrite(self._fd, content, row * _ROW.size)
         except OSError:  # no disk, no descriptors: others do not count this process
             self._remove()
@@ -115,19 +123,26 @@ class ObjectAccounts:
             return list(self._held.values())
 
     def rows(self) -> list[Holding]:
-        """Return what the processes of the group hold on this host, each segment once."""
+        """Return what the processes of the group hold on this host, each segment once, as who has written it says."""
         with self._lock:
             found = dict(self._held)
         for other in self._others():
             for each in other:
                 known = found.get(each.segment_id)
-                if known is None or known.nbytes < each.nbytes:
-                    found[each.segment_id] = each
+                if known is not None:
+                    first, second = (known, each) if known.nbytes >= each.nbytes else (each, known)
+                    each = replace(first, holders=first.holders + second.holders)
+                found[each.segment_id] = each
         return list(found.values())
 
     def total(self) -> int:
         """Return how many bytes they hold together."""
-        return sum(each.nbytes for each in self.rows())
+        with self._lock:
+            found = {segment_id: each.nbytes for segment_id, each in self._held.items()}
+        for other in self._others():
+            for each in other:
+                found[each.segment_id] = max(found.get(each.segment_id, 0), each.nbytes)
+        return sum(found.values())
 
     def _others(self) -> Iterator[list[Holding]]:
         if self._directory is None:
@@ -186,11 +201,18 @@ def _read(path: str) -> list[Holding]:
     finally:
         os.close(fd)
     data = data.ljust(-(-len(data) // _ROW.size) * _ROW.size, b"\0")
+    rows = list(_ROW.iter_unpack(data))
+    worker = next((_text(label) for segment_id, _, label, _ in rows if segment_id == _OWNER), "")
+    holder = (_named(worker, pid),)
     return [
-        Holding(pid, segment_id, nbytes, _text(label), _text(site))
-        for segment_id, nbytes, label, site in _ROW.iter_unpack(data)
-        if segment_id != _NONE
+        Holding(holder, segment_id, nbytes, _text(label), _text(site))
+        for segment_id, nbytes, label, site in rows
+        if segment_id not in (_NONE, _OWNER)
     ]
+
+
+def _named(worker: str, pid: int) -> str:
+    return f"{worker!r} (pid {pid})"
 
 
 def _text(data: bytes) -> str:

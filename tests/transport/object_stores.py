@@ -41,7 +41,7 @@ class Host:
         """Return the store of one more process."""
         name = f"1-{pid or os.getpid()}-{len(self.stores)}-{os.urandom(4).hex()}{SUFFIX}"
         made = ObjectStore(
-            ObjectAccounts(str(self.directory / name), SUFFIX),
+            ObjectAccounts(str(self.directory / name), SUFFIX, f"w{len(self.stores)}"),
             limit_bytes=limit,
             spill_dir=None if spill_dir is None else str(spill_dir),
             clock=self.clock,

@@ -378,7 +378,8 @@ def test_full_says_who_holds_what(host: Host) -> None:
     assert caught.value.maybe_executed is False
     for each in ("the next one", "16 MiB", "64 MiB", "an image", "weights", "32 MiB", "here.py:1"):
         assert each in said
-    assert f"process {os.getpid()}" in said
+    assert f"an image made at here.py:1, held by 'w0' (pid {os.getpid()}), 'w1' (pid" in said
+    assert "weights made at here.py:1, held by 'w1' (pid" in said
     assert "object_memory" in said
     assert "spill_dir" in said
     del kept
