@@ -187,6 +187,7 @@ def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None
                 page.get_by_text("1 row").or_(page.get_by_text("0 rows")).first.wait_for()
             elif view == "memory":
                 page.get_by_role("columnheader", name="shared memory lent").wait_for()
+                page.get_by_role("columnheader", name="referred to by").wait_for()
             else:
                 page.get_by_text("0 workers with 0 contexts, 0 passes under way").wait_for()
                 page.get_by_role("button", name="Take the last passes").click()

@@ -87,6 +87,16 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
             (line,) = browser.get("api/logs?q=A%20STORE")["lines"]
             assert line["text"] == "a store is made"
             assert browser.get("api/logs?whom=nobody")["lines"] == []
+            kept = actorrpc.put(torch.ones(1 << 20))
+            until(lambda: browser.get("api/memory")["objects"])
+            (held,) = browser.get("api/memory")["objects"]
+            assert held["label"] == "put(Tensor)"
+            assert held["site"].rpartition("/")[2].startswith("test_live.py:")
+            assert held["holders"] == ["driver"]
+            assert {"owner": "driver", "holder": "driver", "what": "actor"}.items() <= (
+                browser.get("api/memory")["holders"][0].items()
+            )
+            del kept
             browser.get("api/calls")  # now they count
             for gate in gates:
                 open_gate(gate)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from actorrpc.cli.dashboard import feed as feed_module
 from actorrpc.cli.dashboard import payloads
 from actorrpc.cli.dashboard.feed import Feed, FeedLook
 from actorrpc.cli.views import Picture
+from actorrpc.observe import ObservedHolder, ObservedSegment, ObservedWorker
 from actorrpc.observe.call_sums import BUCKETS
 from tests.dashboard.fakes import FakeGroup, actor_row
 
@@ -361,3 +363,30 @@ def test_who_comes_while_connections_are_closed_is_shown_the_next_look(
 
     first, second = asyncio.run(look())
     assert second == first + 1
+
+
+def test_who_holds_what() -> None:
+    def segment(name: str, nbytes: int, label: str = "") -> ObservedSegment:
+        return ObservedSegment(segment=name, label=label, site="here.py:1", bytes=nbytes)
+
+    workers = (
+        ObservedWorker(name="a", objects=(segment("1", 10), segment("2", 70, "weights"))),
+        ObservedWorker(
+            name="b",
+            objects=(segment("1", 30, "an image"),),
+            holders=(
+                ObservedHolder(holder="a", what="actor", references=1),
+                ObservedHolder(holder="c", what="Tensor", references=2, bytes=9),
+            ),
+        ),
+    )
+    picture: Any = SimpleNamespace(state=SimpleNamespace(workers=workers))
+    found = payloads.memory(picture)
+    assert [(each["label"], each["bytes"], each["holders"]) for each in found["objects"]] == [
+        ("weights", 70, ["a"]),
+        ("an image", 30, ["a", "b"]),
+    ]
+    assert [(each["owner"], each["holder"], each["bytes"]) for each in found["holders"]] == [
+        ("b", "c", 9),
+        ("b", "a", 0),
+    ]

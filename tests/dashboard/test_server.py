@@ -428,6 +428,7 @@ def test_what_the_views_ask_for(page: _Page) -> None:
     ):
         assert len(page.get(f"api/actors?{query}").json()["rows"]) in (0, 200)
     assert page.get("api/stacks").json()["workers"] == 2
+    assert page.get("api/memory").json()["problem"] == ""
     assert [each["method"] for each in page.get("api/calls").json()["rows"]] == ["Store/get"]
     assert "no driver" in page.get("api/logs?q=x").json()["problem"]
 

@@ -138,6 +138,8 @@ class Feed:
         self._window: deque[tuple[float, dict[Any, Any]]] = deque(maxlen=_WINDOW + 1)
         self._stacks_lock = asyncio.Lock()  # one look at stacks at a time
         self._stacks: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._memory_lock = asyncio.Lock()  # guards the next, while it is taken
+        self._memory: tuple[float, dict[str, Any]] = (float("-inf"), {})
         self._records_lock = asyncio.Lock()  # one look at records at a time
         self._logs_lock = asyncio.Lock()  # guards the reader and its lines
         self._logs = _LogLines(groups)
@@ -263,6 +265,20 @@ class Feed:
             return payloads.stacks(Picture.of(self._see([*_PARTS, "threads"])))
         except (RpcError, OSError) as error:
             return {"problem": str(error), "folds": []}
+
+    async def memory(self) -> dict[str, Any]:
+        """Return who holds what; what was seen within the last second serves again."""
+        async with self._memory_lock:
+            if time.monotonic() - self._memory[0] >= self._every:
+                found = await asyncio.to_thread(self._take_memory)
+                self._memory = (time.monotonic(), found)
+            return self._memory[1]
+
+    def _take_memory(self) -> dict[str, Any]:
+        try:
+            return payloads.memory(Picture.of(self._see(["process", "holders"])))
+        except (RpcError, OSError) as error:
+            return {"problem": str(error), "objects": [], "holders": []}
 
     async def timeline(self, seconds: float) -> dict[str, Any]:
         """Return the last calls of all workers, as a picture of lanes."""

@@ -12,9 +12,9 @@ from actorrpc.cli.logs import Line
 from actorrpc.cli.text import folded, say_call
 from actorrpc.cli.views import Picture
 from actorrpc.observe.call_sums import BUCKETS
-from actorrpc.observe.model import Finding, ObservedActor, ObservedWorker
+from actorrpc.observe.model import Finding, ObservedActor, ObservedSegment, ObservedWorker
 
-__all__ = ["SORTS", "actors", "calls", "logs", "nothing", "now", "stacks"]
+__all__ = ["SORTS", "actors", "calls", "logs", "memory", "nothing", "now", "stacks"]
 
 _WORKERS: Final = 256
 _FINDINGS: Final = 50
@@ -25,6 +25,7 @@ _FOLDS: Final = 200
 _SHOWN: Final = 12  # threads and calls that are named of those that stand at one place
 _FRAMES: Final = 60
 _TEXT: Final = 2000
+_OBJECTS: Final = 100  # the largest; and as many rows of who refers to values
 _METHODS: Final = 400
 
 #: How actors may be sorted: by what they have most of first; ``title`` from A to Z.
@@ -327,6 +328,45 @@ def logs(lines: Iterable[Line], matches: int, total: int, problem: str) -> dict[
 # -- calls -------------------------------------------------------------------------------------------------------
 
 _Sums = Mapping[tuple[str, str, bool], tuple[int, float, list[int]]]
+
+
+def memory(picture: Picture) -> dict[str, Any]:
+    """Return the large objects, each with who holds it, and who refers to whose values."""
+    found: dict[str, tuple[ObservedSegment, list[str]]] = {}
+    for worker in picture.state.workers:
+        for each in worker.objects:
+            known, holders = found.setdefault(each.segment, (each, []))
+            holders.append(worker.name)
+            if each.bytes > known.bytes:  # as who has written it says
+                found[each.segment] = each, holders
+    objects = sorted(found.values(), key=lambda each: -each[0].bytes)
+    rows = [(worker.name, each) for worker in picture.state.workers for each in worker.holders]
+    rows.sort(key=lambda each: (-each[1].bytes, -each[1].references))
+    return {
+        "problem": "",
+        "object_count": len(objects),
+        "objects": [
+            {
+                "label": _cut(each.label),
+                "site": _cut(each.site),
+                "bytes": each.bytes,
+                "holders": holders[:_SHOWN],
+                "holder_count": len(holders),
+            }
+            for each, holders in objects[:_OBJECTS]
+        ],
+        "holder_count": len(rows),
+        "holders": [
+            {
+                "owner": owner,
+                "holder": each.holder,
+                "what": _cut(each.what),
+                "references": each.references,
+                "bytes": each.bytes,
+            }
+            for owner, each in rows[:_OBJECTS]
+        ],
+    }
 
 
 def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:

@@ -287,6 +287,10 @@ def make_app(
         refused = allowed(request)
         return refused if refused is not None else _json(request, await feed.stacks())
 
+    async def memory(request: Request) -> Response:
+        refused = allowed(request)
+        return refused if refused is not None else _json(request, await feed.memory())
+
     def seconds_of(request: Request) -> float:
         return float(_number(_query(request), "seconds", _SECONDS) or _SECONDS)
 
@@ -325,7 +329,7 @@ def make_app(
         Route("/login", log_in, methods=["POST"]),
         *(
             Route(f"/api/{each.__name__}", each)
-            for each in (now, events, actors, calls, stacks, timeline, trace, logs)
+            for each in (now, events, actors, calls, stacks, memory, timeline, trace, logs)
         ),
     ]
     if feed.acts:

@@ -339,13 +339,44 @@ const MEMORY = [
   { head: "RRefs held", cell: (each) => figure(each.held), number: true },
 ];
 
-export function memoryView(element) {
+const OBJECTS = [
+  { head: "object", cell: (each) => each.label },
+  { head: "made at", cell: (each) => each.site || "-" },
+  { head: "memory", cell: (each) => amount(each.bytes), number: true },
+  { head: "held by", cell: (each) => each.holders.join(", ") + (each.holder_count > each.holders.length ? ` and ${each.holder_count - each.holders.length} more` : "") },
+];
+
+const HOLDERS = [
+  { head: "values of", cell: (each) => each.owner },
+  { head: "referred to by", cell: (each) => each.holder },
+  { head: "what", cell: (each) => each.what },
+  { head: "references", cell: (each) => figure(each.references), number: true },
+  { head: "memory", cell: (each) => (each.bytes ? amount(each.bytes) : "-"), number: true },
+];
+
+export function memoryView(element, context) {
   const made = table("Memory by worker", MEMORY);
+  const objects = table("Large objects", OBJECTS);
+  const holders = table("References", HOLDERS);
+  const said = make("p", { class: "faint", role: "status" });
+  let asking = false;
   element.append(make("p", { class: "faint" }, "Buffers: those that are in use and those that are kept for the next message. Objects: large ones, in memory that the workers of a host share."),
-    scrolling("Memory by worker", true, made.whole));
+    scrolling("Memory by worker", false, made.whole),
+    make("h2", {}, "Large objects"), said, scrolling("Large objects", false, objects.whole),
+    make("h2", {}, "Who refers to whose values"), scrolling("References", false, holders.whole));
   return {
-    update(now) {
+    async update(now) {
       made.body.replaceChildren(...now.workers.map((each) => row(MEMORY, each)));
+      if (asking) return; // the next look asks again
+      asking = true;
+      const found = await context.ask("api/memory");
+      asking = false;
+      if (found === null) return;
+      const text = found.problem || (found.object_count > found.objects.length
+        ? `the ${found.objects.length} largest of ${figure(found.object_count)}` : count(found.object_count, "piece of shared memory", "pieces of shared memory"));
+      if (said.textContent !== text) said.textContent = text;
+      objects.body.replaceChildren(...found.objects.map((each) => row(OBJECTS, each)));
+      holders.body.replaceChildren(...found.holders.map((each) => row(HOLDERS, each)));
     },
   };
 }
