@@ -22,7 +22,7 @@ _PIPELINED = (
 )
 
 _START = "the process from which those of actors are forked imports torch first, which takes most of it"
-_MANY = "some 290 us of Python for each in the process that makes them, for its table, its order, its first call and their answers"
+_MANY = "some 290 us of Python for each in the process that makes them, for its order, its first call and both answers"
 
 
 def _key(section: str, metric: str, placement: str, case: str = "") -> Key:
