@@ -524,7 +524,9 @@ class World:
         self.spawner = Spawner(self) if spawner else None
         monkeypatch.setattr(supervisors, "RRef", FakeRRef)
         monkeypatch.setattr(real_registry, "current", lambda: self.current.runtime if self.current else None)
-        monkeypatch.setattr(supervisor_client, "runtime", lambda: self.current.runtime)  # type: ignore[union-attr]
+        monkeypatch.setattr(
+            supervisor_client, "current", lambda: self.current.runtime if self.current else None
+        )
         self.current: Worker | None = None
         for number in range(workers):
             self.add(f"w{number}")

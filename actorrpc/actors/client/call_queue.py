@@ -547,7 +547,8 @@ class CallQueue:
         elif type(error) is PeerDiedError or isinstance(error, UnknownWorkerError):
             self._die(self.orphaned(error))
         elif isinstance(error, (ShutdownError, NotInitializedError)):
-            self._give_up(lambda template, ran: error)
+            # This process ends as well, or this actor does: nobody need look at what that ends.
+            self._give_up(lambda template, ran: error, known=True)
         else:
             self._give_up(
                 lambda template, ran: self.unavailable(template, ran, f"its supervisor says: {say(original)}")
@@ -622,8 +623,9 @@ class CallQueue:
         self,
         error_of: Callable[[CallTemplate | None, bool | None], BaseException],
         death: ActorDiedError | None = None,
+        known: bool = False,
     ) -> None:
-        """End every call that waits."""
+        """End every call that waits; ``known``: none is reported where nobody looks at its error."""
         with self._lock:
             self._asking = False
             if death is not None:
@@ -642,6 +644,8 @@ class CallQueue:
             pending, template_ = future._pending, future._template
             if pending is not None and pending.take():
                 future.conclude(None, error_of(template_, pending.may_have_run), submit)
+                if known:
+                    future.acknowledge()
         for waiter in waiters:
             waiter.set_exception(error_of(None, None))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc.actors.context import runtime
+from actorrpc.actors.context import current
 from actorrpc.actors.spec.death_report import ActorState
 from actorrpc.agent.executor import Later
 from actorrpc.agent.peers import Peer
-from actorrpc.errors import PeerDiedError, RemoteError, RpcError
+from actorrpc.errors import PeerDiedError, RemoteError, RpcError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.serialization import exceptions
 from actorrpc.wire.identity import WorkerKey
@@ -89,20 +89,31 @@ def ask(here: Runtime, key: WorkerKey, worker: str, what: str, *args: Any) -> Fu
 # -- called by RPC on the supervisor's worker -----------------------------------------------------------------
 
 
+def _supervisor() -> Any:
+    """Return the supervisor of this worker, which another one asks."""
+    found = current()
+    if found is None:
+        raise ShutdownError(
+            "the worker that looks after this actor leaves its group, and its actors end with it",
+            maybe_executed=False,
+        )
+    return found.supervisor
+
+
 def _locate(actor_id: int, after: int, wait: bool) -> Later:
-    return Later(runtime().supervisor.locate(actor_id, after, wait))
+    return Later(_supervisor().locate(actor_id, after, wait))
 
 
 def _kill(actor_id: int, no_restart: bool) -> Later:
-    return Later(runtime().supervisor.kill(actor_id, no_restart))
+    return Later(_supervisor().kill(actor_id, no_restart))
 
 
 def _watch(actor_id: int) -> Later:
-    return Later(runtime().supervisor.watch(actor_id))
+    return Later(_supervisor().watch(actor_id))
 
 
 def _alive(actor_id: int) -> Later:
-    return Later(runtime().supervisor.alive(actor_id))
+    return Later(_supervisor().alive(actor_id))
 
 
 _ASKED: Final[dict[str, Callable[..., Later]]] = {
@@ -117,7 +128,8 @@ def create_detached(
     actor_id: int, cls: Snapshot, arguments: Snapshot | None, info: ClassInfo, options: ActorOptions
 ) -> Card:
     """Make an actor that belongs to nobody. Called by RPC on rank 0."""
-    return runtime().supervisor.adopt(actor_id, cls, arguments, info, options)
+    card: Card = _supervisor().adopt(actor_id, cls, arguments, info, options)
+    return card
 
 
 def ask_for_detached(
@@ -143,7 +155,8 @@ def ask_for_detached(
 
 
 def _states() -> list[ActorState]:
-    return runtime().supervisor.states()
+    states: list[ActorState] = _supervisor().states()
+    return states
 
 
 def gather_states(here: Runtime) -> Future[list[ActorState]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from actorrpc.actors.client import supervisor_client
 from actorrpc.actors.client.call_queue import CallQueue
 from actorrpc.actors.client.pending_call import CallState, PendingCall, ResultFuture
 from actorrpc.actors.client.route import Route
@@ -383,6 +384,23 @@ def test_the_supervisor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         error = _outcome(_settled(world, world.call(other, there, 3)))
         assert isinstance(error, ActorDiedError)
         assert "'w0', which looked after it, is gone" in str(error)
+
+
+def test_the_supervisor_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 3)
+    driver, _, other = world.workers
+    route = world.create(driver)
+    world.tasks.clear()  # the actor is never made
+    world.on(other)
+    there = other.runtime.routes.of(route.card)
+    future = world.call(other, there, 1)
+    monkeypatch.setattr(supervisor_client, "current", lambda: None)
+    _settled(world, future)
+    assert future._report is not None
+    assert future._report.seen  # its caller ends as well: that nobody has looked is not told
+    error = _outcome(future)
+    assert isinstance(error, ShutdownError)
+    assert "leaves its group, and its actors end with it" in str(error)
 
 
 def test_a_stream_whose_worker_is_not_known_to_be_dead_yet(monkeypatch: pytest.MonkeyPatch) -> None:
