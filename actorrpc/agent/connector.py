@@ -350,9 +350,8 @@ class Connector:
                 seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
                 leftover=session.leftover,
             )
-        except (
-            OSError
-        ) as error:  # the peer has reset it; or there is no descriptor for a second one, which it takes
+        except OSError as error:
+            # The peer has reset it; or there is no descriptor for a second one, which it takes.
             if not dialled and error.errno in fd_limits.SHORT:
                 with contextlib.suppress(OSError):
                     sock.send(no_room(error))

@@ -60,9 +60,7 @@ _MEANING: Final = (
 
 _SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
 _SHARE_STEP_S: Final = 0.002
-_MAX_SHARED: Final = (
-    2048  # large objects in a message; a receiver keeps twice as many until their message comes
-)
+_MAX_SHARED: Final = 2048  # segments that a message names; a receiver keeps twice as many until they are named
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
@@ -254,7 +252,8 @@ def _share(agent: Agent, conn: Connection, segments: Sequence[Segment], until: f
                     f"an object of {segment.size >> 20} MiB in shared memory cannot be sent to {conn.peer.name!r}: {reason}; "
                     "nothing was sent"
                 )
-            if not is_asked:  # the message that names them is still to come: the reader there looks for them when it sees this
+            if not is_asked:
+                # The message that names them is still to come: the reader there takes them in when it sees this.
                 is_asked = True
                 conn.outbox.append(pack_frame(frames.LANE_RETIRE))
             conn.flush()

@@ -563,9 +563,8 @@ class Connection(StateMachine):
             error = MemoryError(
                 f"{error or 'no memory for what goes over the connection'}: {explain_memory()}"
             )
-        let_frames_go(
-            error
-        )  # it is kept for a while, and a thread that waits for its answer reads itself: they are its caller's
+        # The error is kept for a while, and a thread that waits for its answer reads itself: its caller's frames would be, too.
+        let_frames_go(error)
         if self.replay is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)
         else:

@@ -226,10 +226,8 @@ class Supervisor:
             return None
         location = None if type(place) is WorkerKey else place.location
         worker = place if location is None else location.worker
-        if (
-            type(worker) is not WorkerKey
-        ):  # where the actor lives beside which it is to live is to be found out
-            return None
+        if type(worker) is not WorkerKey:
+            return None  # where the actor lives beside which it is to live is to be found out
         try:
             peer = peer_of(agent, worker)
         except RpcError:
