@@ -60,7 +60,7 @@ _MEANING: Final = (
 
 _SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
 _SHARE_STEP_S: Final = 0.002
-_MAX_SHARED: Final = 2048  # segments that a message names; a receiver keeps twice as many until they are named
+_MAX_SHARED: Final = 2048  # segments in a message; a receiver keeps twice as many until they are named
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
