@@ -453,7 +453,7 @@ def _logs(found: argparse.Namespace) -> int:
     finally:
         reader.end()
     if not (found.json or found.follow or found.grep or found.whom):
-        # Whoever reads logs looks for what is wrong, and the process that is stuck has printed nothing of that.
+        # Logs are read to find what is wrong, and a process that is stuck has printed nothing of that.
         for made in _looks_at(groups, _PARTS, found.timeout):
             _print(views.Picture.of(made).finding_lines())
     return _FOUND

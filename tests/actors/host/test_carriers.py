@@ -243,6 +243,9 @@ def test_one_that_blocks_a_shared_thread_holds_up_nobody(sharing: Runtime) -> No
     free = Plain.remote()
     assert get(free.add.remote(1), timeout=20) == [1]
     for actor in blocked:
+        get(
+            actorrpc.ready(actor), timeout=20
+        )  # made by then or a moment later: threads of the pool share in that
         hosted = next(each for each in sharing.registry.all() if each.title == _title(actor))
         hosted.instance.gate.set()
     assert get(refs) == ["opened"] * 12
