@@ -10,12 +10,14 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import actorrpc
 import actorrpc.compat.ray as ray
+from actorrpc.compat.ray import cluster
 from actorrpc.compat.ray.util.placement_group import PlacementGroup
 from actorrpc.compat.ray.util.queue import Empty, Full, Queue
 from actorrpc.compat.ray.util.scheduling_strategies import (
@@ -726,6 +728,16 @@ def test_the_runtime_context(counter: Any) -> None:
     assert own.runtime_env == {}
     with pytest.raises(RuntimeError, match="outside of an actor"):
         _ = own.current_actor
+
+
+def test_a_cluster_is_not_taken_for_one_that_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = SimpleNamespace(agent=SimpleNamespace(record=SimpleNamespace(incarnation="first")))
+    monkeypatch.setattr(cluster, "current_worker", lambda: worker)
+    before = cluster.identity()
+    worker.agent.record.incarnation = "second"  # of a worker that lies where the other one lay
+    assert cluster.identity() != before
+    monkeypatch.setattr(cluster, "current_worker", lambda: None)
+    assert cluster.identity() == ""
 
 
 def test_it_runs_once() -> None:

@@ -39,11 +39,11 @@ __all__ = [
     "cluster_resources",
     "host_of",
     "hosts",
+    "identity",
     "init",
     "is_initialized",
     "node_id",
     "nodes",
-    "number",
     "on_driver",
     "shutdown",
     "timeline",
@@ -237,9 +237,10 @@ def is_initialized() -> bool:
     return api.is_initialized()
 
 
-def number() -> int:
-    """Return what tells the cluster in force from others in this process."""
-    return id(current_worker())
+def identity() -> str:
+    """Return what tells the cluster in force from others in this process, before it and after it; empty where there is none."""
+    worker = current_worker()
+    return "" if worker is None else worker.agent.record.incarnation
 
 
 def timeline(filename: str | None = None) -> list[dict[str, Any]] | None:

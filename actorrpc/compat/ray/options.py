@@ -221,11 +221,11 @@ def check_resources(extras: Extras) -> None:
         TaskUnschedulableError: there is not.
     """
     if extras.resources:
-        _look_for(extras.resources, cluster.number())
+        _look_for(extras.resources, cluster.identity())
 
 
 @functools.lru_cache(maxsize=256)
-def _look_for(resources: tuple[tuple[str, float], ...], _cluster: int) -> None:
+def _look_for(resources: tuple[tuple[str, float], ...], _cluster: str) -> None:
     wanted = dict(resources)
     if not any(
         all(each.get(name, 0.0) >= amount for name, amount in wanted.items()) for each in cluster.totals()

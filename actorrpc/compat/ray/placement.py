@@ -146,14 +146,14 @@ class _Kept:
 
 _lock = threading.RLock()
 _groups: dict[str, _Kept] = {}
-_of_cluster: list[int] = []  # the cluster whose groups these are
+_of_cluster: list[str] = []  # the cluster whose groups these are
 
 
 def _of_this_cluster() -> dict[str, _Kept]:
     """Return the groups, without those of a cluster that has ended. Under the lock."""
-    if _of_cluster != [cluster.number()]:
+    if _of_cluster != [cluster.identity()]:
         _groups.clear()
-        _of_cluster[:] = [cluster.number()]
+        _of_cluster[:] = [cluster.identity()]
     return _groups
 
 
