@@ -671,6 +671,10 @@ class _Executions(Bystander):
 def _contents(encoded: Any) -> list[bytes]:
     if isinstance(encoded, bytes):
         return [encoded]
+    if (
+        not encoded.spans
+    ):  # the same as those that are mere bytes: which it is depends on what was packed before
+        return [encoded.body]
     return [encoded.body, repr([span.nbytes for span in encoded.spans]).encode()]
 
 

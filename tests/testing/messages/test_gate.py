@@ -16,7 +16,13 @@ import torch
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.outbound import post
 from actorrpc.agent.peers import Peer
-from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, ShutdownError
+from actorrpc.errors import (
+    CancelledError,
+    PeerDiedError,
+    RpcTimeoutError,
+    SerializationError,
+    ShutdownError,
+)
 from actorrpc.futures import Future
 from actorrpc.testing import Fault, delay, drop, kill_at
 from actorrpc.testing.messages.gate import FaultGate
@@ -384,6 +390,10 @@ def test_only_on_workers_that_are_meant(pair: list[Agent], gates: list[FaultGate
 def test_times_are_those_of_a_message(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
     gates[0].add(drop("call", times=1, at_once=True))
     for number in range(3):
+        with pytest.raises(
+            SerializationError
+        ):  # what follows is packed in another way than what comes after that
+            sync(pair[0], to, note, threading.Lock())
         with pytest.raises(RpcTimeoutError):
             sync(pair[0], to, note, number)
         assert sync(pair[0], to, note, number) == number
