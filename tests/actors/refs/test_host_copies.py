@@ -1,4 +1,4 @@
-"""Large objects of another host: fetched once, then shared. Processes of one host that take themselves for two."""
+"""Large objects of another host: fetched once, then shared. Processes of one host that take themselves for two, and two hosts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from actorrpc.actors.refs import host_copies
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.wire import keys
+from tests.faults.hosts import Network, host_group, needs_hosts
 from tests.ports import free_port
 from tests.ranks import run_group
 
@@ -30,12 +31,8 @@ _kept: list[Any] = []
 _answers: Counter[str] = Counter()
 
 
-@contextmanager
-def _member(rank: int, port: int, here: int) -> Iterator[None]:
-    """Be in a group whose first ``here`` workers are on one host and all others on another, as far as they know."""
-    group = importlib.import_module("actorrpc.group.group")
-    host = ("a" if rank < here else "b") * 32
-    group.host_identity = lambda: host
+def _count() -> None:
+    """Count what the owner of objects answers with, in this process."""
     lent = host_copies._lent
 
     def counted(*args: Any) -> Any:
@@ -44,6 +41,15 @@ def _member(rank: int, port: int, here: int) -> Iterator[None]:
         return found
 
     host_copies._lent = counted
+
+
+@contextmanager
+def _member(rank: int, port: int, here: int) -> Iterator[None]:
+    """Be in a group whose first ``here`` workers are on one host and all others on another, as far as they know."""
+    group = importlib.import_module("actorrpc.group.group")
+    host = ("a" if rank < here else "b") * 32
+    group.host_identity = lambda: host
+    _count()
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", bind="127.0.0.1")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=int(os.environ["WORLD"]), rpc_backend_options=options)
     try:
@@ -115,6 +121,9 @@ def test_readers_of_a_host_share_what_the_first_has_fetched() -> None:
 class Maker:
     def make(self) -> torch.Tensor:
         return torch.ones(_LARGE)
+
+    def total(self, value: torch.Tensor) -> float:
+        return float(value.sum())
 
     def fail(self) -> None:
         raise ValueError("made up")
@@ -236,3 +245,55 @@ def _small() -> None:
 @pytest.mark.slow
 def test_small_and_failed_values_are_nobodys_copies() -> None:
     _run(_small, 3)
+
+
+# -- hosts of their own: network namespaces --------------------------------------------------------------------------
+
+
+def _put(number: float) -> ObjectRef[torch.Tensor]:
+    return actorrpc.put(torch.full((_LARGE,), number))
+
+
+def _across(rank: int, world_size: int) -> None:
+    _count()
+    if rank:
+        return
+    _once()
+    workers = [f"worker{each}" for each in range(1, world_size)]
+    _answers.clear()
+    readers = [Maker.options(worker=each).remote() for each in workers]
+    near = actorrpc.broadcast(actorrpc.put(torch.ones(_LARGE)), readers)
+    found = actorrpc.get([each.total.remote(ref) for each, ref in zip(readers, near, strict=True)])
+    assert found == [_LARGE] * len(workers)
+    assert _answers["Snapshot"] <= 1, _answers
+    for each in workers:
+        rpc.rpc_sync(each, _let_go)
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.limit(90)
+def test_between_hosts_an_object_goes_once() -> None:
+    with Network("a", "b") as network:
+        host_group(_across, network, ["a", "b", "b", "b"])
+
+
+def _lost(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    fetched, left = rpc.rpc_sync("worker1", _put, args=(1.0,)), rpc.rpc_sync("worker1", _put, args=(2.0,))
+    assert actorrpc.get(fetched).sum() == _LARGE
+    for worker in ("worker1", "worker2"):
+        with pytest.raises(actorrpc.PeerDiedError):
+            rpc.rpc_sync(worker, _exit)
+    assert actorrpc.get(fetched).sum() == _LARGE  # its copy is here
+    with pytest.raises(actorrpc.PeerDiedError, match="worker1"):
+        actorrpc.get(left)
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.limit(90)
+def test_what_nobody_has_fetched_is_lost_with_its_host() -> None:
+    with Network("a", "b") as network:
+        host_group(_lost, network, ["a", "b", "b"], may_die=(1, 2))
