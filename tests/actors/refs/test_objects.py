@@ -6,6 +6,7 @@ In one process, that sends to itself: `e2e/test_objects.py` has the same between
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -173,6 +174,32 @@ def test_each_get_gives_a_value_of_its_own(kind: str) -> None:
     assert not _held()
 
 
+def test_frames_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"number": np.arange(_COUNT), "half": np.arange(_COUNT) / 2})
+    told = frame.copy()
+    ref = put(frame)
+    frame.iloc[:, :] = 0
+    assert _held() >= 2 * 8 * _COUNT  # beside the pickle
+    first, second = get(ref), get(ref)
+    first.iloc[:, :] = 0
+    for each in (second, get(ref), get(ref, copy=True), get(_send(ref)[0])):
+        pandas.testing.assert_frame_equal(each, told)
+    del first, second, ref, each
+    assert not _held()
+
+
+def test_tables_of_arrow() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"number": np.arange(_COUNT), "text": ["a", "b"] * (_COUNT // 2)})
+    ref = put(table)
+    assert _held() >= 8 * _COUNT
+    for each in (get(ref), get(ref, copy=True), get(ref, copy=False), get(_send(ref)[0])):
+        assert each.equals(table)
+    del ref, each
+    assert not _held()
+
+
 def test_views_of_one_memory_are_views_of_one_memory_again() -> None:
     whole, part, _ = get(put(_KINDS["shared memory"]()))
     whole[8] = -1
@@ -217,6 +244,27 @@ def test_a_value_outlives_its_reference() -> None:
     other = put(np.full(2 * _COUNT, 5.0))  # would be in its place if that were free
     assert part.tolist() == list(range(10, 20))
     del part, other
+    assert not _held()
+
+
+def _of_segments() -> tuple[int, int]:
+    """Return how many descriptors and mappings of segments this process has."""
+    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
+    descriptors = sum("actorrpc-object" in os.readlink(each) for each in links if os.path.islink(each))
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return descriptors, sum("actorrpc-object" in line for line in file)
+
+
+@pytest.mark.slow
+def test_many_objects_take_few_descriptors_and_mappings() -> None:
+    before = _of_segments()
+    count = 2048  # 512 MiB in all; 100 000 would take 49 times as many segments
+    refs = [put(np.full(LARGE // 8, number, np.float64)) for number in range(count)]
+    values = [get(ref) for ref in refs]
+    assert [float(each[-1]) for each in values[:: count // 8]] == list(range(0, count, count // 8))
+    for more in (now - then for now, then in zip(_of_segments(), before, strict=True)):
+        assert more * 100_000 / count <= 1000, (before, _of_segments())
+    del refs, values
     assert not _held()
 
 
