@@ -182,7 +182,7 @@ class StoredRange:
             OSError: this is a fork of the process that holds it.
         """
         if self.segment.fd < 0:
-            what = "a fork holds nothing of its parent: get() the value before the fork, or start the process with \"spawn\""
+            what = 'a fork holds nothing of its parent: get() the value before the fork, or start the process with "spawn"'
             raise OSError(errno.EBADF, what)
         return self.segment.fd
 
