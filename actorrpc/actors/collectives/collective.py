@@ -18,6 +18,7 @@ The worker that makes a collective is where its members meet: when it ends, so d
 
 from __future__ import annotations
 
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -158,7 +159,8 @@ class Collective:
         self.destroyed = False
         self._meeting: Generation | None = None
         self._making = threading.RLock()
-        self.name = name if name is not None else f"collective-{id(self):x}"
+        # An address would not do: processes that were forked from one have the same.
+        self.name = name if name is not None else f"collective-{secrets.token_hex(6)}"
 
     # -- what it is ----------------------------------------------------------------------------------
 

@@ -93,6 +93,9 @@ class TestUse:
         right.destroy()
         with pytest.raises(CollectiveError, match="collective 'right'"):
             get(third.receive_from_kept.remote(0))
+        # Each has a name of its own, also one that lies where another one lay, in this process or in one that was forked.
+        names = [actorrpc.collective([first]).name for _ in range(3)]
+        assert len(set(names)) == 3
 
     def test_a_default_group_is_left_alone(self) -> None:
         collective = actorrpc.collective([Member.remote() for _ in range(2)])
