@@ -7,8 +7,10 @@ calls ``enter`` within that thread at its next event, and is gone. A thread that
 from __future__ import annotations
 
 import ctypes
+import gc
+import itertools
+import operator
 import sys
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
@@ -31,14 +33,17 @@ def _declared(name: str, result: Any, *arguments: Any) -> Any:
 
 _interpreter = _declared("PyInterpreterState_Get", ctypes.c_void_p)
 _first = _declared("PyInterpreterState_ThreadHead", ctypes.c_void_p, ctypes.c_void_p)
-_next = _declared("PyThreadState_Next", ctypes.c_void_p, ctypes.c_void_p)
-_frame_of = _declared("PyThreadState_GetFrame", ctypes.py_object, ctypes.c_void_p)
+_next = _declared(
+    "PyThreadState_Next", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+)  # the last one is for accumulate()
+_frame_of = _declared("PyThreadState_GetFrame", ctypes.c_void_p, ctypes.c_void_p)
+_let_go = _declared("Py_DecRef", None, ctypes.c_void_p)
 _set_trace = _declared("_PyEval_SetTrace", ctypes.c_int, ctypes.c_void_p, _TRACE, ctypes.py_object)
 
 
 def can_enter() -> bool:
     """Whether this interpreter lets it be done."""
-    return None not in (_interpreter, _first, _next, _frame_of, _set_trace)
+    return None not in (_interpreter, _first, _next, _frame_of, _let_go, _set_trace)
 
 
 def _event(run: Callable[[FrameType], bool], frame: FrameType, what: int, _argument: Any) -> int:
@@ -59,20 +64,24 @@ def enter(thread: int, run: Callable[[FrameType], bool]) -> bool:
 
     ``run`` must not raise. It may set another trace function. The thread's own trace function, if it has one, is replaced.
     """
-    time.sleep(
-        0
-    )  # a fresh turn of the interpreter: no other thread runs, or ends, before this one has found it
     frame = sys._current_frames().get(thread)
     if frame is None:
         return False
-    state = _first(_interpreter())
-    while state:
-        try:
-            found = _frame_of(state)
-        except ValueError:  # it has none
-            found = None
-        if found is frame:
-            _set_trace(state, _EVENT, run)
-            return True
-        state = _next(state)
-    return False
+    # Between two instructions of ours, another thread may run and end, and the state that was found is no memory any more.
+    # Therefore one call of C goes through all states, and sets the trace function of the one that is meant: it is at this frame.
+    collects = gc.isenabled()
+    gc.disable()  # finalisers are instructions as well
+    try:
+        head = map(_first, (_interpreter(),))
+        steps = itertools.accumulate(itertools.chain(head, itertools.repeat(0)), _next)
+        states, places = itertools.tee(itertools.takewhile(bool, steps))
+        frames, taken = itertools.tee(map(_frame_of, places))
+        meant = itertools.compress(states, map(operator.eq, frames, itertools.repeat(id(frame))))
+        found = list(map(_set_trace, meant, itertools.repeat(_EVENT), itertools.repeat(run)))
+        for each in taken:
+            if each is not None:
+                _let_go(each)
+    finally:
+        if collects:
+            gc.enable()
+    return bool(found)
