@@ -173,9 +173,11 @@ class Debugger:
     def _look(self) -> bool:
         """Take out the sessions whose calls are over."""
         for each in self.sessions():
-            over = each.state == RUNS and (
-                not self._runs(each.execution) if each.execution is not None else not each.prompt.traces
-            )
+            # Also of one that is held as it seems: a second interruption may have come before it could say otherwise.
+            if each.execution is not None:
+                over = not self._runs(each.execution)
+            else:
+                over = each.state == RUNS and not each.prompt.traces
             if over:
                 del self._sessions[each.number]
                 each.end()

@@ -153,8 +153,9 @@ class Prompt(pdb.Pdb):
             while last is not None and last.tb_next is not None:
                 last = last.tb_next
             at = last.tb_frame if last is not None else sys._getframe()
-        self._console.stops(at)
         try:
+            # Within it: from here on the call is seen as held, and may be cancelled, which interrupts whatever runs.
+            self._console.stops(at)
             super().interaction(frame, *trace)
         finally:
             self._console.goes_on()
