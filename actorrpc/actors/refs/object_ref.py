@@ -131,7 +131,7 @@ def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
 
 
 def _out_of_reach(label: object, error: PeerDiedError) -> PeerDiedError:
-    """Return what it means that a worker has ended which has put a value, or has waited for it, and has handed on the reference."""
+    """Return what it means that a worker has ended which has handed on the reference to a value that it has put, or waits for."""
     lost = PeerDiedError(
         f"the value of {label} is lost: it was to come from worker {error.worker!r}, which has ended before it was fetched. "
         "Fetch such values while that worker lives",

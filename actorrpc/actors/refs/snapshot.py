@@ -197,10 +197,9 @@ class Snapshot:
             self._buffers = []
 
     def _whole(self) -> tuple[list[memoryview], bool]:
-        """Return its memory, and whether that is a mapping of its own for whoever asks.
+        """Return its memory, and whether that is a mapping of its own for each who asks.
 
-        Both in one look: share() may move the memory at any time, therefore who looks once more takes what others have, too,
-        for a mapping.
+        Both from one look: share() may move the memory between two, therefore a second one could call a mapping what all have.
         """
         buffers = self._buffers  # looked at first: share() puts it elsewhere before it empties them
         stored = self.stored
