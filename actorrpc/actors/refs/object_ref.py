@@ -130,6 +130,18 @@ def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
     return lost
 
 
+def _out_of_reach(label: object, error: PeerDiedError) -> PeerDiedError:
+    """Return what it means that a worker has ended which has handed on the reference to a value that it has put, or waits for."""
+    lost = PeerDiedError(
+        f"the value of {label} is lost: it was to come from worker {error.worker!r}, which has ended before it was fetched. "
+        "Fetch such values while that worker lives",
+        maybe_executed=error.maybe_executed,
+        worker=error.worker,
+    )
+    lost.__cause__ = error
+    return lost
+
+
 class _Pursuit:
     """Follows a result to where its value is, and completes a future with that.
 
@@ -174,8 +186,11 @@ class _Pursuit:
             self.pursue(self._rref, anew=True)
         elif error is not None:
             self.future._report = step._report  # one failure: looking at either future will do
-            if type(error) is PeerDiedError and self._rref is not None and not self._stays:
-                error = _lost(self.future.label, error)
+            if type(error) is PeerDiedError and self._rref is not None:
+                if not self._stays:
+                    error = _lost(self.future.label, error)
+                elif error.worker == self._rref.owner_name():  # and not the error of the call itself
+                    error = _out_of_reach(self.future.label, error)
             self._finish(None, error)
         elif type(value) is CopyOnHost:
             assert self._copies is not None

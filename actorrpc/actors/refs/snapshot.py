@@ -156,8 +156,8 @@ class Snapshot:
             RuntimeError: :meth:`open_once` has used it up.
             TypeError: there is a tensor in what is to be read only: torch has none of that kind.
         """
-        buffers = self._whole()
-        if copy is not False and (copy or self.stored is None):
+        buffers, is_mapped = self._whole()
+        if copy is not False and (copy or not is_mapped):
             buffers = buffers and [_copy_of(codec.TensorSpan.of(each)) for each in buffers]
         elif copy is False:
             tensors: list[Any] = []
@@ -174,8 +174,8 @@ class Snapshot:
 
         Raises: as :meth:`open`.
         """
-        buffers = self._whole()
-        if self.stored is None:
+        buffers, is_mapped = self._whole()
+        if not is_mapped:
             self._buffers = None
         return self._decode(buffers)
 
@@ -196,13 +196,18 @@ class Snapshot:
             self.stored = stored
             self._buffers = []
 
-    def _whole(self) -> list[memoryview]:
+    def _whole(self) -> tuple[list[memoryview], bool]:
+        """Return its memory, and whether that is a mapping of its own for each who asks.
+
+        Both from one look: share() may move the memory between two, therefore a second one could call a mapping what all have.
+        """
         buffers = self._buffers  # looked at first: share() puts it elsewhere before it empties them
-        if self.stored is not None:
-            return _slices(self.stored.map(), self._sizes)
+        stored = self.stored
+        if stored is not None:
+            return _slices(stored.map(), self._sizes), True
         if buffers is None:
             raise RuntimeError("this snapshot was opened for the last time already")
-        return buffers
+        return buffers, False
 
     def _decode(self, buffers: Sequence[memoryview], tensors: list[Any] | None = None) -> Any:
         definitions, store = self._definitions, _definitions
@@ -258,7 +263,7 @@ class Snapshot:
             body = pickle.PickleBuffer(body)
         elif not isinstance(body, bytes):
             body = bytes(body)
-        buffers = tuple(map(pickle.PickleBuffer, self._whole()))
+        buffers = tuple(map(pickle.PickleBuffer, self._whole()[0]))
         return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held), self._by_name, self._tag)
 
     def __repr__(self) -> str:

@@ -27,6 +27,8 @@ from tests.ranks import run_group
 
 _LARGE = 1 << 17  # floats: 512 KiB
 
+_LOST = r"the value of put\(Tensor\) is lost: it was to come from worker 'worker1', which has ended"
+
 _kept: list[Any] = []
 _answers: Counter[str] = Counter()
 
@@ -85,6 +87,10 @@ def _read(box: list[ObjectRef[Any]], keep: bool = True) -> tuple[float, bool]:
         _kept.append(ref)
     snapshot = ref._settled()._value
     return total, snapshot.stored is not None
+
+
+def _put(number: float) -> ObjectRef[torch.Tensor]:
+    return actorrpc.put(torch.full((_LARGE,), number))
 
 
 def _let_go() -> None:
@@ -184,10 +190,15 @@ def _exit() -> None:
 def _first_dies() -> None:
     ref = actorrpc.put(torch.ones(_LARGE))
     assert rpc.rpc_sync("worker1", _read, args=([ref],))[0] == _LARGE
+    left = rpc.rpc_sync("worker1", _put, args=(2.0,))
     with pytest.raises(actorrpc.PeerDiedError):
         rpc.rpc_sync("worker1", _exit)
     assert rpc.rpc_sync("worker2", _read, args=([ref],))[0] == _LARGE
     assert _answers["Snapshot"] == 2, _answers
+    with pytest.raises(actorrpc.PeerDiedError, match=_LOST):
+        actorrpc.get(left)
+    with pytest.raises(actorrpc.PeerDiedError, match=_LOST):
+        rpc.rpc_sync("worker2", _read, args=([left],))
 
 
 @pytest.mark.slow
@@ -250,10 +261,6 @@ def test_small_and_failed_values_are_nobodys_copies() -> None:
 # -- hosts of their own: network namespaces --------------------------------------------------------------------------
 
 
-def _put(number: float) -> ObjectRef[torch.Tensor]:
-    return actorrpc.put(torch.full((_LARGE,), number))
-
-
 def _across(rank: int, world_size: int) -> None:
     _count()
     if rank:
@@ -287,7 +294,7 @@ def _lost(rank: int, world_size: int) -> None:
         with pytest.raises(actorrpc.PeerDiedError):
             rpc.rpc_sync(worker, _exit)
     assert actorrpc.get(fetched).sum() == _LARGE  # its copy is here
-    with pytest.raises(actorrpc.PeerDiedError, match="worker1"):
+    with pytest.raises(actorrpc.PeerDiedError, match=_LOST):
         actorrpc.get(left)
 
 

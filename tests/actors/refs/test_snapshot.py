@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from actorrpc import rpc
+from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.errors import ProtocolError, SerializationError
 from actorrpc.rpc import rref as rrefs
 from actorrpc.serialization import codec
@@ -197,3 +198,24 @@ def _name_of(snapshot: Snapshot) -> str:
 
 def test_workers_with_another_main_module_get_its_classes_by_value() -> None:
     assert rpc_group(_from_another_main, 2)[0] == "Config"
+
+
+def test_what_is_shared_while_it_is_opened_is_opened_as_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread opens it from the same memory."""
+    snapshot = Snapshot.of(np.ones(LARGE, np.uint8))  # outside of a group: on the heap, as what was fetched
+    (memory,) = snapshot._buffers or ()
+    look = Snapshot._whole
+
+    def shared_meanwhile(self: Snapshot) -> Any:
+        found = look(self)
+        self.share(runtime().agent)
+        return found
+
+    monkeypatch.setattr(Snapshot, "_whole", shared_meanwhile)
+    with alone():
+        opened = snapshot.open()
+        assert snapshot.stored is not None
+        opened[:] = 0
+        assert set(memory) == {1}
+        assert set(snapshot.open()) == {1}
+        del snapshot, opened
