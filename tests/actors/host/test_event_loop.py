@@ -147,11 +147,15 @@ def test_a_wait_on_the_loop_is_said_once(lines: _Lines) -> None:
 @pytest.mark.usefixtures("runtime")
 def test_a_wait_on_the_loop_of_a_group_names_the_group(lines: _Lines) -> None:
     actor, other = Held.remote(), Other.remote()
-    _Holds.gate.set()
-    assert actorrpc.get(actor.get_later.options(concurrency_group="io").remote(other)) == "waited"
-    (said,) = lines.wait_for("waits (get() and the like)", 1)
+    _Holds.gate.clear()
+    ref = actor.get_later.options(concurrency_group="io").remote(other)
+    (said,) = lines.wait_for(
+        "waits (get() and the like)", 1
+    )  # it does, as what it waits for is held up until then
     assert "on the actor's event loop of concurrency group 'io', and blocks" in said
-    del actor, other
+    _Holds.gate.set()
+    assert actorrpc.get(ref) == "waited"
+    del actor, other, ref
 
 
 # -- the loops of the groups -----------------------------------------------------------------------------------
