@@ -21,7 +21,6 @@ from actorrpc.autograd.messages import (
     Discover,
     Gradient,
     Message,
-    Notice,
     Run,
     Stratum,
     Verdict,
@@ -690,29 +689,27 @@ class Threads(Network):
     def __init__(self, seed: int, workers: int) -> None:
         super().__init__(seed, workers)
         self.pool = ThreadPoolExecutor(8)
-        self.lock = threading.Lock()
+        # Guards the mails: one thread puts its own into a list that another one takes away, and it would be lost.
+        self.lock = threading.RLock()
 
-    def _submit(self) -> None:
+    def _submit(self, put: Callable[..., None], given: tuple[Any, ...]) -> None:
         with self.lock:
+            put(*given)
             mails, self.mails = self.mails, []
         for mail in mails:
             self.pool.submit(mail.arrive)
 
     def ask(self, *given: Any) -> None:
-        super().ask(*given)
-        self._submit()
+        self._submit(super().ask, given)
 
     def post(self, *given: Any) -> None:
-        super().post(*given)
-        self._submit()
+        self._submit(super().post, given)
 
-    def tell(self, sender: Worker, to: WorkerKey, notice: Notice) -> None:
-        super().tell(sender, to, notice)
-        self._submit()
+    def tell(self, *given: Any) -> None:
+        self._submit(super().tell, given)
 
     def reply(self, *given: Any) -> None:
-        super().reply(*given)
-        self._submit()
+        self._submit(super().reply, given)
 
 
 def test_passes_on_many_threads() -> None:
