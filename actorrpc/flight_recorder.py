@@ -24,7 +24,7 @@ from actorrpc.wire.frames import REPLY
 if TYPE_CHECKING:
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLED", "EXECUTED", "KEPT", "NOTED", "FlightRecorder", "method_of", "name_of"]
+__all__ = ["CALLED", "COPIED_BYTES", "EXECUTED", "KEPT", "NOTED", "FlightRecorder", "method_of", "name_of"]
 
 KEPT: Final = 32768
 """Records; at about 400 bytes each, at most 13 MiB."""
@@ -35,6 +35,9 @@ its thread has waited for it."""
 
 EXECUTED: Final = 1
 """``(number, EXECUTED, arrived, begun, ended, id, caller, chain, method, thread, failed, actor)``"""
+
+COPIED_BYTES: Final = 1 << 20
+"""Copies of tensors and of other large memory are written down from this size on."""
 
 NOTED: Final = 2
 """``(number, NOTED, begun, ended, kind, what, thread)``"""
@@ -115,7 +118,7 @@ class FlightRecorder:
         )
 
     def noted(self, begun: float, kind: str, what: str) -> None:
-        """Write down something that began at ``begun`` and is over now, on this thread: a restart, a pass, a pause."""
+        """Write down something that began at ``begun`` and is over now, on this thread: a restart, a stream, a pass, a copy."""
         self._write((self._next(), NOTED, begun, _time.now(), kind, what, threading.get_ident()))
 
     @property

@@ -24,6 +24,7 @@ from actorrpc import _time
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.hooks import Recorder, recorded
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, ShutdownError
+from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.shared_memory import Placement
@@ -182,7 +183,8 @@ def send(
         _put(conn, call, kind, id, body, flags, remaining, chain, header)
         return True
     sizes = [span.nbytes for span in spans]
-    total = len(body) + sum(sizes)
+    copied = sum(sizes)
+    total = len(body) + copied
     _check(len(spans), total, settings)
     header = header.copy() if header else {}
     if call is not None:
@@ -194,10 +196,14 @@ def send(
         whole = b"".join([body, *(bytes(span.view()) for span in spans)])
         _put(conn, call, kind, id, whole, flags | INLINE, remaining, chain, header)
         return True
+    flights = agent.flights if copied >= COPIED_BYTES else None
+    begun = _time.now()
     if conn.local and spans and len(body) <= settings.chunk:
         lender = agent.lender(conn)
         placement = lender.place(spans) if lender is not None else None
         if placement is not None:
+            if flights is not None:
+                flights.noted(begun, "copy", f"of {copied} bytes into memory shared with {conn.peer.name}")
             header["placement"] = placement.pack()
             _put(conn, call, kind, id, body, flags | LANE, remaining, chain, header)
             return True
@@ -213,7 +219,10 @@ def send(
     header["stream"] = stream
     _put(conn, call, kind, id, body, flags, remaining, chain, header)
     limit = None if deadline == float("inf") else deadline
-    return conn.send_chunks(stream, _pieces(buffers, settings.chunk), limit)
+    is_out = conn.send_chunks(stream, _pieces(buffers, settings.chunk), limit)
+    if flights is not None:
+        flights.noted(begun, "copy", f"of {copied} bytes into the connection to {conn.peer.name}")
+    return is_out
 
 
 def _share(agent: Agent, conn: Connection, segments: Sequence[Segment], until: float) -> list[int]:

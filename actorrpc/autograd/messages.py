@@ -151,6 +151,9 @@ class Transport(Protocol):
     def name(self, worker: WorkerKey) -> str:
         """Return what errors call a worker."""
 
+    def visited(self, begun: float, context: int) -> None:
+        """Write down that this thread has worked off a stratum of a context, or its leaves, from ``begun`` until now."""
+
     def attend(self, part: Any) -> Any:
         """Have gradients that this thread reads while it waits for this part of a pass worked off by itself.
 

@@ -391,6 +391,7 @@ class Participant:
             index = part.take()
         while index is not None:
             done = False
+            begun = _time.now()
             try:
                 if index == FINISH:
                     part.finish()
@@ -403,6 +404,7 @@ class Participant:
                             direct.setdefault(to, []).append(gradient)
                         else:
                             self._send(part, to, gradient)
+                self.transport.visited(begun, part.context.id)
                 done = True
             except BaseException as error:
                 self.fail(part, error)

@@ -196,6 +196,12 @@ class AgentTransport:
         except RpcError:
             return f"worker {worker.rank}"
 
+    def visited(self, begun: float, context: int) -> None:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        flights = self._agent.flights
+        if flights is not None:
+            flights.noted(begun, "visit", f"of context {context:x}")
+
     def attend(self, part: LocalPass) -> _Posts | None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         outer = WAITING.posts

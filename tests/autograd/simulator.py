@@ -116,6 +116,9 @@ class Worker:
     def leave(self, outer: Any) -> None:
         """No thread reads."""
 
+    def visited(self, begun: float, context: int) -> None:
+        pass
+
     def attends_another(self, part: Any) -> bool:
         return False
 

@@ -18,6 +18,7 @@ from actorrpc.actors.context import current
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.outbound import MessageContext
 from actorrpc.errors import ProtocolError, RpcError
+from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.transport import buffers as memory
@@ -312,6 +313,7 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
     )
     if room is None:
         return None
+    begun = _time.now()
     try:
         for span, offset in zip(spans, offsets, strict=True):
             memory.copy(room.address + offset, memory.MemorySpan(span.address, span.nbytes, span.keep))
@@ -319,6 +321,8 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
         room.discard()
         raise
     agent.scheduler.keep_objects()
+    if agent.flights is not None and nbytes >= COPIED_BYTES:
+        agent.flights.noted(begun, "copy", f"of {nbytes} bytes into {label}, in shared memory")
     return room.finish()  # type: ignore[no-any-return]
 
 

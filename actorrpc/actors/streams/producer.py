@@ -126,6 +126,7 @@ class Producer(Stall):
     __slots__ = (
         "_agent",
         "_asked",
+        "_begun",
         "_call",
         "_charge",
         "_charges",
@@ -180,6 +181,7 @@ class Producer(Stall):
         self._room: Future[None] | None = None  # the producing side waits for it
         self._asked: Future[Batch] | None = None  # the pull that waits for items
         self._call: int | None = None
+        self._begun = _time.now()
 
     def ticket(self) -> StreamTicket:
         """Return what the consumer needs to pull."""
@@ -239,6 +241,12 @@ class Producer(Stall):
         flights = self._agent.flights
         if flights is not None:
             flights.noted(begun, "pause", f"of stream {self.stream:x}")
+
+    def _note(self, what: str) -> None:
+        """Tell the flight recorder of the stream, which is over."""
+        flights = self._agent.flights
+        if flights is not None:
+            flights.noted(self._begun, "stream", what)
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -301,6 +309,8 @@ class Producer(Stall):
             if self._closed or self._end is not None:
                 return
             self._end = end
+            items = self._taken + len(self._charges)
+        self._note(f"{self.stream:x} of {items} items")
         self._answer()
 
     def _stop(self) -> None:
@@ -333,6 +343,8 @@ class Producer(Stall):
             if self._closed:
                 return
             self._closed = True
+            is_early = self._end is None
+            items = self._taken + len(self._charges)
             self._error = error
             dropped = list(self._items)
             self._items.clear()
@@ -340,6 +352,8 @@ class Producer(Stall):
             self._charge = 0
             asked, self._asked = self._asked, None
         del dropped
+        if is_early:
+            self._note(f"{self.stream:x} closed after {items} items")
         self._streams.forget(self)
         self._stop()
         if asked is not None and asked._claim():

@@ -29,6 +29,7 @@ _KEPT_BYTES: Final = 64 << 20  # compressed; of the oldest none is kept any more
 _KEPT: Final = 100
 _PIECE: Final = 1 << 20
 _MOST: Final = 1 << 30  # of the text of one
+_FIRST: Final = 20_000_000  # above the numbers of all processes and of the recorder's threads
 #: kinds of events in which another event of the same file is meant by its number
 _NUMBERED: Final = frozenset("stfbenOND")
 
@@ -149,6 +150,10 @@ class TorchProfile:
             self.zero,
         )
 
+    def is_empty(self) -> bool:
+        """Return whether it has names only."""
+        return all(each["ph"] == "M" for each in self.events)
+
     def moments(self) -> Iterator[float]:
         """Yield the first and the last moment, on the worker's clock."""
         timed = [each for each in self.events if each["ph"] != "M"]
@@ -157,14 +162,15 @@ class TorchProfile:
             yield self.zero + 1e-6 * max(each["ts"] + each.get("dur", 0) for each in timed)
 
     def shown(
-        self, worker: str, own: int, pid: int, pids: dict[object, int], zero: float, key: str
+        self, worker: str, own: int, pid: int, numbers: dict[str, int], zero: float, key: str
     ) -> Iterator[dict[str, Any]]:
         """Yield its events as they stand in the file of all workers.
 
         Args:
             worker, own: whose it is: the worker's name and process.
             pid: the number of the process there. Its GPUs, which torch shows as processes, get numbers of their own.
-            pids: of those: what torch calls them, and the number; new ones are entered.
+            numbers: of those, and of all threads, by what torch calls them: its threads may have words for numbers, or those
+                of other threads in this file. New ones are entered.
             zero: the moment on the worker's clock from which the file's moments count.
             key: what to put before the numbers of events, which mean others in other profiles.
         """
@@ -172,14 +178,18 @@ class TorchProfile:
         for event in self.events:
             whose = event.get("pid")
             is_own = whose == own
-            number = pid if is_own else pids.setdefault(f"{worker} {whose}", 20_000_000 + len(pids))
+            number = pid if is_own else numbers.setdefault(f"process {worker} {whose}", _FIRST + len(numbers))
+            place = {"pid": number}
+            if "tid" in event:
+                name = f"thread {worker} {whose} {event['tid']}"
+                place["tid"] = numbers.setdefault(name, _FIRST + len(numbers))
             if event["ph"] == "M":
                 made = self._named(event, worker, is_own)
                 if made is None:
                     continue
-                yield {**made, "pid": number, "ts": 0}
+                yield {**made, **place, "ts": 0}
                 continue
-            made = {**event, "pid": number, "ts": round(event["ts"] + shift, 3)}
+            made = {**event, **place, "ts": round(event["ts"] + shift, 3)}
             if event["ph"] in _NUMBERED and "id" in event:
                 made["id"] = f"{key}-{event['id']}"
             yield made

@@ -250,14 +250,14 @@ def events_of(
                 yield from process.call(row, other, numbers)
             elif row[1] == NOTED:
                 yield from process.note(row)
-    gpus: dict[object, int] = {}
+    numbers_of_torch: dict[str, int] = {}
     for each, pid in zip(there, pids, strict=True):
         for number, profile in enumerate(each.profiles):
             key = f"{pid}-{number}"
-            yield from profile.shown(each.worker, each.pid, pid, gpus, begun - each.offset, key)
+            yield from profile.shown(each.worker, each.pid, pid, numbers_of_torch, begun - each.offset, key)
     if counts is not None:
         counts |= totals
-        counts["profiles"] = sum(len(each.profiles) for each in there)
+        counts["profiles"] = sum(not profile.is_empty() for each in there for profile in each.profiles)
         counts["workers"] = len(there)
         counts["missing"] = {each.worker: each.why for each in found if each.why}
         counts["dropped"] = sum(each.dropped for each in there)
@@ -428,5 +428,9 @@ class _Process:
 
     def note(self, row: list[Any]) -> Iterator[dict[str, Any]]:
         """Yield something else that took a time."""
-        _, _, begun, ended, kind, what, ident = row
-        yield self._slice(f"{kind} {what}", begun, ended, self.thread(ident), cat=kind)
+        number, _, begun, ended, kind, what, ident = row
+        tid = self.thread(ident)
+        if kind == "stream":  # beside whatever else the thread did meanwhile
+            yield from self._track(f"{kind} {what}", kind, f"n{self._pid}-{number}", begun, ended, tid)
+        else:
+            yield self._slice(f"{kind} {what}", begun, ended, tid, cat=kind)

@@ -415,7 +415,7 @@ def test_producers_wait_for_their_consumers(runtime: Runtime, limit: int) -> Non
     assert _log.lines[-2:] == ["closed", "finally"]
 
 
-def test_the_flight_recorder_has_the_pauses(runtime: Runtime) -> None:
+def test_the_flight_recorder_has_the_pauses_and_the_end(runtime: Runtime) -> None:
     flights = runtime.agent.flights
     assert flights is not None
     first = flights.total
@@ -424,7 +424,20 @@ def test_the_flight_recorder_has_the_pauses(runtime: Runtime) -> None:
     close_stream(ticket.stream)
     assert ended() == [None]
     kinds = [tuple(each[4:6]) for each in flights.since(first, 100) if each[1] == NOTED]
-    assert kinds == [("pause", f"of stream {ticket.stream:x}")]
+    name = f"{ticket.stream:x}"
+    assert sorted(kinds) == [("pause", f"of stream {name}"), ("stream", f"{name} closed after 1 items")]
+
+
+def test_the_flight_recorder_counts_the_items_of_a_stream(runtime: Runtime) -> None:
+    flights = runtime.agent.flights
+    assert flights is not None
+    first = flights.total
+    ticket = begin(logged, 0, 3)
+    assert ended() == [None]
+    kinds = [tuple(each[4:6]) for each in flights.since(first, 100) if each[1] == NOTED]
+    assert kinds == [("stream", f"{ticket.stream:x} of 3 items")]
+    close_stream(ticket.stream)
+    assert len(flights.since(first, 100)) == 1
 
 
 def test_nothing_is_produced_beyond_the_limit(runtime: Runtime) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import actorrpc
 from actorrpc.errors import NotInitializedError
+from actorrpc.flight_recorder import CALLED
 from actorrpc.observe import keep_profile
 from actorrpc.observe.tracing import torch_profiles
 from actorrpc.observe.tracing.torch_profiles import KeptProfiles, TorchProfile, joined
@@ -148,9 +149,36 @@ def test_what_was_over_before_is_left_out() -> None:
         {"ph": "X", "name": "long", "ts": 1e6, "dur": 9e6, "pid": 1, "tid": 1},
         {"ph": "i", "name": "late", "ts": 7e6, "pid": 1, "tid": 1},
     )
-    recording = Recording(worker="a", pid=1, profiles=[kept], offset=50.0)
+    early = _profile({"ph": "X", "name": "early", "ts": 1e6, "dur": 10.0, "pid": 1, "tid": 1})
+    recording = Recording(worker="a", pid=1, profiles=[early, kept], offset=50.0)
     recording.since(1000.0 - 100.0 + 50.0 + 5.0)
-    assert [each["name"] for each in recording.profiles[0].events] == ["thread_name", "long", "late"]
+    assert [each["name"] for each in recording.profiles[1].events] == ["thread_name", "long", "late"]
+    counts: dict[str, Any] = {}
+    list(events_of([recording], counts))
+    assert counts["profiles"] == 1  # merged: of the other nothing is left
+
+
+def test_threads_are_numbers_that_no_other_thread_has() -> None:
+    row = [0, CALLED, 899.0, 899.5, 5, "b", 0, "f", 77, False, True, 10, 10]
+    events = [
+        {"ph": "M", "name": "thread_name", "pid": 41, "tid": 1, "args": {"name": "thread 1"}},
+        {"ph": "X", "name": "aten::mm", "ts": 1.0, "dur": 5.0, "pid": 41, "tid": 1},
+        {"ph": "X", "name": "step", "ts": 1.0, "dur": 5.0, "pid": 41, "tid": "PyTorch Profiler (0)"},
+        {"ph": "X", "name": "kernel", "ts": 1.0, "dur": 5.0, "pid": 0, "tid": 1},
+    ]
+    recording = Recording(
+        worker="a", pid=41, records=[row], threads={77: "main"}, profiles=[_profile(*events)]
+    )
+    places = {
+        each["name"]: (each["pid"], each["tid"]) for each in events_of([recording]) if each["ph"] == "X"
+    }
+    assert all(type(number) is int for place in places.values() for number in place)
+    assert len(set(places.values())) == len(places) == 4
+    named = [each for each in events_of([recording]) if each["name"] == "thread_name"]
+    assert {(each["pid"], each["tid"]): each["args"]["name"] for each in named} == {
+        places["call f"]: "main",
+        places["aten::mm"]: "torch: thread 1",
+    }
 
 
 # -- of a cluster ------------------------------------------------------------------------------------------------

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter as Counts
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import actorrpc
+from actorrpc import autograd
 from actorrpc.cli.views import trace_lines
 from actorrpc.errors import ConfigError, NotInitializedError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
@@ -244,6 +248,43 @@ def test_of_a_cluster(tmp_path: Path) -> None:
     assert methods["Counter/add"] == 21
     assert methods["Counter/add_by"] == 1
     assert len({each["pid"] for each in events}) == summary.workers
+
+
+@actorrpc.remote
+class Layer:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def numbers(self, n: int) -> Iterator[int]:
+        yield from range(n)
+
+    def size(self, x: torch.Tensor) -> int:
+        return x.nbytes
+
+
+@pytest.mark.usefixtures("embedded")
+def test_streams_visits_and_copies_are_in_it(tmp_path: Path) -> None:
+    layer = Layer.remote()
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context:
+        y = actorrpc.get(layer.forward.remote(x))
+        autograd.backward(context, [y.sum()])
+    assert list(layer.numbers.remote(3).values()) == [0, 1, 2]
+    large = torch.ones(1 << 20)
+    ref = actorrpc.put(large)
+    assert actorrpc.get([layer.size.remote(large), layer.size.remote(ref)]) == [4 << 20] * 2
+    path = tmp_path / "trace.json"
+    actorrpc.trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {each["args"]["name"]: each["pid"] for each in events if each["name"] == "process_name"}
+    own = next(pid for name, pid in names.items() if name.endswith(f"(pid {os.getpid()})"))
+    found = {(each["cat"], each["pid"] == own, each["name"]) for each in events if each["ph"] in "Xb"}
+    assert {("visit", is_own, f"visit of context {context:x}") for is_own in (True, False)} <= found
+    assert any(cat == "stream" and not is_own and name.endswith(" of 3 items") for cat, is_own, name in found)
+    copies = {name for cat, is_own, name in found if cat == "copy" and is_own}
+    assert len(copies) == 2
+    assert all(f" of {4 << 20} bytes into " in name for name in copies)
+    assert "copy of 4194304 bytes into put(Tensor), in shared memory" in copies
 
 
 def _methods_of(events: list[dict[str, Any]]) -> Counts[str]:
