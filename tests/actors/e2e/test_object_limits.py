@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +16,9 @@ import numpy as np
 import pytest
 
 import actorrpc
+from tests.actors.e2e.kit import alive, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(60)]
+pytestmark = [pytest.mark.limit(60)]
 
 _MIB = 1 << 20
 
@@ -56,6 +61,7 @@ def test_who_holds_what_is_said(keepers: list[Any]) -> None:
     assert of_call.value.maybe_executed is True
 
 
+@pytest.mark.slow
 def test_who_waits_goes_on_when_another_process_lets_go(keepers: list[Any]) -> None:
     actorrpc.get([each.keep.remote(32) for each in keepers])
     found: list[Any] = []
@@ -66,12 +72,14 @@ def test_who_waits_goes_on_when_another_process_lets_go(keepers: list[Any]) -> N
     assert actorrpc.get(found[0])[-1] == 7
 
 
+@pytest.mark.slow
 def test_who_is_killed_has_let_go(keepers: list[Any]) -> None:
     pid, _ = actorrpc.get([each.keep.remote(32) for each in keepers])
     os.kill(int(pid), signal.SIGKILL)
     assert actorrpc.get(actorrpc.put(np.full(40 * _MIB, 7, np.uint8)))[-1] == 7
 
 
+@pytest.mark.slow
 def test_what_finds_no_room_is_a_file(tmp_path: Any) -> None:
     with actorrpc.init(num_cpus=2, object_memory=64 * _MIB, spill_dir=str(tmp_path)):
         keeper = Keeper.remote()
@@ -81,3 +89,60 @@ def test_what_finds_no_room_is_a_file(tmp_path: Any) -> None:
         assert actorrpc.get(keeper.make.remote(24)).sum() == 24 * _MIB
         assert os.listdir(tmp_path) == []  # without a name from the start
         del keeper, here
+
+
+# -- everything is killed --------------------------------------------------------------------------------------------
+
+_PROGRAM = """
+import json, os, sys
+import numpy as np, psutil
+import actorrpc
+from tests.actors.e2e.test_object_limits import Keeper
+context = actorrpc.init(num_cpus=2, object_memory=256 << 20)
+keepers = [Keeper.remote() for _ in range(2)]
+actorrpc.get([each.keep.remote(24) for each in keepers])
+held = [actorrpc.put(np.ones(16 << 20, np.uint8)), keepers[0].make.remote(16)]
+read = actorrpc.get(held)
+print(json.dumps([each.pid for each in psutil.Process().children(recursive=True)]), flush=True)
+sys.stdin.read()
+"""
+
+
+def _objects_of(pid: int) -> set[int]:
+    """Return the numbers of the segments that a process has open."""
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if "memfd:actorrpc" in os.readlink(path):
+                found.add(os.stat(path).st_ino)
+    return found
+
+
+def _holders(segments: set[int]) -> list[int]:
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            if segments & _objects_of(pid):
+                found.append(pid)
+        except (FileNotFoundError, PermissionError, ProcessLookupError):  # it has ended, or is another user's
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["the driver", "all of them"])
+def test_nothing_is_left_where_processes_are_killed(whole: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        others = json.loads(driver.stdout.readline())
+        segments = set().union(*map(_objects_of, [driver.pid, *others]))
+        assert len(segments) >= 3
+        assert len(_holders(segments)) >= 3
+        for pid in [driver.pid, *(others if whole else ())]:
+            os.kill(pid, signal.SIGKILL)
+        driver.wait()
+    until(lambda: not any(map(alive, others)))
+    assert _holders(segments) == []

@@ -20,6 +20,7 @@ from actorrpc.actors.context import runtime
 from actorrpc.actors.refs import host_copies
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.rpc import rref as rrefs
 from actorrpc.wire import keys
 from tests.faults.hosts import Network, host_group, needs_hosts
 from tests.ports import free_port
@@ -204,6 +205,36 @@ def _first_dies() -> None:
 @pytest.mark.slow
 def test_who_has_a_copy_may_die() -> None:
     _run(_first_dies, 4, may_die=(1,))
+
+
+def _dies_while_it_fetches() -> None:
+    asked = threading.Semaphore(0)
+    fetch = rrefs._fetch
+
+    def counted(value: Any) -> Any:
+        found = fetch(value)
+        asked.release()
+        return found
+
+    rrefs._fetch = counted
+    gate = Gate.options(worker="worker0").remote()
+    ref = gate.make.remote()
+    dies = rpc.rpc_async("worker1", _read, args=([ref],))
+    assert asked.acquire(timeout=30)
+    others = [rpc.rpc_async(f"worker{rank}", _read, args=([ref],)) for rank in (2, 3)]
+    for _ in others:
+        assert asked.acquire(timeout=30)
+    with pytest.raises(actorrpc.PeerDiedError):
+        rpc.rpc_sync("worker1", _exit)
+    with pytest.raises(actorrpc.PeerDiedError):
+        dies.wait()
+    actorrpc.get(gate.open.remote())
+    assert [each.wait()[0] for each in others] == [_LARGE] * 2
+
+
+@pytest.mark.slow
+def test_the_first_reader_may_die_while_it_fetches() -> None:
+    _run(_dies_while_it_fetches, 4, may_die=(1,))
 
 
 def _full(_agent: Any) -> None:
