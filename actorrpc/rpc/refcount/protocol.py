@@ -291,9 +291,9 @@ class RRefTable:
                 raise released(rref_id)
             return entry.outcome
 
-    def known_outcome(self, rref_id: RRefId) -> Outcome | None:
+    def known_outcome(self, rref_id: RRefId | tuple[int, int, str]) -> Outcome | None:
         """Give the outcome of an RRef that is here and has one. Takes no lock: an outcome never changes."""
-        entry = self._values.entries.get(rref_id)
+        entry = self._values.entries.get(rref_id)  # type: ignore[arg-type]
         return None if entry is None else entry.outcome
 
     @uninterruptible
