@@ -2,8 +2,8 @@
 
 Tasks are executed by actors of our own, runners. Where the embedded cluster runs these are processes, made when
 they are needed, as many as it has CPUs; its workers share those of rank 0. In a group made by ``init_rpc`` there is one
-on each of its other workers. A task that waits for others makes room in its runner: nested tasks cannot block each
-other.
+on each of its other workers; where one of these has ended, its runner goes on in another of them. A task that waits for
+others makes room in its runner: nested tasks cannot block each other.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _RunnerPool:
 class _RunnerPools:
     """All the runners that this process uses. Thread-safe.
 
-    ``_lock`` guards ``_pools`` and ``_turn``, and the numbers in them. Runners are made under it, which calls nothing of the
+    ``_lock`` guards ``_pools``, and the numbers in them. Runners are made under it, which calls nothing of the
     user's; it is re-entrant, as the collector may run there.
     """
 
@@ -132,7 +132,6 @@ class _RunnerPools:
         self.runtime = in_force
         self._lock = threading.RLock()
         self._pools: dict[Any, _RunnerPool] = {}
-        self._turn = 0
 
     def take(self, options: TaskOptions) -> _Runner:
         """Return the runner for a task, which has one task more from now on."""
@@ -167,22 +166,18 @@ class _RunnerPools:
                 pool.runners.append(found)
             return found
         worker = options.worker
+        movable = worker is None
+        key: tuple[Any, ...]
         if worker is None:
-            worker = self._next_worker()
-        key = ("at", worker)
+            peer = self.runtime.supervisor.next_worker()
+            worker, key = peer.rank, peer.key
+        else:
+            key = "at", worker
         pool = self._pools.setdefault(key, _RunnerPool(1))
         if not pool.runners:
-            pool.runners.append(
-                _Runner(_make(options, worker=worker, max_concurrency=_THREADS, yielding=True))
-            )
+            made = _make(options, worker=worker, max_concurrency=_THREADS, yielding=True, movable=movable)
+            pool.runners.append(_Runner(made))
         return pool.runners[0]
-
-    def _next_worker(self) -> int:
-        agent = self.runtime.agent
-        ranks = sorted(record.rank for record in agent.members())
-        others = [rank for rank in ranks if rank != agent.record.rank] or ranks
-        self._turn += 1
-        return others[self._turn % len(others)]
 
     def _pool(self, options: TaskOptions) -> _RunnerPool:
         key = (
@@ -238,12 +233,10 @@ def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
         given["env"] = options.env
     if options.working_dir is not None:
         given["working_dir"] = options.working_dir
-    yielding = how.pop("yielding")
+    internal = {"yielding": how.pop("yielding"), "movable": how.pop("movable", False)}
     made = _RUNNER.options(max_restarts=-1, **given, **how)
     # Each task has a thread of its own: one that ran within another, which waits, would keep that from going on.
-    how_run = replace(
-        made._actorrpc_options, yielding=yielding, reentrant=False, allow_out_of_order_execution=True
-    )
+    how_run = replace(made._actorrpc_options, **internal, reentrant=False, allow_out_of_order_execution=True)
     made = made._with(how_run, None)
     handle: ActorHandle[Any] = made.remote()
     return handle

@@ -408,6 +408,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
             debug``), or nobody has attached for ACTORRPC_DEBUG_WAIT seconds; its caller hears of the error then.
         timeout, priority, concurrency_group, max_buffered_items: see :class:`CallOptions`; for all of its methods.
         yielding: internal: calls that wait in one of our waits do not count as running.
+        movable: internal: ``worker=`` says where it lives first; where that has ended, it is made again in another worker.
         place: internal: the actor's place in its group.
     """
 
@@ -432,6 +433,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
     checkpoint_every: int = option(1, partial(integer, least=1, right=_CHECKPOINT))
     on_error: str = option("raise", partial(choice, of=("raise", "debug")))
     yielding: bool = False
+    movable: bool = False
     place: Mapping[str, int] | None = None
 
     def check_together(self) -> None:

@@ -229,17 +229,17 @@ class ActorRecord:
         if not self.options.max_restarts and not self.card.info.has_checkpoint:
             self.cls = self.arguments = None  # and whatever only they keep alive
 
-    def verdict(self, now: float, text: str, pinned: bool) -> RestartVerdict:
+    def verdict(self, now: float, text: str, bound: str) -> RestartVerdict:
         """Decide what is to follow, where nobody wanted the end. To be asked once for each incarnation.
 
         Args:
             text: how it ended.
-            pinned: it can only live where nothing lives any more.
+            bound: why it can only live where nothing lives any more; empty where it can live elsewhere.
         """
         if self.moving:
             return RestartVerdict(again=True)
-        if pinned:
-            return RestartVerdict(why_not="not restarted: worker= has put it there")
+        if bound:
+            return RestartVerdict(why_not=f"not restarted: {bound}")
         if self.family is not None:
             return RestartVerdict(again=True)
         wait = self.restarts.next(now, text)

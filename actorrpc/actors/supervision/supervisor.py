@@ -137,6 +137,10 @@ class Supervisor:
         options = self._places.for_others(place, options)
         return ask_for_detached(agent, actor_id, snapshot, arguments, info, options)
 
+    def next_worker(self) -> Peer:
+        """Return the next of the other workers that live; this one where there is none."""
+        return self._places.next_worker()
+
     def adopt(
         self,
         actor_id: int,
@@ -381,10 +385,21 @@ class Supervisor:
         text, final = deaths.not_made(error, None if actor.worker is None else actor.worker_name)
         if actor.family is not None and actor.epoch:
             # Its group will try again, as often as it may; but not where it has no place any more.
-            final = self._places.is_gone(actor.place) or is_a(original, ActorDiedError)
+            final = bool(self._bound(actor)) or is_a(original, ActorDiedError)
         elif not final:
-            final = actor.epoch == 0 or actor.place is not None
+            final = not actor.options.movable and (actor.epoch == 0 or actor.place is not None)
         self.ended(actor, instance_id, text, cause=original, final=final)
+
+    def _bound(self, actor: ActorRecord) -> str:
+        """Return why an actor can only live where nothing lives any more; one that may live elsewhere does so from now on."""
+        if not self._places.is_gone(actor.place):
+            return ""
+        if not actor.options.movable:
+            return "worker= has put it there"
+        if self._places.next_worker().is_self:  # which is to outlive what it has others do
+            return "no other worker is left"
+        actor.place = "turn"
+        return ""
 
     def _peer_ended(self, peer: Peer) -> None:
         """See to the actors of a worker that is gone."""
@@ -418,6 +433,7 @@ class Supervisor:
         wanted: bool = False,
     ) -> None:
         """Record that an incarnation is over (``final``: the last; ``wanted``: as it said itself). Has the next one made."""
+        bound = self._bound(actor)
         with self.lock:
             if actor.instance_id != instance_id or actor.phase == "dead" or actor.answered == instance_id:
                 return
@@ -427,7 +443,7 @@ class Supervisor:
             family = actor.family
             lost = not (wanted or actor.unwanted or actor.orphaned or self._closed)
             if lost and not final:
-                verdict = actor.verdict(self._agent.clock.now(), text, self._places.is_gone(actor.place))
+                verdict = actor.verdict(self._agent.clock.now(), text, bound)
             process, actor.process = actor.process, None
             actor.location = None
             if verdict.again:

@@ -149,6 +149,36 @@ def _ask(box: Any) -> Any:
     return get(box.get.remote())
 
 
+def _members_die(rank: int, world_size: int, path: str) -> Any:
+    if rank != 0:
+        return None
+    before = {get(things.process.remote()) for _ in range(3)}
+    assert get(_die_once.remote(path)) == "again"  # in another worker
+    after = {get(things.process.remote()) for _ in range(4)}
+    with pytest.raises(
+        PeerDiedError, match=r"task _die was not finished.*where it lived, has ended"
+    ) as caught:
+        get(_die.options(max_retries=0).remote())
+    assert caught.value.maybe_executed
+    left = {get(things.process.remote()) for _ in range(3)}
+    # The last one: this process is not to die of what it has others do.
+    with pytest.raises(PeerDiedError, match="no other worker is left"):
+        get(_die.remote())
+    return (
+        len(before),
+        len(after),
+        len(left),
+        before > after > left,
+        get(things.process.remote()) == os.getpid(),
+    )
+
+
+@pytest.mark.limit(60)
+def test_in_a_group_they_go_on_in_another_worker_where_one_has_died(tmp_path: Path) -> None:
+    found = rpc_group(_members_die, 4, str(tmp_path / "once"), may_die=(1, 2, 3))
+    assert found[0] == (3, 2, 1, True, True)
+
+
 def test_a_function_of_the_main_module_stays_itself_when_its_name_goes_to_another(
     here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
