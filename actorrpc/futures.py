@@ -402,7 +402,10 @@ class Future(torch.futures.Future[T], Generic[T]):
             report = self._report
             if report is not None:
                 report.seen = True
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the error's traceback has this frame: no cycle, or what its frames have waits for the collector
         if self._devices:
             # torch's half has noted, at completion, what the current streams still had to do: those here wait for it.
             _base_wait(self)
@@ -426,7 +429,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not self._done:
             raise RuntimeError(f"{self.label} is not complete yet: call wait()")
-        return self._outcome()
+        try:
+            return self._outcome()
+        finally:
+            del self  # see there
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, then return the error, or ``None`` where there is none."""
@@ -435,7 +441,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         except BaseException as error:
             if not self._done or (error is not self._error and is_of_handler(error)):
                 raise
-        return self._error
+        failure = self._error
+        del self  # see _outcome()
+        return failure
 
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the value.
@@ -459,6 +467,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             source = self._source
             if source is not None:
                 source.drive(deadline)
+                source = None  # it has what the call was made with, and this frame may be an error's
             if not self._done:
                 self._park(deadline)
             if not self._done:
@@ -470,11 +479,17 @@ class Future(torch.futures.Future[T], Generic[T]):
                 interruption_point()
         if self._error is None and not self._devices:
             return self._value  # type: ignore[no-any-return]  # it is complete
-        return self._outcome()
+        try:
+            return self._outcome()
+        finally:
+            del self  # see there
 
     def result(self, timeout: float | None = None) -> T:
         """The same as :meth:`wait`, under the name ``concurrent.futures`` has for it."""
-        return self.wait(timeout)
+        try:
+            return self.wait(timeout)
+        finally:
+            del self  # see _outcome()
 
     def _park(self, deadline: float | None) -> None:
         """Sleep until completion or the deadline. Interruptible by signals on the main thread."""
@@ -568,7 +583,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         if INTERRUPTED:
             interruption_point()
         if self._done:
-            return self._outcome()
+            try:
+                return self._outcome()
+            finally:
+                del self  # see there
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
 
@@ -585,6 +603,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         source = self._source
         if source is not None:
             source.flush()
+            source = None
         self.add_done_callback(on_done)
         runner = WAITING.runner
         waiter.stands_for = self  # type: ignore[attr-defined]  # the search for deadlocks looks here
@@ -601,7 +620,10 @@ class Future(torch.futures.Future[T], Generic[T]):
             if runner is not None:
                 runner.end_await()
             del waiter.stands_for  # type: ignore[attr-defined]
-        return self._outcome()
+        try:
+            return self._outcome()
+        finally:
+            del self  # see there
 
     def __repr__(self) -> str:
         if not self._done:

@@ -92,6 +92,7 @@ _QUICK = (
     "actors/e2e/test_gradients.py::test_tasks",
     "actors/e2e/test_gradients.py::test_contexts_are_forgotten",
     "actors/e2e/test_in_a_group.py",
+    "actors/e2e/test_object_limits.py::test_who_holds_what_is_said",
     "actors/e2e/test_objects.py::test_a_result_outlives",
     "actors/e2e/test_objects.py::test_no_bytes_move",
     "actors/e2e/test_objects.py::test_a_fork_keeps",

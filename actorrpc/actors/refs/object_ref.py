@@ -405,11 +405,14 @@ class ObjectRef(Generic[T_co]):
         return self._value(value)  # type: ignore[no-any-return]
 
     def __await__(self) -> Generator[Any, None, T_co]:
-        value = yield from self._ask().__await__()
-        if type(value) is StoredResult:
-            value = yield from self._settled().__await__()
-        sole = sys.getrefcount(self) == SOLE
-        return self._value(value, None, sole)  # type: ignore[no-any-return]
+        try:
+            value = yield from self._ask().__await__()
+            if type(value) is StoredResult:
+                value = yield from self._settled().__await__()
+            sole = sys.getrefcount(self) == SOLE
+            return self._value(value, None, sole)  # type: ignore[no-any-return]
+        finally:
+            del self  # an error's traceback has this frame: see wait.get()
 
     def _value(self, found: Any, copy: bool | None = None, sole: bool = False) -> Any:
         """Return a value that nobody else has, given what :meth:`_settled` gives.

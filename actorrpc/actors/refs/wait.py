@@ -305,43 +305,51 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
         Exception: what a call raised; of several, the first that fails, at once. What the others raise is not logged as
             something that nobody looked at.
     """
-    if type(refs) is ObjectRef:
-        execution = CURRENT.get()
-        if timeout is None and (execution is None or execution.deadline == _INFINITE):
-            value = (refs._future or refs._ask()).wait()  # the path of most calls
-            if type(value) in ATOMS:
-                return value
-            if type(value) is StoredResult:
-                value = refs._settled().wait()
-            sole = sys.getrefcount(refs) == SOLE
-            return refs._value(value, copy, sole)
-        return _get_one(refs, deadline_of(timeout), timeout, copy)
-    until = deadline_of(timeout)
-    if not isinstance(refs, (list, tuple)):
-        if isinstance(refs, Arrivals):
-            return _get_all([refs], until, timeout, copy)[0]
-        future = _start(refs, "get()", True)
-        return _wait_for(future, until, timeout)
-    flat: list[Any] = []
-    sole = type(refs) is list and sys.getrefcount(refs) == SOLE
-    for item in refs:
-        if isinstance(item, (list, tuple)):
-            flat.extend(item)
-        else:
-            flat.append(item)
-    shape = [len(item) if isinstance(item, (list, tuple)) else -1 for item in refs]
-    if sole:  # nobody else has the list, so that its references can be known to be nobody else's
-        item = None
-        del refs[:]  # type: ignore[union-attr]
-    values = iter(_get_all(flat, until, timeout, copy))
-    return [next(values) if size < 0 else list(islice(values, size)) for size in shape]
+    try:
+        if type(refs) is ObjectRef:
+            execution = CURRENT.get()
+            if timeout is None and (execution is None or execution.deadline == _INFINITE):
+                value = (refs._future or refs._ask()).wait()  # the path of most calls
+                if type(value) in ATOMS:
+                    return value
+                if type(value) is StoredResult:
+                    value = refs._settled().wait()
+                sole = sys.getrefcount(refs) == SOLE
+                return refs._value(value, copy, sole)
+            return _get_one(refs, deadline_of(timeout), timeout, copy)
+        until = deadline_of(timeout)
+        if not isinstance(refs, (list, tuple)):
+            if isinstance(refs, Arrivals):
+                return _get_all([refs], until, timeout, copy)[0]
+            future = _start(refs, "get()", True)
+            return _wait_for(future, until, timeout)
+        flat: list[Any] = []
+        sole = type(refs) is list and sys.getrefcount(refs) == SOLE
+        for item in refs:
+            if isinstance(item, (list, tuple)):
+                flat.extend(item)
+            else:
+                flat.append(item)
+        shape = [len(item) if isinstance(item, (list, tuple)) else -1 for item in refs]
+        if sole:  # nobody else has the list, so that its references can be known to be nobody else's
+            item = None
+            del refs[:]  # type: ignore[union-attr]
+        values = iter(_get_all(flat, until, timeout, copy))
+        return [next(values) if size < 0 else list(islice(values, size)) for size in shape]
+    finally:
+        # An error's traceback has this frame, and the references the error: no cycle, or what its frames have waits for the
+        # collector.
+        refs = flat = item = None  # type: ignore[assignment]
 
 
 def _get_one(ref: ObjectRef[T], until: float, timeout: float | None, copy: bool | None) -> T:
-    value = _wait_for(ref._ask(), until, timeout)
-    if type(value) is StoredResult:
-        value = _wait_for(ref._settled(), until, timeout)
-    return ref._value(value, copy)  # type: ignore[no-any-return]
+    try:
+        value = _wait_for(ref._ask(), until, timeout)
+        if type(value) is StoredResult:
+            value = _wait_for(ref._settled(), until, timeout)
+        return ref._value(value, copy)  # type: ignore[no-any-return]
+    finally:
+        del ref
 
 
 def _opened(item: Any, future: Future[Any], copy: bool | None = None) -> Any:
@@ -354,19 +362,22 @@ def _opened(item: Any, future: Future[Any], copy: bool | None = None) -> Any:
 
 
 def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
-    if until == _INFINITE:
+    try:
+        if until == _INFINITE:
+            return future.wait()
+        if not future._done:
+            try:
+                return future.wait(max(0.0, until - _time.now()))
+            except RpcTimeoutError:
+                if not future._done:
+                    if timeout is None and deadline_of(None) > _time.now():  # it was put off, for a debugger
+                        return _wait_for(future, deadline_of(None), None)
+                    if _time_is_over():
+                        future.cover()
+                    raise _late(f"{future.label}", timeout) from None
         return future.wait()
-    if not future._done:
-        try:
-            return future.wait(max(0.0, until - _time.now()))
-        except RpcTimeoutError:
-            if not future._done:
-                if timeout is None and deadline_of(None) > _time.now():  # it was put off, for a debugger
-                    return _wait_for(future, deadline_of(None), None)
-                if _time_is_over():
-                    future.cover()
-                raise _late(f"{future.label}", timeout) from None
-    return future.wait()
+    finally:
+        del future  # an error's traceback has this frame: see get()
 
 
 def _time_is_over() -> bool:
@@ -405,6 +416,8 @@ def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool 
     except BaseException:
         if _time_is_over() or any(each._error is not None for each in _behind(items, futures)):
             _cover(items, futures)
+        items.clear()  # they are the caller's own list: see get()
+        futures.clear()
         raise
 
 
@@ -424,34 +437,38 @@ def _values(
     items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None
 ) -> list[Future[Any]]:
     """Wait for all; return the futures of values or snapshots that are here, or raise what the first one failed with."""
-    for future in futures:
-        if future._done and future._error is not None:
-            future.wait()
-    pending = sum([not future._done for future in futures])
-    if pending <= 1:
-        # Its own wait reads the reply, without another thread.
-        for future in futures:
-            if not future._done:
-                _wait_for(future, until, timeout)
-        for at, item in enumerate(items):
-            # Also where it was still on its way when it was looked for, and is here by now.
-            if type(item) is ObjectRef and type(futures[at]._value) is StoredResult:
-                futures[at] = item._settled()
-                _wait_for(futures[at], until, timeout)
-        return futures
-    gate = _Gate(f"get() of {len(items)} results", len(items), fails=True, values=True)
-    for item, future in zip(items, futures, strict=True):
-        gate.add(item, future)
-    _flush(futures)
-    watches = list(gate.watches)
     try:
-        _wait_for(gate.future, until, timeout)
+        for future in futures:
+            if future._done and future._error is not None:
+                future.wait()
+        pending = sum([not future._done for future in futures])
+        if pending <= 1:
+            # Its own wait reads the reply, without another thread.
+            for future in futures:
+                if not future._done:
+                    _wait_for(future, until, timeout)
+            for at, item in enumerate(items):
+                # Also where it was still on its way when it was looked for, and is here by now.
+                if type(item) is ObjectRef and type(futures[at]._value) is StoredResult:
+                    futures[at] = item._settled()
+                    _wait_for(futures[at], until, timeout)
+            return futures
+        gate = _Gate(f"get() of {len(items)} results", len(items), fails=True, values=True)
+        for item, future in zip(items, futures, strict=True):
+            gate.add(item, future)
+        _flush(futures)
+        watches = list(gate.watches)
+        try:
+            _wait_for(gate.future, until, timeout)
+        finally:
+            gate.close()
+        for watch in watches:
+            if watch.future._done and watch.future._error is not None:
+                watch.future.wait()
+        return [watch.future for watch in watches]
     finally:
-        gate.close()
-    for watch in watches:
-        if watch.future._done and watch.future._error is not None:
-            watch.future.wait()
-    return [watch.future for watch in watches]
+        # An error's traceback has this frame: see get().
+        item = future = watch = watches = gate = None  # type: ignore[assignment]
 
 
 def all_of(refs: Sequence[Any]) -> Future[list[Any]]:

@@ -61,7 +61,6 @@ def test_who_holds_what_is_said(keepers: list[Any]) -> None:
     assert of_call.value.maybe_executed is True
 
 
-@pytest.mark.slow
 def test_who_waits_goes_on_when_another_process_lets_go(keepers: list[Any]) -> None:
     actorrpc.get([each.keep.remote(32) for each in keepers])
     found: list[Any] = []
@@ -72,14 +71,12 @@ def test_who_waits_goes_on_when_another_process_lets_go(keepers: list[Any]) -> N
     assert actorrpc.get(found[0])[-1] == 7
 
 
-@pytest.mark.slow
 def test_who_is_killed_has_let_go(keepers: list[Any]) -> None:
     pid, _ = actorrpc.get([each.keep.remote(32) for each in keepers])
     os.kill(int(pid), signal.SIGKILL)
     assert actorrpc.get(actorrpc.put(np.full(40 * _MIB, 7, np.uint8)))[-1] == 7
 
 
-@pytest.mark.slow
 def test_what_finds_no_room_is_a_file(tmp_path: Any) -> None:
     with actorrpc.init(num_cpus=2, object_memory=64 * _MIB, spill_dir=str(tmp_path)):
         keeper = Keeper.remote()
@@ -130,7 +127,6 @@ def _holders(segments: set[int]) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["the driver", "all of them"])
 def test_nothing_is_left_where_processes_are_killed(whole: bool) -> None:
     with subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -43,6 +44,9 @@ class Keeper:
 
     def make(self, count: int, number: float) -> Any:
         return np.full(count, number)
+
+    def fail(self, value: Any) -> None:
+        raise ValueError("made up")
 
     def own_state(self) -> Any:
         self.state += 1
@@ -212,6 +216,21 @@ def test_a_view_of_an_actors_own_state_is_a_copy() -> None:
     first, second = keeper.own_state.remote(), keeper.own_state.remote()
     assert [_only(each) for each in actorrpc.get([second, first])] == [2, 1]
     assert actorrpc.get(first).shape == (_COUNT - 16,)
+
+
+def test_the_arguments_of_a_call_that_has_failed_do_not_wait_for_the_collector() -> None:
+    worker = current_worker()
+    assert worker is not None
+    objects = worker.agent.objects
+    gc.collect()
+    gc.disable()
+    try:
+        # Its arguments are kept, as an object, until the actor is made.
+        with contextlib.suppress(ValueError):
+            actorrpc.get(Keeper.remote().fail.remote(np.full(_COUNT, 1.0)))
+        until(lambda: not objects.stats().host_bytes)
+    finally:
+        gc.enable()
 
 
 def test_a_reader_that_is_killed_holds_nothing() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.futures import Future
 from actorrpc.rpc.refcount.messages import RRefId
 from tests.actors.bare import alone
+from tests.actors.e2e.kit import until
 
 _TINY = 0.05  # a time-out that is meant to pass
 
@@ -188,6 +190,53 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     gc.collect()
     lines.clear()  # what earlier tests have left
     return lines
+
+
+_GETS = ["one", "with a time-out", "several", "nested", "awaited"]
+
+
+class _Source:
+    """What a call was made with."""
+
+    def drive(self, deadline: float | None) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["wait", "result", "exception", *_GETS])
+def test_an_error_that_was_raised_keeps_nothing_until_the_collector_comes(how: str) -> None:
+    gc.disable()
+    try:
+        future: Future[Any] = Future()
+        source = future._source = _Source()
+        ref = ObjectRef(future, label="w")
+        thread = threading.Thread(target=future.set_exception, args=(ValueError("made up"),))
+        thread.start()
+        left = weakref.ref(future), weakref.ref(source)
+        box: list[Any] = [ref] if how in _GETS else [future]
+        del future, source, ref
+        with contextlib.suppress(ValueError):
+            if how not in _GETS:
+                getattr(box.pop(), how)()
+            elif how == "awaited":
+                asyncio.run(_awaited(box))
+            elif how == "several":
+                get([box.pop(), ObjectRef.of(1)])
+            elif how == "nested":
+                get([[box.pop()], ObjectRef.of(1)])
+            else:
+                get(box.pop(), timeout=30.0 if how == "with a time-out" else None)
+        thread.join()
+        for each in left:
+            until(lambda each=each: each() is None)  # type: ignore[misc]
+    finally:
+        gc.enable()
+
+
+async def _awaited(box: list[Any]) -> Any:
+    return await box.pop()
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
