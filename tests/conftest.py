@@ -94,6 +94,7 @@ _QUICK = (
     "actors/e2e/test_in_a_group.py",
     "actors/e2e/test_object_limits.py::test_who_holds_what_is_said",
     "actors/e2e/test_objects.py::test_a_result_outlives",
+    "actors/e2e/test_objects.py::test_items_of_a_stream",
     "actors/e2e/test_objects.py::test_no_bytes_move",
     "actors/e2e/test_objects.py::test_a_fork_keeps",
     "actors/e2e/test_order.py::test_calls_with_unresolved_arguments_keep_their_place",

@@ -316,7 +316,7 @@ class _Consumer(Stall):
     # -- taking --------------------------------------------------------------------------------------------
 
     def take(self) -> tuple[Any, BaseException | None, Future[None] | None]:
-        """Return an item, or an error that stands for one, or else a future to wait for before trying again.
+        """Return an item as it came, or an error that stands for one, or else a future to wait for before trying again.
 
         Raises:
             _Over: there are no more.
@@ -347,12 +347,7 @@ class _Consumer(Stall):
             wants = self._wants()
         if wants:
             self._pull()
-        if type(packed) is not Snapshot:
-            return packed, None, None
-        try:
-            return packed.open_once(), None, None
-        except Exception as error:
-            return None, error, None
+        return packed, None, None
 
     def _there(self) -> bool:
         """Whether take() gives an item, an error or the end, under the lock."""
@@ -624,9 +619,7 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
                 value, error = _take(consumer, 0)
             except _Over:
                 return values
-            if error is not None:
-                raise error
-            values.append(value)
+            values.append(_open(value, error))
 
     def is_finished(self) -> bool:
         """Say whether there are no more items to take."""
@@ -667,9 +660,7 @@ class _Values(Generic[T]):
             value, error = _take(self._generator._consumer, None)
         except _Over:
             raise StopIteration from None
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        return _open(value, error)  # type: ignore[no-any-return]
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
@@ -679,9 +670,7 @@ class _Values(Generic[T]):
             value, error = await _take_async(self._generator._consumer)
         except _Over:
             raise StopAsyncIteration from None
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        return _open(value, error)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the stream."""
@@ -691,11 +680,23 @@ class _Values(Generic[T]):
         return f"<values of {self._generator!r}>"
 
 
-def _ref(consumer: _Consumer, value: Any, error: BaseException | None) -> ObjectRef[Any]:
+def _open(packed: Any, error: BaseException | None) -> Any:
+    """Return the value of an item, or raise what stands for it."""
+    if error is not None:
+        raise error
+    return packed.open_once() if type(packed) is Snapshot else packed
+
+
+def _ref(consumer: _Consumer, packed: Any, error: BaseException | None) -> ObjectRef[Any]:
     label = f"item {consumer.count - 1} of {consumer.label}"
+    if error is None and type(packed) is Snapshot and packed.stored is None:
+        try:
+            packed = packed.open_once()  # its memory came with it, and is nobody else's
+        except Exception as caught:
+            error = caught
     if error is not None:
         return ObjectRef.failed(error, label=label)
-    return ObjectRef.of(value, label=label)
+    return ObjectRef.of(packed, label=label)
 
 
 def _late(consumer: _Consumer, timeout: float | None) -> RpcTimeoutError:

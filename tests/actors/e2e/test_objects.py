@@ -45,6 +45,10 @@ class Keeper:
     def make(self, count: int, number: float) -> Any:
         return np.full(count, number)
 
+    def several(self, n: int, count: int) -> Any:
+        for number in range(n):
+            yield np.full(count, float(number))
+
     def fail(self, value: Any) -> None:
         raise ValueError("made up")
 
@@ -209,6 +213,19 @@ def test_a_reference_to_a_long_text_is_sent_without_it() -> None:
     actorrpc.get([keeper.take.remote(1, [ref]), keeper.take.remote(2, [ref])])
     assert _moved() - before < 4 << 20
     del ref  # it is the actor's now
+
+
+def test_items_of_a_stream_are_written_once() -> None:
+    keeper = Keeper.remote()
+    items = keeper.several.remote(3, 4 * _COUNT)
+    refs = list(items)
+    assert [_only(actorrpc.get(each)) for each in refs] == [0, 1, 2]
+    mine = actorrpc.get(refs[1])
+    mine[...] = 7
+    assert [_only(each) for each in actorrpc.get(refs)] == [0, 1, 2]
+    del mine
+    assert _host_bytes() <= 1.1 * 3 * 4 * 8 * _COUNT
+    assert [_only(each) for each in keeper.several.remote(2, _COUNT).values()] == [0, 1]
 
 
 def test_a_view_of_an_actors_own_state_is_a_copy() -> None:
