@@ -83,6 +83,13 @@ def _address(name: str, value: Any) -> Any:
     return value
 
 
+def _directory(name: str, value: Any) -> Any:
+    """Check where files are to be made."""
+    if text(name, value, none=True) is not None and not (os.path.isdir(value) and os.access(value, os.W_OK)):
+        raise ConfigError(f"{name} must be a directory that this process can write to, not {value!r}")
+    return value
+
+
 _count = partial(integer, least=0)
 _some = partial(integer, least=1)
 _several = partial(integer, least=2)
@@ -149,7 +156,7 @@ class Settings:
     )
     lane_bytes: int = option(1 << 30, _count)
     object_memory: int = option(0, _count)
-    spill_dir: str | None = option(None, _word)
+    spill_dir: str | None = option(None, _directory)
     object_wait: float = option(
         30.0, _seconds, meaning="seconds that a large object may wait for room, where its call has more"
     )

@@ -65,7 +65,7 @@ _FIELDS: dict[str, Any] = {
     "lane_threshold": _COUNT,
     "lane_bytes": _COUNT,
     "object_memory": _COUNT,
-    "spill_dir": _TEXT,
+    "spill_dir": ([None, "/tmp"], ["/no/such/directory", __file__], [3, b"x", True, ["x"]]),
     "object_wait": _TIME,
     "recycle_bytes": _COUNT,
     "chunk": _also(_COUNT, 0),
@@ -140,6 +140,7 @@ def test_every_other_variable_is_read_into_a_field(monkeypatch: pytest.MonkeyPat
         "ACTORRPC_LANE": "0",
         "ACTORRPC_DEBUG": "0",
         "ACTORRPC_RECORDER": "0",
+        "ACTORRPC_SPILL_DIR": "/tmp",
     }
     for variable in ENVIRONMENT.keys() - _NO_FIELDS:
         with monkeypatch.context() as set_here:
