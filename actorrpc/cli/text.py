@@ -16,6 +16,7 @@ __all__ = [
     "figure",
     "folded",
     "is_idle",
+    "lapse",
     "runs",
     "say_call",
     "span",
@@ -52,6 +53,11 @@ def span(seconds: float) -> str:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def lapse(seconds: float) -> str:
+    """Return how long a call took, in words."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else span(seconds)
 
 
 def count(number: int, what: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from actorrpc.cli.activity import rates, shares
-from actorrpc.cli.text import amount, count, figure, folded, runs, say_call, span, stack_lines, table
+from actorrpc.cli.text import amount, count, figure, folded, lapse, runs, say_call, span, stack_lines, table
 from actorrpc.observe.findings import in_order, of_actors, of_workers
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
 from actorrpc.observe.outside import FoundGroup, GroupLook
@@ -378,9 +378,7 @@ class Picture:
         if actor.answered:
             rows += [("age", span(actor.age)), ("calls done", str(actor.calls_done))]
             if actor.latest:
-                times = (
-                    f"{1e3 * actor.p50:.3g} ms (p50), {1e3 * actor.p99:.3g} ms (p99), {actor.failed} failed"
-                )
+                times = f"{lapse(actor.p50)} (p50), {lapse(actor.p99)} (p99), {actor.failed} failed"
                 rows.append(("the latest", f"{count(actor.latest, 'call')}: {times}"))
         elif actor.worker:
             rows.append(("mailbox", "its worker has not answered"))
@@ -396,6 +394,13 @@ class Picture:
                 text += f"; the first, {box.next}(), for {span(box.oldest)}"
             lines.append(f"  {name}: {text}")
         lines += [f"  runs {say_call(actor.title, call, self.callers)}" for call in actor.running]
+        lines += [
+            f"  held by {each.why} at {each.file}:{each.line}, in {each.function}(), for {span(each.since)}; to debug it: "
+            f"actorrpc debug {each.session}"
+            for worker in self.state.workers
+            for each in worker.held
+            if each.is_held and each.actor_id == actor.actor_id
+        ]
         lines += [f"  awaited by {each}" for each in self._who_waits(actor)]
         found = self.only(actor.actor_id) if actor.running else None
         if found is not None:

@@ -1,8 +1,8 @@
 """Sums over calls, by method: how many, how many failed, how long, in which buckets; of one worker, and of a group.
 
 Nothing is counted on the path of a call. The flight recorder has the calls anyway; :class:`CallSums` goes over what is new in it
-when it is asked, and from the first time on every quarter of a second, until nobody has asked for ``_KEEP_S``. What the ring has
-lost in between is counted as dropped.
+when it is asked (the first time, over all that it has), and from then on every quarter of a second, until nobody has asked for
+``_KEEP_S``. What the ring has lost meanwhile is counted as dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CallSums:
         self._flights = flights
         self._submit = submit
         self._lock = threading.Lock()
-        self._next = flights.total
+        self._next = 0
         self._rows: dict[tuple[str, str, bool], list[Any]] = {}
         self._methods: dict[tuple[str, str], str] = {}
         self._dropped = self._sent = self._received = 0

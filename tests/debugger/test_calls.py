@@ -175,11 +175,15 @@ def test_a_call_is_held_looked_into_and_changed(counter: Any) -> None:
     assert not _held()
 
 
-def test_status_names_it(counter: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_and_describe_name_it(counter: Any, capsys: pytest.CaptureFixture[str]) -> None:
     ref = counter.add.remote(1)
     (held,) = _soon_held()
     assert commands.main(["status", "--pid", str(os.getpid()), "--timeout", str(_S)]) == 0
     assert f"actorrpc debug {held.session} attaches to it" in capsys.readouterr().out
+    assert commands.main(["describe", "--pid", str(os.getpid()), "--timeout", str(_S), held.actor_id]) == 0
+    said = capsys.readouterr().out
+    assert f"held by breakpoint() at {held.file}:{held.line}, in add(), for " in said
+    assert f"; to debug it: actorrpc debug {held.session}\n" in said
     status, text = _run(capsys)
     assert status == 0
     assert held.session in text

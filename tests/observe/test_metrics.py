@@ -95,6 +95,15 @@ def test_methods_without_an_end_are_one() -> None:
     assert rows[OTHER] == 800
 
 
+def test_the_first_look_is_over_all_that_is_kept() -> None:
+    clock = VirtualClock()
+    flights = FlightRecorder(100)
+    for _ in range(130):
+        _write(flights, "add", 0.1)
+    found = CallSums(flights, clock, lambda run: run()).read()
+    assert (found["calls"][0][3], found["dropped"]) == (100, 30)
+
+
 def test_they_are_summed_up_in_time_for_as_long_as_somebody_asks() -> None:
     clock = VirtualClock()
     flights, sums = _sums(clock, 100)
@@ -188,7 +197,6 @@ def test_of_a_cluster() -> None:
             if each.name.endswith("_count") and each.labels["rpc_method"] == method
         }
 
-    calls("")  # from here on
     counter = Counter.remote()
     actorrpc.get([counter.add.remote() for _ in range(20)])
     with pytest.raises(ValueError, match="as asked"):
