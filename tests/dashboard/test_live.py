@@ -73,7 +73,13 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
         calls = [store.pass_gate.remote(str(gate)) for gate in gates]
         with served(feed) as page:
             browser = _Browser(page)
-            until(lambda: any(each["waiting"] and each["runs"] for each in browser.get("api/actors")["rows"]))
+            # It runs calls a moment before the driver hears that it is made.
+            until(
+                lambda: any(
+                    each["waiting"] and each["runs"] and each["state"] == "ALIVE"
+                    for each in browser.get("api/actors")["rows"]
+                )
+            )
             (row,) = browser.get("api/actors?q=store")["rows"]
             assert (row["title"], row["waiting"], row["state"]) == ("Store('store')", 1, "ALIVE")
             assert "pass_gate() for 'driver'" in row["runs"][0]
