@@ -6,7 +6,8 @@ import tempfile
 
 import ray
 
-folder = tempfile.mkdtemp()
+scratch = tempfile.TemporaryDirectory()
+folder = scratch.name
 
 
 def times(name):
