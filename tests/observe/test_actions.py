@@ -95,9 +95,8 @@ def test_actors_are_killed_and_restarted_and_workers_drained(caplog: pytest.LogC
         driver = group.targets[0]
         first, second = Store.remote(), Store.remote()
         assert actorrpc.get([first.add.remote(), first.add.remote(), second.add.remote()]) == [1, 2, 1]
-        ids = {each.title: each.actor_id for each in actorrpc.state(30).actors}
         names = {each.actor_id: each.worker for each in actorrpc.state(30).actors}
-        one, other = (ids[each] for each in sorted(ids, key=lambda title: names[ids[title]]))
+        one, other = (f"{actor.actor_id:016x}" for actor in (first, second))
         assert _act(driver, "restart", one) == ""
         until(lambda: {each.actor_id: each.restarts for each in actorrpc.state(30).actors}[one] == 1)
         assert actorrpc.get(first.add.remote()) == 1

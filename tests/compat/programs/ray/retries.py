@@ -51,3 +51,4 @@ try:
     ray.get(dies.remote())
 except ray.exceptions.WorkerCrashedError:
     print("crashed")
+scratch.cleanup()
