@@ -32,6 +32,7 @@ __all__ = ["main"]
 
 _PARTS: Final = ["process", "actors", "supervised", "holders"]
 _MAX_RATE_HZ: Final = 1000
+_SHORT_S: Final = 0.8  # how long workers may take to say how they are
 _RECORDS_S: Final = 10.0  # how long workers may take to send the records of their flight recorders
 _FOUND: Final = 0
 _WRONG: Final = 1
@@ -96,7 +97,7 @@ def _parser() -> _CommandParser:
         made.add_argument(
             "--timeout",
             type=_seconds,
-            default=0.8,
+            default=_SHORT_S,
             metavar="S",
             help="how long all workers together may take (default 0.8)",
         )
@@ -376,13 +377,15 @@ def _looks_at(
     begin: dict[str, int] | None = None,
     kept: KeptVisits | None = None,
 ) -> list[GroupLook]:
+    # Who is given seconds to send much is not waited for as long where nothing comes: a call in C may hold it.
+    silence = min(timeout, max(_SHORT_S, timeout / 5))
     seen: set[str] = set()
     looks = []
     for group in groups:
         names = {each.record.incarnation for each in group.targets if each.record is not None}
         if names and names <= seen:
             continue
-        made = look(group, parts, timeout, begin=begin, kept=kept)
+        made = look(group, parts, timeout, silence=silence, begin=begin, kept=kept)
         seen |= made.answers.keys()
         if made.answers:
             looks.append(made)
@@ -639,7 +642,7 @@ def _metrics(found: argparse.Namespace) -> int:
 
 def _is_one(groups: list[FoundGroup]) -> bool:
     """Say whether these are workers of one group that was found by each of them."""
-    return len(_looks_at(groups, ["process"], 0.8)) == 1
+    return len(_looks_at(groups, ["process"], _SHORT_S)) == 1
 
 
 def _debug(found: argparse.Namespace) -> int:

@@ -183,6 +183,7 @@ def _ask(
     parts: list[str],
     begin: dict[str, int] | None,
     until: float,
+    silence: float,
     kept: KeptVisits | None = None,
 ) -> dict[str, Any] | Silent:
     """Ask one worker; never raises."""
@@ -191,11 +192,12 @@ def _ask(
     patience = until - _DUMP_S if with_stacks and target.local_pid else until
     try:
         if kept is not None and (visit := kept.take(target)) is not None:
+            visit.silence = silence
             try:
                 return _asked(visit, target, parts, begin, patience, kept)
             except (ConnectionError, ProtocolError):
                 pass  # the worker has hung up meanwhile, or is another one by now
-        return _asked(Visit(target, patience), target, parts, begin, patience, kept)
+        return _asked(Visit(target, patience, silence=silence), target, parts, begin, patience, kept)
     except (OSError, RpcError, ValueError) as error:
         silent = _silence(target, error)
         if with_stacks and silent.state == "busy":
@@ -242,6 +244,7 @@ def look(
     parts: list[str],
     timeout: float,
     *,
+    silence: float = float("inf"),
     begin: dict[str, int] | None = None,
     everybody: bool = True,
     kept: KeptVisits | None = None,
@@ -251,6 +254,7 @@ def look(
     Args:
         parts: what of; see :mod:`actorrpc.observe.protocol`.
         timeout: for all of it, in seconds.
+        silence: who has sent nothing for so many seconds is not waited for any longer.
         begin: where to begin with the parts that come in pages.
         everybody: also those that the first ones know of; otherwise only them.
         kept: visits of the look before, and for the next one.
@@ -276,7 +280,7 @@ def look(
             name = target.record.incarnation if target.record is not None else repr(target.addresses)
             if name not in asked:
                 asked.add(name)
-                running[pool.submit(_ask, target, wanted, begin, until, kept)] = target
+                running[pool.submit(_ask, target, wanted, begin, until, silence, kept)] = target
 
         def descend(target: Target) -> None:
             """Ask the children of a driver: it does not say who is there."""

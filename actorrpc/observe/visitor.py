@@ -90,14 +90,21 @@ class Visit:
         target: whom to visit.
         until: when it is to be there at latest, on the monotonic clock.
         acts: it may also be used to change something, and says so to the worker.
+        silence: for how many seconds it may send nothing.
+
+    Attributes:
+        silence: the same.
 
     Raises:
         OSError: there is no connection (TimeoutError: not in time).
         AuthenticationError, VersionError, ProtocolError: the handshake has failed.
     """
 
-    def __init__(self, target: Target, until: float, *, acts: bool = False) -> None:
+    def __init__(
+        self, target: Target, until: float, *, acts: bool = False, silence: float = float("inf")
+    ) -> None:
         self._acts = acts
+        self.silence = silence
         self._numbers = 0
         self._received = self._said = 0
         self._target = target
@@ -198,6 +205,7 @@ class Visit:
             TimeoutError: none came in time, or none can come.
         """
         pid = self._pid
+        until = min(until, time.monotonic() + self.silence)
         poller = select.poll()
         poller.register(sock.fileno(), select.POLLIN)
         while not poller.poll(1000 * min(_SLICE_S, _left(until))):

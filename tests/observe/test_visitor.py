@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,21 @@ def test_a_process_that_is_gone_is_named(worker: FoundGroup, tmp_path: Path) -> 
     (answer,) = look(FoundGroup(targets=[nobody], key=target.key), ["process"], 30.0).answers.values()
     assert isinstance(answer[1], Silent)
     assert (answer[1].state, "cannot be reached" in answer[1].reason) == ("silent", True)
+
+
+def test_one_that_sends_nothing_is_not_waited_for_as_long_as_one_that_sends_much(
+    worker: FoundGroup, tmp_path: Path
+) -> None:
+    (target,) = worker.targets
+    path = str(tmp_path / "mute.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        mute = Target(record=target.record, addresses=[path], key=target.key, settings=target.settings)
+        found = FoundGroup(targets=[mute], key=target.key)
+        (answer,) = look(found, ["process"], 1e6, silence=0.05).answers.values()
+    assert isinstance(answer[1], Silent)
+    assert answer[1].state == "busy"
 
 
 @pytest.mark.parametrize("far", [True, False])
