@@ -26,7 +26,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._limits import explain_memory
@@ -63,6 +63,12 @@ _NO_OBJECT = bytes(16)
 _PLACEMENT = struct.Struct("<QQI")  # segment, loan, count; the sizes follow
 _MAX_SIZE = 1 << 47
 _ONE_FD = socket.CMSG_LEN(array("i").itemsize)
+# As plain numbers: combining members of an enum takes longer than what is asked of the kernel.
+_DONTWAIT: Final = int(socket.MSG_DONTWAIT)
+_SEND: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_PEEK: Final = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC | socket.MSG_PEEK)
+_CTRUNC: Final = int(socket.MSG_CTRUNC)
+_CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 
 def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
@@ -401,7 +407,7 @@ class Lender:
             if self._closed:
                 return False
             try:
-                return self._sock.sendmsg(message, rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) > 0
+                return self._sock.sendmsg(message, rights, _SEND) > 0
             except BlockingIOError:
                 return False
 
@@ -663,12 +669,9 @@ class Borrower:
             LimitError: there is no descriptor for it; it stays where it is, but for an object's: that is lost.
             ProtocolError: it is not one.
         """
-        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
             # A look does not take it away: one whose descriptor finds no place here can still be taken later.
-            data, ancillary, state, _ = self._sock.recvmsg(
-                _ANNOUNCEMENT.size, _ONE_FD, flags | socket.MSG_PEEK
-            )
+            data, ancillary, state, _ = self._sock.recvmsg(_ANNOUNCEMENT.size, _ONE_FD, _PEEK)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -677,22 +680,21 @@ class Borrower:
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-        if len(data) == _ANNOUNCEMENT.size and state & socket.MSG_CTRUNC and not fds:
+        if len(data) == _ANNOUNCEMENT.size and state & _CTRUNC and not fds:
             number, size, segment_id, _, _ = _ANNOUNCEMENT.unpack(data)
             short = LimitError(
                 f"{size >> 20} MiB of shared memory cannot be taken here: {fd_limits.missing()}"
             )
             if segment_id == _NO_OBJECT:
                 raise short
-            self._sock.recv(_ANNOUNCEMENT.size, socket.MSG_DONTWAIT)
+            self._sock.recv(_ANNOUNCEMENT.size, _DONTWAIT)
             self._objects[number] = short  # for the message that names it: those behind it can go on
             return True
         try:
-            self._sock.recv(_ANNOUNCEMENT.size, socket.MSG_DONTWAIT)
+            self._sock.recv(_ANNOUNCEMENT.size, _DONTWAIT)
             if not data and not fds:
                 raise ProtocolError("the peer closed the connection for shared memory")
-            cut = state & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-            if len(data) != _ANNOUNCEMENT.size or len(fds) != 1 or cut:
+            if len(data) != _ANNOUNCEMENT.size or len(fds) != 1 or state & _CUT:
                 raise ProtocolError("not an announcement of shared memory")
             number, size, segment_id, label, site = _ANNOUNCEMENT.unpack(data)
             if segment_id != _NO_OBJECT:

@@ -256,12 +256,11 @@ class _WaitWatch:
 
 
 def _flush(futures: Iterable[Future[Any]]) -> None:
-    """Send what is still gathered for any of these: somebody is going to wait."""
+    """Send what is still gathered for any of these, and have the pool read all their replies: somebody is going to wait."""
     for future in futures:
         source = future._source
         if source is not None:
             source.flush()
-            return  # there is one agent, and it sends everything
 
 
 # -- get -----------------------------------------------------------------------------------------------------

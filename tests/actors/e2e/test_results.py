@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import actorrpc
+from actorrpc.agent.context import current_worker
+from actorrpc.futures import collect_all
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -287,3 +291,30 @@ def test_a_stream_keeps_its_actor() -> None:
     stream = Source.remote().count.remote(50)
     gc.collect()
     assert list(stream.values()) == list(range(50))
+
+
+def test_replies_of_several_workers_are_read_as_soon_as_somebody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock listens after a while to what nobody reads: without it, nothing may be missing but the time."""
+    sources = [Source.remote() for _ in range(3)]
+    actorrpc.get([actorrpc.ready(each) for each in sources])
+    here = current_worker()
+    assert here is not None
+    monkeypatch.setattr(
+        here.agent.scheduler, "_expected", SimpleNamespace(active=True)
+    )  # and never does anything
+
+    def asked() -> list[actorrpc.ObjectRef[list[Any]]]:
+        return [each.logged.remote() for each in sources]
+
+    async def gathered() -> list[list[Any]]:
+        return await asyncio.gather(*asked())
+
+    answers: list[list[Any]] = [[], [], []]
+    assert actorrpc.get(asked()) == answers
+    assert len(actorrpc.wait(asked(), num_returns=3)[0]) == 3
+    assert actorrpc.get(list(actorrpc.as_completed(asked()))) == answers
+    assert asyncio.run(gathered()) == answers
+    assert not concurrent.futures.wait([each.future() for each in asked()]).not_done
+    assert [each.value() for each in collect_all([each.future() for each in asked()]).wait()] == answers
