@@ -30,6 +30,9 @@ __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
 _EXPECTED_S: Final = 2e-3  # rarely: a tick in the middle of every few calls costs more than it is worth
+_UNATTENDED: Final = (
+    64  # a reply that lies there until the clock looks costs as much as so many that a pool thread reads
+)
 _SOON_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05
 _TRIM_S: Final = 30.0
@@ -74,7 +77,10 @@ class Scheduler:
             # A thread that expects and waits, again and again, is left alone.
             if not conn.expecting or conn.expecting_since < late:
                 self._expecting.pop(conn, None)
-                conn.listen()
+                # Who has made many calls may be at it still. Who has made few waits elsewhere: in torch.futures.wait_all(),
+                # say, which is C, and reads nothing.
+                if conn.listen() and len(conn.peer.pending) <= _UNATTENDED:
+                    conn.unattended = _UNATTENDED
         return busy
 
     def flush(self) -> None:

@@ -182,6 +182,8 @@ class Connection(StateMachine):
         #: disarmed although nobody reads: the thread that made a call is about to wait for it, or the clock listens again soon
         self.expecting = False
         self.expecting_since = 0.0
+        #: how many more replies are to be read by the threads that wait for them before one is expected again
+        self.unattended = 0
 
     @property
     def receiving(self) -> bool:
@@ -250,10 +252,10 @@ class Connection(StateMachine):
     def expect(self) -> bool:
         """Stop listening for a moment, because the reply to what is sent now is read by the thread that sends it.
 
-        Otherwise that reply wakes a pool thread, which has nothing to do with it. Returns False where somebody reads.
-        The caller has :meth:`listen` called soon.
+        Otherwise that reply wakes a pool thread, which has nothing to do with it. Returns False where somebody reads, or where
+        that thread did not come lately. The caller has :meth:`listen` called soon.
         """
-        if self.expecting or not self.read_lock.acquire(False):
+        if self.expecting or self.unattended or not self.read_lock.acquire(False):
             return False
         try:
             self._epoll.modify(self.fd, DISARMED)
@@ -265,13 +267,15 @@ class Connection(StateMachine):
         return True
 
     @uninterruptible
-    def listen(self) -> None:
-        """Listen again, if nobody has come to read what was expected."""
+    def listen(self) -> bool:
+        """Listen again, if nobody has come to read what was expected; says whether that is so."""
+        was = False
         if self.expecting and self.read_lock.acquire(False):
             was, self.expecting = self.expecting, False
             self.read_lock.release()
             if was:
                 self.arm(ARMED)
+        return was
 
     def wake(self) -> None:
         """End the sleep of the thread that polls this connection for a reply."""

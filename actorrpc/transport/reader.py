@@ -158,6 +158,8 @@ class ReplyWaiter:
         answered = False
         # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
         modify = conn._epoll.modify
+        if conn.unattended and call.future is not None:
+            conn.unattended -= 1
         if conn.expecting:
             conn.expecting = False  # it is disarmed already
         else:

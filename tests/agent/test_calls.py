@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from actorrpc.agent.calls import Call
 from actorrpc.futures import WAITING, Future
@@ -54,3 +55,30 @@ def test_a_call_is_on_its_way_before_whoever_waits_for_it_does_something_else() 
         finally:
             WAITING.runner = None
         assert guest.left == [0]
+
+
+def test_replies_whose_callers_wait_elsewhere_are_left_to_the_pool() -> None:
+    """In C, as torch.futures.wait_all() does: nobody else reads until the clock looks. That is to be so once, not each time."""
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        expected = one.scheduler._expecting
+
+        def ask() -> Future[int]:
+            future: Future[int] = Future()
+            one.call(to, operator.add, (1, 2), {}, 20.0, future=future)
+            return future
+
+        def in_c() -> None:
+            assert torch.futures.wait_all([ask()]) == [3]
+
+        in_c()
+        while to.conn is None or not to.conn.unattended:  # unless a pool thread was at it already
+            in_c()
+        for _ in range(20):
+            expected.clear()
+            in_c()
+            assert not expected
+        # A thread that waits for its replies itself reads them: with time, they are expected again.
+        while not expected:
+            assert ask().wait() == 3
+        assert not to.conn.unattended
