@@ -76,10 +76,11 @@ def _of_no_span() -> float:
         keep: Any = None,
         label: Any = None,
         mail: Any = None,
+        header: Any = None,
     ) -> None:
         pass
 
-    agent: Any = SimpleNamespace(call=send)
+    agent: Any = SimpleNamespace(call=send, ask=None)
     client: Any = spans._SpanClient(agent, spans._OtelApi())
     future = object()
 
