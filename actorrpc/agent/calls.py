@@ -386,12 +386,8 @@ class Call:
 
     def flush(self) -> None:
         """Send what is still gathered, and have the pool read the reply: somebody is going to wait, elsewhere."""
-        agent = self.agent
-        if agent.scheduler.corked:
-            agent.flush()
-        conn = self.conn
-        if conn is not None and conn.expecting:
-            conn.listen()
+        self.agent.flush()
+        self.listen()
 
     def listen(self) -> None:
         """Have the pool read the reply: the thread that waits for it does not wait here."""

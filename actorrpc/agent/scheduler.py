@@ -30,9 +30,8 @@ __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
 _EXPECTED_S: Final = 2e-3  # rarely: a tick in the middle of every few calls costs more than it is worth
-_UNATTENDED: Final = (
-    64  # a reply that lies there until the clock looks costs as much as so many that a pool thread reads
-)
+# A reply that lies there until the clock looks costs as much as so many that a pool thread reads.
+_UNATTENDED: Final = 64
 _SOON_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05
 _TRIM_S: Final = 30.0

@@ -99,7 +99,7 @@ def _parser() -> _CommandParser:
             type=_seconds,
             default=_SHORT_S,
             metavar="S",
-            help="how long all workers together may take (default 0.8)",
+            help="how long all workers together may take (default %(default)s)",
         )
         made.add_argument("--json", action="store_true", help="print it as JSON")
         return made

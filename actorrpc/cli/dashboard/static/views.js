@@ -312,9 +312,9 @@ const CALLS = [
 
 export function callsView(element, context) {
   const made = table("Calls by method", CALLS);
-  const said = make("p", { class: "faint", role: "status" }, "Workers count what their recorders have, and go on from there.");
+  const said = make("p", { class: "faint", role: "status" });
   element.append(make("p", { class: "faint" },
-    "Counted since somebody asked for it first; rates and percentiles are those of the last ten seconds, as far as buckets tell."),
+    "Those that the recorders had when somebody asked first, and all since; rates and percentiles are those of the last ten seconds, as far as buckets tell."),
     said, scrolling("Calls by method", true, made.whole));
   return {
     async update() {
