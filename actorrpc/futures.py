@@ -51,6 +51,7 @@ S = TypeVar("S")
 _log = logging.getLogger("actorrpc.futures")
 _NEVER = float("inf")
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
+_NO_DEVICES: Final[list[torch.device]] = []  # of most futures; nobody changes it
 _base_init = torch._C.Future.__init__
 _base_set_result = torch._C.Future.set_result
 _base_wait = torch._C.Future.wait
@@ -255,7 +256,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     _born = 0  # the generation of the process that has made it
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
-        self._devices = [torch.device(each) for each in devices] if devices else []
+        self._devices = [torch.device(each) for each in devices] if devices else _NO_DEVICES
         _base_init(self, self._devices)
         if _generation:
             self._born = _generation

@@ -255,7 +255,8 @@ def count(
     for index, what in enumerate(("functions", "C calls")):
         found[what] = (sum(here[index].values()) + sum(there[index].values())) / total
     for side, of in (("caller", here), ("callee", there)):
-        found.names[side] = {function: times / total for function, times in of[0].items()}
+        for where, names in zip((side, f"{side} in C"), of, strict=True):
+            found.names[where] = {function: times / total for function, times in names.items()}
     for what, look in also.items():
         found[what] = look(run) / operation.each
     if system:

@@ -207,7 +207,7 @@ class Call:
         self.reply = reply
         self.error = error
         self.done = True
-        self._rouse()
+        self.rouse()
 
     def fail(self, error: BaseException, submit: Any = None) -> None:
         """End the call with an error that arose on this side."""
@@ -289,9 +289,9 @@ class Call:
     def stir(self) -> None:
         """Have the thread that waits look around: there is something else for it to do."""
         self.stirred = True
-        self._rouse()
+        self.rouse()
 
-    def _rouse(self) -> None:
+    def rouse(self) -> None:
         """Wake the thread that waits, if one does."""
         polling = self.polling
         if polling is not None:

@@ -224,8 +224,8 @@ class Executor:
 
     def _call(self, conn: Any, frame: Frame, execution: Execution) -> tuple[Any, bool]:
         agent = self._agent
-        if not frame.flags & ~POST and not frame.extra:
-            function, args, kwargs = outbound.open_plain(frame.body, execution.peer)
+        if not frame[1] & ~POST and not frame[5]:
+            function, args, kwargs = outbound.open_plain(frame[6], execution.peer)
             execution.what = function
         else:
             function, args, kwargs = self._open_request(conn, frame, execution)

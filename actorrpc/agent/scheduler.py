@@ -61,7 +61,8 @@ class Scheduler:
     def cork(self, conn: Connection) -> None:
         """Leave what is in the outbox for a moment, so that more can leave with it."""
         self.corked[conn] = None
-        self._cork.poke()
+        if not self._cork.active:
+            self._cork.poke()
 
     def expect(self, conn: Connection) -> None:
         """Have the pool listen to a connection again soon, if nobody comes to read what is expected there."""

@@ -221,6 +221,7 @@ class Pool:
     def _loop(self) -> None:
         me = threading.get_ident()
         idle, queue, poll, sources = self.idle, self.queue, self.epoll.poll, self._sources
+        starvation = self._starvation
         # Idle from the first moment, so that the one that started this thread may rely on it.
         idle.add(me)
         with self._lock:
@@ -250,7 +251,8 @@ class Pool:
                         continue
                     if queue:
                         # Wake-ups may merge into one: the tick sees to what is left if this task blocks.
-                        self._starvation.poke()
+                        if not starvation.active:
+                            starvation.poke()
                     self._run(task)
                     task = None  # an idle thread keeps no arguments, results or futures alive
                     continue

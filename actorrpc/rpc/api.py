@@ -525,7 +525,20 @@ def rpc_async(
             send(seen, to, func, args, kwargs, timeout)
         return seen
     future: Future[T] = Future()
-    send(future, to, func, args, kwargs, timeout)
+    worker = current_worker()
+    if (
+        worker is not None
+        and worker.in_force
+        and (args is None or type(args) is tuple)
+        and kwargs is None
+        and timeout == UNSET_RPC_TIMEOUT
+        and callable(func)
+        and not INTERRUPTED
+    ):
+        agent = worker.agent
+        agent.call(agent.peer(to), func, args or (), {}, worker.timeout, future=future)
+    else:
+        send(future, to, func, args, kwargs, timeout)
     return future
 
 

@@ -249,21 +249,20 @@ class FrameReader:
             length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(view)
             if (
                 length + PREFIX_SIZE == count
-                and not flags
-                and not extra
+                and not flags & STREAM
+                and extra <= length
+                and extra <= MAX_EXTRA
                 and 0 < kind <= FAILURE
                 and remaining == remaining
             ):
                 self.more = False
+                start = PREFIX_SIZE + extra
+                header = bytes(view[PREFIX_SIZE:start]) if extra else b""
                 try:
-                    return [
-                        _new(
-                            Frame,
-                            (kind, 0, id, remaining, chain, b"", bytes(view[PREFIX_SIZE:count]), None, None),
-                        )
-                    ]
+                    body = bytes(view[start:count])
                 except MemoryError:
-                    return [Frame(UNREAD, 0, id, remaining, chain, b"", b"", (kind, length))]
+                    return [Frame(UNREAD, flags, id, remaining, chain, header, b"", (kind, count - start))]
+                return [_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None))]
         if not count:
             raise EOFError("end of file")
         return self.fed(count)

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,14 @@ def test_how_those_are_called_who_act() -> None:
     assert not is_acting("worker-acting-visitor-")
 
 
+def _is_dead(actor: Any) -> bool:
+    try:
+        actorrpc.get(actor.add.remote())
+    except ActorDiedError:
+        return True
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.prints(r"\(pid \d+\)|it has left")
 def test_actors_are_killed_and_restarted_and_workers_drained(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,8 +110,8 @@ def test_actors_are_killed_and_restarted_and_workers_drained(caplog: pytest.LogC
         until(lambda: {each.actor_id: each.restarts for each in actorrpc.state(30).actors}[one] == 1)
         assert actorrpc.get(first.add.remote()) == 1
         assert _act(driver, "kill", one) == ""
-        with pytest.raises(ActorDiedError):
-            actorrpc.get(first.add.remote())
+        # Its process is being ended; a call that was made at once may still be answered.
+        until(lambda: _is_dead(first))
         assert "driver cannot be drained" in _act(driver, "drain", "driver")
         assert _act(driver, "drain", names[other]) == ""
         until(lambda: f"drain {names[other]}: it has left" in caplog.text)
