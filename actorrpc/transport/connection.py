@@ -337,7 +337,12 @@ class Connection(StateMachine):
             self.bytes_in += reader.count
             if self.replay is not None and self.replay.count(reader.count):
                 self.flush()
-            if len(found) == 1 and not reader.more and found[0][0] <= FAILURE and not found[0][1] & _LOOKED_AT:
+            if (
+                len(found) == 1
+                and not reader.more
+                and found[0][0] <= FAILURE
+                and not found[0][1] & _LOOKED_AT
+            ):
                 frames.append(found[0])
                 return
             self._sort(found, frames)
