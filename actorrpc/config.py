@@ -132,9 +132,9 @@ class Settings:
     # -- speed -----------------------------------------------------------------------------
     spin_us: int = option(100, _count)
     cork_frames: int = option(
-        32, _count, meaning="frames that may be held back to be written together; 0 or 1: none"
+        64, _count, meaning="frames that may be held back to be written together; 0 or 1: none"
     )
-    cork_bytes: int = option(64 << 10, _count, meaning="bytes of small frames that may be held back")
+    cork_bytes: int = option(128 << 10, _count, meaning="bytes of small frames that may be held back")
     cork_us: int = option(200, _count, meaning="microseconds for which frames may be held back")
     switch_interval: float | None = option(None, partial(_time, none=True))
     # -- looking inside --------------------------------------------------------------------
