@@ -77,10 +77,12 @@ class Scheduler:
             # A thread that expects and waits, again and again, is left alone.
             if not conn.expecting or conn.expecting_since < late:
                 self._expecting.pop(conn, None)
-                # Who has made many calls may be at it still. Who has made few waits elsewhere: in torch.futures.wait_all(),
-                # say, which is C, and reads nothing.
-                if conn.listen() and len(conn.peer.pending) <= _UNATTENDED:
-                    conn.unattended = _UNATTENDED
+                # Who has made many calls may be at it still. Who has made few, or the last one a while ago, waits elsewhere: in
+                # torch.futures.wait_all(), say, which is C, and reads nothing.
+                if conn.listen():
+                    calls = list(conn.peer.pending.values())
+                    if len(calls) <= _UNATTENDED or calls[-1].made < late:
+                        conn.unattended = _UNATTENDED
         return busy
 
     def flush(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from actorrpc import _time
 from actorrpc.agent.calls import Call
 from actorrpc.futures import WAITING, Future
 from tests.agent.agents import agents
@@ -81,3 +82,32 @@ def test_replies_whose_callers_wait_elsewhere_are_left_to_the_pool() -> None:
         # A thread that waits for its replies itself reads them: with time, they are expected again.
         while to.conn.unattended or not expected:
             assert ask().wait() == 3
+
+
+class _Expecting:
+    """A connection whose replies nobody has come to read."""
+
+    expecting = True
+    expecting_since = 0.0
+    unattended = 0
+
+    def __init__(self, peer: Any) -> None:
+        self.peer = peer
+
+    def listen(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("calls", "ago", "waits"), [(0, -60.0, True), (64, -60.0, True), (65, -60.0, False), (65, 0.5, True)]
+)
+def test_who_has_just_made_many_calls_may_make_more_and_then_read(
+    calls: int, ago: float, waits: bool
+) -> None:
+    with agents(1) as (one,):
+        made = _time.now() - ago
+        peer = SimpleNamespace(pending={number: SimpleNamespace(made=made) for number in range(calls)})
+        conn = cast(Any, _Expecting(peer))
+        one.scheduler._expecting[conn] = None
+        one.scheduler._listen()
+        assert bool(conn.unattended) is waits
