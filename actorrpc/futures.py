@@ -50,6 +50,7 @@ S = TypeVar("S")
 
 _log = logging.getLogger("actorrpc.futures")
 _NEVER = float("inf")
+_Lock: Final = type(threading.Lock())
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
 _NO_DEVICES: Final[list[torch.device]] = []  # of most futures; nobody changes it
 _base_init = torch._C.Future.__init__
@@ -267,7 +268,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         # May be set before the future fails, to that of another one with the same error: a look at one is a look at both.
         self._report: _Unretrieved | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
-        self._parked: list[threading.Lock] = []
+        # Locks of threads, and what else wants to be told: its ``ended(future)`` is called, on whichever thread, and is short.
+        self._parked: list[Any] = []
         # Whatever makes progress on this future when somebody waits for it (a call that reads its own reply).
         self._source: Any = None
         self.label: object = "a future"
@@ -303,9 +305,14 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._source = None
         while self._parked:
             try:
-                self._parked.pop().release()
+                waiter = self._parked.pop()
             except IndexError:
                 break
+            if type(waiter) is not _Lock:
+                waiter.ended(self)
+                continue
+            try:
+                waiter.release()
             except RuntimeError:  # its runner has stirred it in this moment
                 pass
         if self._callbacks:

@@ -136,6 +136,11 @@ def _actor() -> Callable[[], object]:
     return lambda: actorrpc.get(actor.add.remote(1))
 
 
+def _actor_pipelined() -> Callable[[], object]:
+    actor = Plain.options(worker=PEER).remote()
+    return lambda: actorrpc.get([actor.add.remote(1) for _ in range(_PIPELINED)])
+
+
 def _rref() -> Callable[[], object]:
     rref = rpc.remote(PEER, _Served)
     rref.to_here()
@@ -213,6 +218,7 @@ class Operation:
 OPERATIONS: Final = {
     "sync": Operation(_sync),
     "actor": Operation(_actor),
+    "actor pipelined": Operation(_actor_pipelined, 5, _PIPELINED),
     "rref": Operation(_rref),
     "echo 1 KiB": Operation(_tensor(1 << 10)),
     "echo 1 MiB": Operation(_tensor(1 << 20)),

@@ -389,6 +389,8 @@ class Mailbox:
                     todo = Wakeups()
                     todo.wake = (queue.idle.pop(),)
                     return todo
+                if queue.slots >= queue.limit and not queue.yielding:
+                    return NOTHING  # one of its runners is about to look for itself
             todo = Wakeups()
             self._look(queue, todo)
             return todo

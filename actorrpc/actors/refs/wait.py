@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from itertools import islice
 from typing import Any, Final, Generic, TypeVar, overload
 
@@ -21,7 +22,7 @@ from actorrpc import _time
 from actorrpc._exception_text import is_of_handler, say
 from actorrpc.actors.refs.object_ref import ATOMS, SOLE, ObjectRef, StoredResult
 from actorrpc.actors.refs.progress_bar import progress_bar
-from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, interruption_point
 from actorrpc.rpc.rref import RRef
@@ -47,6 +48,7 @@ GetTimeoutError = RpcTimeoutError
 
 _ANY_FUTURE: Final[type] = torch._C.Future
 _WAITABLE: Final = (ObjectRef, RRef, _ANY_FUTURE)
+_REFS: Final = frozenset({ObjectRef})
 _INFINITE: Final = float("inf")
 
 
@@ -87,10 +89,11 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
         NotInitializedError: it is pending in the process of which this one is a fork.
     """
     if type(item) is ObjectRef:
-        future = item._ask()
-        if final and future._done and type(future._value) is StoredResult:
+        future = item._future or item._ask()
+        if not future._done:
+            future.check_process()
+        elif final and type(future._value) is StoredResult:
             return item._settled()
-        future.check_process()
         return future
     if isinstance(item, Future):
         item.check_process()
@@ -158,38 +161,52 @@ def time_left(until: float) -> float | None:
 class _Gate:
     """A future that is complete when ``count`` of some results are, or when one of them has failed.
 
-    Results tell it on whichever thread completes them, and must not be held up there: what has to be fetched is fetched
-    by a pool thread. It takes no lock: ``_left`` shrinks by one atomic step for each.
+    It stands among the threads that wait for each of the results. These tell it on whichever thread completes them, and must
+    not be held up there: what has to be fetched is fetched by a pool thread. It takes no lock: each result is told of once,
+    by the one that takes the gate out of those that wait for it, and ``_left`` shrinks by one atomic step for each.
+
+    Args:
+        items: what the results are those of; the caller's own list, which may be emptied when the gate is closed.
+        futures: what :func:`_start` gave for them. A fetch takes the place of what has led to it.
+        fails: one that fails is enough.
+        values: a large result that is elsewhere counts when it has been fetched.
     """
 
-    __slots__ = ("_fails", "_left", "_values", "future", "watches")
+    __slots__ = ("_fails", "_items", "_left", "_values", "future", "futures")
 
-    def __init__(self, label: str, count: int, *, fails: bool, values: bool) -> None:
+    def __init__(
+        self,
+        label: str,
+        items: Sequence[Any],
+        futures: list[Future[Any]],
+        count: int,
+        *,
+        fails: bool,
+        values: bool,
+    ) -> None:
         self.future: Future[None] = Future()
         self.future.label = label
+        self.futures = futures
+        self._items = items
         self._left = [None] * count
         self._fails = fails
         self._values = values
-        self.watches: list[_WaitWatch] = []
-        if fails:  # a thread that waits for it waits for all of them: the search for deadlocks looks here
-            self.future.awaits = self.watches
+        if count == len(
+            futures
+        ):  # who waits for it waits for all of them: the search for deadlocks looks here
+            self.future.awaits = futures
+        for future in futures:
+            _stand_by(self, future)
+        _flush(futures)
 
-    def add(self, item: Any, future: Future[Any]) -> None:
-        """Let a result count. ``future``: what :func:`_start` gave for it."""
-        watch = _WaitWatch(self, item)
-        self.watches.append(watch)
-        watch.arm(future)
-
-    def ended(self, watch: _WaitWatch) -> None:
-        """Record a result; ``watch.future`` is complete."""
-        error = watch.future._error
-        if error is None and self._values and type(watch.item) is ObjectRef:
-            value = watch.future._value
-            if type(value) is StoredResult:
-                value.rref._references.agent.submit(watch.fetch)
+    def ended(self, future: Future[Any]) -> None:
+        """Record a result, which is complete."""
+        if future._error is not None:
+            if self._fails:
+                self.open()
                 return
-        if error is not None and self._fails:
-            self.open()
+        elif self._values and type(future._value) is StoredResult and any(self._places(future)):
+            future._value.rref._references.agent.submit(partial(self._fetch, future))
             return
         try:
             self._left.pop()
@@ -198,6 +215,19 @@ class _Gate:
         if not self._left:
             self.open()
 
+    def _places(self, future: Future[Any]) -> Iterator[tuple[int, ObjectRef[Any]]]:
+        """Give each ObjectRef of a future, and where it stands."""
+        for at, item in enumerate(self._items):
+            if type(item) is ObjectRef and self.futures[at] is future:
+                yield at, item
+
+    def _fetch(self, future: Future[Any]) -> None:
+        """Go on with the values themselves, which are elsewhere."""
+        for at, item in list(self._places(future)):
+            fetch = self.futures[at] = item._settled()
+            _stand_by(self, fetch)
+            _flush([fetch])
+
     def open(self) -> None:
         """Complete the gate's future."""
         if self.future._claim():
@@ -205,60 +235,63 @@ class _Gate:
 
     def close(self) -> None:
         """Be told nothing any more."""
-        for watch in self.watches:
-            watch.disarm()
-        self.watches.clear()
+        self._items = ()
+        for future in self.futures:
+            if not future._done:
+                _stand_aside(self, future)
 
 
-class _WaitWatch:
-    """Stands among the threads that wait for a future, and tells the gate instead of waking one."""
+class _Watch:
+    """Tells a stream of results of one of them."""
 
-    __slots__ = ("_claim", "_gate", "future", "item")
+    __slots__ = ("_stream", "future", "item")
 
-    def __init__(self, gate: _Gate | _WaitedStream, item: Any) -> None:
-        self._gate = gate
+    def __init__(self, stream: _WaitedStream, item: Any) -> None:
+        self._stream = stream
         self.item = item
         self.future: Future[Any]
-        self._claim: list[None] = []
 
     def arm(self, future: Future[Any]) -> None:
         """Watch a future."""
         self.future = future
-        self._claim = [None]
-        waiters: list[Any] = future._parked
-        waiters.append(self)
-        if future._done:  # it may have looked at its waiters before the line above
-            self.release()
+        _stand_by(self, future)
 
-    def release(self) -> None:
-        """Tell the gate, once for each future."""
-        if not self.future._done:
-            return
-        try:
-            self._claim.pop()
-        except IndexError:
-            return
-        self._gate.ended(self)
+    def ended(self, _: Future[Any]) -> None:
+        """Tell the stream."""
+        self._stream.ended(self)
 
     def fetch(self) -> None:
         """Go on with the value itself, which is elsewhere."""
         self.arm(self.item._settled())
         _flush([self.future])
 
-    def disarm(self) -> None:
-        """Leave the future alone."""
-        self._claim = []
-        waiters: list[Any] = self.future._parked
-        try:
-            waiters.remove(self)
-        except ValueError:
-            pass
+
+def _stand_by(waiter: _Gate | _Watch, future: Future[Any]) -> None:
+    """Have a waiter be told, once, when a future is complete."""
+    future._parked.append(waiter)
+    # It may have told all of its waiters before the line above.
+    if future._done and _stand_aside(waiter, future):
+        waiter.ended(future)
+
+
+def _stand_aside(waiter: _Gate | _Watch, future: Future[Any]) -> bool:
+    """Have a waiter not be told; False where it has been, or is being."""
+    try:
+        future._parked.remove(waiter)
+    except ValueError:
+        return False
+    return True
 
 
 def _flush(futures: Iterable[Future[Any]]) -> None:
     """Send what is still gathered for any of these, and have the pool read all their replies: somebody is going to wait."""
+    conns = set()
     for future in futures:
         source = future._source
+        if type(source) is Call:
+            if source.conn in conns:
+                continue
+            conns.add(source.conn)
         if source is not None:
             source.flush()
 
@@ -393,7 +426,7 @@ def _late(what: str, timeout: float | None) -> RpcTimeoutError:
 
 
 def _get_all(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
-    if any(type(item) is not ObjectRef and isinstance(item, Arrivals) for item in items):
+    if not _REFS.issuperset(map(type, items)) and any(isinstance(item, Arrivals) for item in items):
         with ExitStack() as stack:
             ends = [stack.enter_context(e._whole()) if isinstance(e, Arrivals) else e for e in items]
             values = _get_each(ends, until, timeout, copy)
@@ -410,7 +443,10 @@ def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool 
         values = []
         for at, future in enumerate(found):
             item, items[at] = items[at], None
-            values.append(_opened(item, future, copy))
+            if future._error is None and type(future._value) in ATOMS:  # the path of most results
+                values.append(future._value)
+            else:
+                values.append(_opened(item, future, copy))
         return values
     except BaseException:
         if _time_is_over() or any(each._error is not None for each in _behind(items, futures)):
@@ -452,22 +488,19 @@ def _values(
                     futures[at] = item._settled()
                     _wait_for(futures[at], until, timeout)
             return futures
-        gate = _Gate(f"get() of {len(items)} results", len(items), fails=True, values=True)
-        for item, future in zip(items, futures, strict=True):
-            gate.add(item, future)
-        _flush(futures)
-        watches = list(gate.watches)
+        label, count = f"get() of {len(items)} results", len(items)
+        gate = _Gate(label, items, futures, count, fails=True, values=True)
         try:
             _wait_for(gate.future, until, timeout)
         finally:
             gate.close()
-        for watch in watches:
-            if watch.future._done and watch.future._error is not None:
-                watch.future.wait()
-        return [watch.future for watch in watches]
+        for future in futures:
+            if future._done and future._error is not None:
+                future.wait()
+        return futures
     finally:
         # An error's traceback has this frame: see get().
-        item = future = watch = watches = gate = None  # type: ignore[assignment]
+        item = future = gate = None  # type: ignore[assignment]
 
 
 def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
@@ -476,22 +509,19 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
     Nothing waits: the fetches of those that are elsewhere run side by side. Must not be called under a lock.
     """
     futures = [_start(ref, "all_of()", True) for ref in refs]
-    gate = _Gate(f"{len(refs)} results", len(refs), fails=True, values=True)
     values: Future[list[Any]] = Future()
-    values.label = gate.future.label
+    values.label = f"{len(refs)} results"
+    gate = _Gate(values.label, refs, futures, len(refs), fails=True, values=True)
 
     def opened(_: Future[None]) -> None:
-        watches = list(gate.watches)
-        for watch in watches:
-            future = watch.future
+        gate.close()
+        for future in futures:
             if future._done and future._error is not None:
-                gate.close()
                 _cover(refs, futures)
                 values.set_exception(future._error)
                 return
-        gate.close()
         try:
-            found = [_opened(watch.item, watch.future) for watch in watches]
+            found = [_opened(ref, future) for ref, future in zip(refs, futures, strict=True)]
         except BaseException as error:
             values.set_exception(error)
             if is_of_handler(error):
@@ -499,9 +529,6 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
         else:
             values.set_result(found)
 
-    for ref, future in zip(refs, futures, strict=True):
-        gate.add(ref, future)
-    _flush(futures)
     if not futures:
         gate.open()
     gate.future.add_done_callback(opened)
@@ -557,19 +584,13 @@ def wait(
     if sum([future._done for future in futures]) < num_returns and not (
         until != _INFINITE and until <= _time.now()
     ):
-        gate = _Gate(f"wait() for {num_returns} of {len(refs)}", num_returns, fails=False, values=fetch_local)
-        watches = gate.watches
-        if num_returns == len(refs):  # all of them: the search for deadlocks looks here
-            gate.future.awaits = watches
-        for item, future in zip(refs, futures, strict=True):
-            gate.add(item, future)
-        _flush(futures)
+        label = f"wait() for {num_returns} of {len(refs)}"
+        gate = _Gate(label, refs, futures, num_returns, fails=False, values=fetch_local)
         try:
             gate.future.wait(time_left(until))
         except RpcTimeoutError:
             pass
         finally:
-            futures = [watch.future for watch in watches]
             gate.close()
     ready: list[Any] = []
     rest: list[Any] = []
@@ -600,11 +621,11 @@ class _WaitedStream:
 
     def __init__(self, fetch: bool) -> None:
         self._fetch = fetch
-        self._ready: deque[_WaitWatch] = deque()
+        self._ready: deque[_Watch] = deque()
         self._signal: Future[None] | None = None
-        self.watches: list[_WaitWatch] = []
+        self.watches: list[_Watch] = []
 
-    def ended(self, watch: _WaitWatch) -> None:
+    def ended(self, watch: _Watch) -> None:
         """Record a result. As :meth:`_Gate.ended`."""
         future = watch.future
         if (
@@ -620,7 +641,7 @@ class _WaitedStream:
         if signal is not None and signal._claim():
             signal._finish(None, None)
 
-    def next(self) -> tuple[_WaitWatch | None, Future[None] | None]:
+    def next(self) -> tuple[_Watch | None, Future[None] | None]:
         """Return what watches a result that has ended, or else a Future that completes when there may be one."""
         signal: Future[None] = Future()
         signal.label = "the next of several results"
@@ -664,7 +685,7 @@ class Completed(Generic[T]):
                 self._bar.close()
         self._stream = _WaitedStream(fetch)
         for item, future in zip(items, futures, strict=True):
-            watch = _WaitWatch(self._stream, weakref.ref(item) if isinstance(item, Arrivals) else item)
+            watch = _Watch(self._stream, weakref.ref(item) if isinstance(item, Arrivals) else item)
             self._stream.watches.append(watch)
             watch.arm(future)
         _flush(futures)
@@ -722,7 +743,7 @@ class Completed(Generic[T]):
                 return found, None
         raise stop
 
-    def _item_of(self, watch: _WaitWatch) -> ObjectRef[Any] | None:
+    def _item_of(self, watch: _Watch) -> ObjectRef[Any] | None:
         """Take the next item of a stream, and watch for the one behind it; None where it is over."""
         stream = watch.item()
         found = None
