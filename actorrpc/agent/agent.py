@@ -401,7 +401,7 @@ class Agent:
                 if idle and not call.future._callbacks and conn.expect():
                     self.scheduler.expect(conn)
                 conn.flush()
-            else:
+            elif conn not in self.scheduler.corked:
                 self.cork(conn)
         if (call.future is not None and call.deadline < peer.scan_at) or not self.scheduler.pulse.active:
             self.scheduler.watch(call)
