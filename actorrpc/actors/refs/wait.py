@@ -168,18 +168,19 @@ class _Gate:
     Args:
         items: what the results are those of; the caller's own list, which may be emptied when the gate is closed.
         futures: what :func:`_start` gave for them. A fetch takes the place of what has led to it.
+        count: None: all of them.
         fails: one that fails is enough.
         values: a large result that is elsewhere counts when it has been fetched.
     """
 
-    __slots__ = ("_fails", "_items", "_left", "_values", "future", "futures")
+    __slots__ = ("_fails", "_items", "_left", "_places", "_values", "future", "futures")
 
     def __init__(
         self,
         label: str,
         items: Sequence[Any],
         futures: list[Future[Any]],
-        count: int,
+        count: int | None = None,
         *,
         fails: bool,
         values: bool,
@@ -188,16 +189,17 @@ class _Gate:
         self.future.label = label
         self.futures = futures
         self._items = items
+        self._places: dict[Future[Any], list[int]] | None = None
+        different = dict.fromkeys(futures)
+        if count is None or count == len(futures):
+            count = len(different)
+            self.future.awaits = futures  # the search for deadlocks looks here
         self._left = [None] * count
         self._fails = fails
         self._values = values
-        if count == len(
-            futures
-        ):  # who waits for it waits for all of them: the search for deadlocks looks here
-            self.future.awaits = futures
-        for future in futures:
+        for future in different:
             _stand_by(self, future)
-        _flush(futures)
+        _flush(different)
 
     def ended(self, future: Future[Any]) -> None:
         """Record a result, which is complete."""
@@ -205,7 +207,7 @@ class _Gate:
             if self._fails:
                 self.open()
                 return
-        elif self._values and type(future._value) is StoredResult and any(self._places(future)):
+        elif self._values and type(future._value) is StoredResult and self._refs(future):
             future._value.rref._references.agent.submit(partial(self._fetch, future))
             return
         try:
@@ -215,18 +217,33 @@ class _Gate:
         if not self._left:
             self.open()
 
-    def _places(self, future: Future[Any]) -> Iterator[tuple[int, ObjectRef[Any]]]:
-        """Give each ObjectRef of a future, and where it stands."""
-        for at, item in enumerate(self._items):
-            if type(item) is ObjectRef and self.futures[at] is future:
-                yield at, item
+    def _refs(self, future: Future[Any]) -> list[int]:
+        """Return where the ObjectRefs of a future stand."""
+        places = self._places
+        if places is None:
+            places = {}
+            for at, (item, its) in enumerate(zip(self._items, self.futures, strict=False)):
+                if type(item) is ObjectRef:
+                    places.setdefault(its, []).append(at)
+            self._places = places
+        return places.get(future, [])
 
     def _fetch(self, future: Future[Any]) -> None:
         """Go on with the values themselves, which are elsewhere."""
-        for at, item in list(self._places(future)):
+        fetches: dict[Future[Any], None] = {}
+        for at in self._refs(future):
+            try:
+                item = self._items[at]
+            except IndexError:  # it is closed
+                return
+            if type(item) is not ObjectRef:  # just now
+                return
             fetch = self.futures[at] = item._settled()
+            fetches[fetch] = None
+        self._left.extend([None] * (len(fetches) - 1))  # they count in the place of the one
+        for fetch in fetches:
             _stand_by(self, fetch)
-            _flush([fetch])
+        _flush(fetches)
 
     def open(self) -> None:
         """Complete the gate's future."""
@@ -443,7 +460,7 @@ def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool 
         values = []
         for at, future in enumerate(found):
             item, items[at] = items[at], None
-            if future._error is None and type(future._value) in ATOMS:  # the path of most results
+            if future._done and future._error is None and type(future._value) in ATOMS:  # as most are
                 values.append(future._value)
             else:
                 values.append(_opened(item, future, copy))
@@ -488,8 +505,7 @@ def _values(
                     futures[at] = item._settled()
                     _wait_for(futures[at], until, timeout)
             return futures
-        label, count = f"get() of {len(items)} results", len(items)
-        gate = _Gate(label, items, futures, count, fails=True, values=True)
+        gate = _Gate(f"get() of {len(items)} results", items, futures, fails=True, values=True)
         try:
             _wait_for(gate.future, until, timeout)
         finally:
@@ -511,7 +527,7 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
     futures = [_start(ref, "all_of()", True) for ref in refs]
     values: Future[list[Any]] = Future()
     values.label = f"{len(refs)} results"
-    gate = _Gate(values.label, refs, futures, len(refs), fails=True, values=True)
+    gate = _Gate(values.label, refs, futures, fails=True, values=True)
 
     def opened(_: Future[None]) -> None:
         gate.close()

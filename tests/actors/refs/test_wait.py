@@ -102,9 +102,29 @@ class _Fetched:
 
     def flush(self) -> None: ...
 
+    def submit(self, task: Any) -> None:
+        _started(task)
+
+
+@pytest.mark.parametrize("wanted", [get, lambda refs: all_of(refs).wait()], ids=["get", "all_of"])
+def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fetched(wanted: Any) -> None:
+    work, fetch = _Work(3), Future()
+    found: list[Any] = []
+    again = ObjectRef(work.futures[0])  # the same result, and a fetch of its own
+    refs = [work.refs[0], work.refs[1], work.refs[0], again, work.refs[2]]
+    thread = _started(lambda: found.append(wanted(refs)))
+    until(lambda: all(future._parked for future in work.futures))
+    work.futures[0].set_result(StoredResult(_Fetched(fetch)))
+    work.end(1, 2)
+    until(lambda: bool(again._fetched) or found)
+    assert not found
+    fetch.set_result("large")
+    thread.join()
+    assert found == [["large", 1, "large", "large", 2]]
+
 
 def _started(target: Any) -> threading.Thread:
-    thread = threading.Thread(target=target)
+    thread = threading.Thread(target=target, daemon=True)
     thread.start()
     return thread
 
