@@ -556,8 +556,9 @@ def _trace(found: argparse.Namespace) -> int:
 
 
 def _profile(found: argparse.Namespace) -> int:
-    path = os.path.abspath(found.output or ("profile.txt" if found.collapsed else "profile.json"))
-    check_path(path)
+    output = found.output or ("profile.txt" if found.collapsed else "profile.json")
+    if os.path.isdir(output) or not os.path.exists(output):  # what is there is written to, and may be a pipe
+        check_path(output)
     samplers: list[profile.Sampler] = []
     lives = True
     missing: dict[str, str] = {}
@@ -584,9 +585,9 @@ def _profile(found: argparse.Namespace) -> int:
         raise _NotThereError(f"there is no actor and no worker {found.whom!r}; actorrpc status lists them")
     took = profile.sample(samplers, found.seconds, found.rate, found.timeout, threading.Event())
     has_some = any(each.samples for each in samplers)
-    threads = profile.write(path, samplers, found.rate, found.collapsed) if has_some else 0
+    threads = profile.write(output, samplers, found.rate, found.collapsed) if has_some else 0
     summary = profile.ProfileSummary(
-        path=path if has_some else "",
+        path=os.path.abspath(output) if has_some else "",
         seconds=took,
         rate=found.rate,
         workers=sum(each.samples > 0 for each in samplers),

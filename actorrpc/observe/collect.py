@@ -38,7 +38,6 @@ from actorrpc.debugger.session import DebugSession
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.observe import processes
 from actorrpc.observe.protocol import PARTS
-from actorrpc.observe.tracing.trace import CLOCK
 from actorrpc.rpc.refcount.tables import Outcome
 from actorrpc.transport.connection_state import CLOSED
 
@@ -124,11 +123,11 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
 
 def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int], first: int) -> None:
     flights = worker.agent.flights
+    if flights is not None and first <= 0:  # the first page
+        # Before the records are taken: what ends in between is in both, and not in neither.
+        found["under_way"], found["under_way_all"] = _under_way(worker)
     if first < 0:  # so many of the last ones
         first = 0 if flights is None else max(0, flights.total + first)
-    # Before the records are taken: what ends in between is in both, and not in neither.
-    if flights is not None and first < CLOCK["records"]:
-        found["under_way"], found["under_way_all"] = _under_way(worker)
     rows = [] if flights is None else flights.since(first, _RECORDS)
     found["records"] = rows
     found["recorder"] = {

@@ -39,8 +39,8 @@ ACTING: Final = "acting-visitor-"
 #: looks after; ``holders``: who refers to the values that it owns; ``threads``: stacks; ``members``: the records of the
 #: group's workers, as far as it knows them without asking;
 #: ``logs``: what the processes that it has started have printed; ``resources``: what the cluster has, where it is its driver;
-#: ``records``: what its flight recorder has, and what its clock says; ``profiles``: those of torch that it keeps;
-#: ``metrics``: sums over its calls
+#: ``records``: what its flight recorder has, what is under way (with the first page), and what its clock says;
+#: ``profiles``: those of torch that it keeps; ``metrics``: sums over its calls
 PARTS: Final = frozenset(
     {
         *("process", "actors", "supervised", "holders", "threads", "members", "logs", "resources", "records"),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import actorrpc
 from actorrpc import autograd
+from actorrpc.agent.context import current_worker
 from actorrpc.cli.views import trace_lines
 from actorrpc.errors import ConfigError, NotInitializedError, RpcTimeoutError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
@@ -330,6 +331,10 @@ def test_calls_that_hang_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(collect, "_UNDER_WAY", 1)  # of this process
     summary = actorrpc.trace(path)
     assert summary.unseen >= 1
+    worker = current_worker()
+    assert worker is not None
+    page = collect.answer(worker, {"id": 1, "what": ["records"], "from": {"records": 1}})
+    assert "under_way" not in page  # it is on the first one
     assert any(line.endswith("that it leaves out") for line in trace_lines(summary))
     open_gate(gate)
     assert actorrpc.get(calls) == ["go", 1]
