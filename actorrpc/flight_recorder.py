@@ -24,7 +24,17 @@ from actorrpc.wire.frames import REPLY
 if TYPE_CHECKING:
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLED", "COPIED_BYTES", "EXECUTED", "KEPT", "NOTED", "FlightRecorder", "method_of", "name_of"]
+__all__ = [
+    "CALLED",
+    "COPIED_BYTES",
+    "EXECUTED",
+    "KEPT",
+    "NOTED",
+    "UNDER_WAY",
+    "FlightRecorder",
+    "method_of",
+    "name_of",
+]
 
 KEPT: Final = 32768
 """Records; at about 400 bytes each, at most 13 MiB."""
@@ -41,6 +51,10 @@ COPIED_BYTES: Final = 1 << 20
 
 NOTED: Final = 2
 """``(number, NOTED, begun, ended, kind, what, thread)``"""
+
+UNDER_WAY: Final = -1
+"""The number of what is not over, and therefore in no ring: a worker that is asked for its records adds such ones, which end at
+that moment. Of an execution whose turn has not come, ``begun`` and ``ended`` are both that moment. Thread 0 is none."""
 
 
 def method_of(actor: str, method: str) -> str:

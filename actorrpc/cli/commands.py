@@ -23,9 +23,10 @@ from typing import Any, Final, NoReturn
 from actorrpc.cli import debug, doctor, logs, profile, views
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.observe.assemble import Silent, assemble
-from actorrpc.observe.model import GroupState
+from actorrpc.observe.model import GroupState, plain
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
-from actorrpc.observe.tracing.trace import Recording, write
+from actorrpc.observe.protocol import patience
+from actorrpc.observe.tracing.trace import Recording, check_path, write
 from actorrpc.observe.visitor import KeptVisits
 
 __all__ = ["main"]
@@ -162,7 +163,7 @@ def _parser() -> _CommandParser:
     trace = command(
         "trace",
         _trace,
-        "write what the flight recorders have of the last calls into a file for https://ui.perfetto.dev or chrome://tracing",
+        "write the last calls, and those under way, of all workers into a file for https://ui.perfetto.dev or chrome://tracing",
         "Costs each worker some milliseconds for 10 000 calls.",
     )
     trace.set_defaults(timeout=_RECORDS_S)
@@ -377,15 +378,13 @@ def _looks_at(
     begin: dict[str, int] | None = None,
     kept: KeptVisits | None = None,
 ) -> list[GroupLook]:
-    # Who is given seconds to send much is not waited for as long where nothing comes: a call in C may hold it.
-    silence = min(timeout, max(_SHORT_S, timeout / 5))
     seen: set[str] = set()
     looks = []
     for group in groups:
         names = {each.record.incarnation for each in group.targets if each.record is not None}
         if names and names <= seen:
             continue
-        made = look(group, parts, timeout, silence=silence, begin=begin, kept=kept)
+        made = look(group, parts, timeout, silence=patience(timeout), begin=begin, kept=kept)
         seen |= made.answers.keys()
         if made.answers:
             looks.append(made)
@@ -531,6 +530,7 @@ def _live_top(found: argparse.Namespace) -> int:
 
 
 def _trace(found: argparse.Namespace) -> int:
+    check_path(found.output)
     begun = time.monotonic()
     groups = _groups(found)
     if found.seconds:
@@ -544,17 +544,23 @@ def _trace(found: argparse.Namespace) -> int:
                 recording.since(begun)
             recordings.append(recording)
     summary = write(found.output, recordings)
+    pictures = list(map(views.Picture.of, looks))
     if found.json:
-        _print_json(asdict(summary))
+        findings = [plain(each) for picture in pictures for each in picture.findings]
+        _print_json({**asdict(summary), "findings": findings})
     else:
         _print(views.trace_lines(summary))
-        for made in looks:
-            _print(views.Picture.of(made).finding_lines())
+        for picture in pictures:
+            _print(picture.finding_lines())
     return _WRONG if summary.missing else _FOUND
 
 
 def _profile(found: argparse.Namespace) -> int:
+    output = found.output or ("profile.txt" if found.collapsed else "profile.json")
+    if os.path.isdir(output) or not os.path.exists(output):  # what is there is written to, and may be a pipe
+        check_path(output)
     samplers: list[profile.Sampler] = []
+    lives = True
     missing: dict[str, str] = {}
     for made in _looks(found, _PARTS):
         picture = views.Picture.of(made)
@@ -562,6 +568,7 @@ def _profile(found: argparse.Namespace) -> int:
         if meant is None:
             continue
         names = {each.name for each in meant.state.workers}
+        lives = bool(names)
         actors = None
         if found.whom is not None and not picture.workers_named(found.whom):
             actors = {each.actor_id: each.title for each in meant.state.actors}
@@ -572,13 +579,15 @@ def _profile(found: argparse.Namespace) -> int:
                 missing[record.name] = answer.reason or answer.state
                 continue
             samplers.append(profile.Sampler(record.name, made.target(record), actors, found.all))
+    if not lives:
+        raise _NotThereError(f"{found.whom!r} lives in no worker; actorrpc describe says what became of it")
     if not samplers and not missing:
         raise _NotThereError(f"there is no actor and no worker {found.whom!r}; actorrpc status lists them")
     took = profile.sample(samplers, found.seconds, found.rate, found.timeout, threading.Event())
-    path = os.path.abspath(found.output or ("profile.txt" if found.collapsed else "profile.json"))
-    threads = profile.write(path, samplers, found.rate, found.collapsed)
+    has_some = any(each.samples for each in samplers)
+    threads = profile.write(output, samplers, found.rate, found.collapsed) if has_some else 0
     summary = profile.ProfileSummary(
-        path=path,
+        path=os.path.abspath(output) if has_some else "",
         seconds=took,
         rate=found.rate,
         workers=sum(each.samples > 0 for each in samplers),
@@ -609,6 +618,8 @@ def _one_group(found: argparse.Namespace) -> list[FoundGroup]:
 
 
 def _metrics(found: argparse.Namespace) -> int:
+    if found.output:
+        check_path(found.output)
     groups = _one_group(found)
     try:
         prometheus = importlib.import_module("prometheus_client")

@@ -37,7 +37,7 @@ class ProfileSummary:
     """What a profile has.
 
     Attributes:
-        path: the file.
+        path: the file; empty where no worker has answered, and none was written.
         seconds: how long the workers were sampled.
         rate: how many samples of each worker a second were wanted.
         workers: how many have answered.
@@ -60,12 +60,20 @@ class ProfileSummary:
 
 
 def lines(summary: ProfileSummary, collapsed: bool) -> list[str]:
-    """Return what there is to say of a profile that was written."""
+    """Return what there is to say of a profile."""
+    missing = [f"{worker} is missing: {why}" for worker, why in summary.missing.items()]
+    if not summary.path:
+        stacks = [f"actorrpc stack {worker} shows where it is" for worker in summary.missing]
+        return [
+            "there is nothing to sample, and no file was written: no worker that is meant answers",
+            *missing,
+            *stacks,
+        ]
     whose = f"{count(summary.threads, 'thread')} of {count(summary.workers, 'worker')}"
     what = f"{count(summary.samples, 'sample')} in {span(summary.seconds)}"
     found = [f"{summary.path}: {whose}, {what}; {summary.late} late, {summary.lost} lost"]
     found[0] += "; for flamegraph.pl" if collapsed else "; https://www.speedscope.app opens it"
-    return found + [f"{worker} is missing: {why}" for worker, why in summary.missing.items()]
+    return found + missing
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ def trace_lines(summary: TraceSummary) -> list[str]:
     what = f"{count(summary.calls, 'call')}, {count(summary.executions, 'execution')}"
     whose = f"{count(summary.workers, 'worker')}, {span(summary.seconds)} from the first to the last"
     lines = [f"{summary.path}: {what} of {whose}; https://ui.perfetto.dev and chrome://tracing open it"]
+    if summary.unfinished:
+        more = f", and {summary.unseen} more that it leaves out" if summary.unseen else ""
+        lines.append(f"{summary.unfinished} under way, which end with the file, marked as unfinished{more}")
     if summary.profiles:
         lines.append(f"{count(summary.profiles, 'profile')} of torch.profiler merged")
     if summary.dropped:

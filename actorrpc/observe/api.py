@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -19,9 +21,9 @@ from actorrpc.group.rendezvous import Rendezvous
 from actorrpc.observe import processes
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
-from actorrpc.observe.protocol import merge
+from actorrpc.observe.protocol import merge, patience
 from actorrpc.observe.startup import Observer
-from actorrpc.observe.tracing.trace import CLOCK, Recording, TraceSummary, compare_clocks, write
+from actorrpc.observe.tracing.trace import CLOCK, Recording, TraceSummary, check_path, compare_clocks, write
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.validation import wait_limit
@@ -59,6 +61,7 @@ class _Inquiry:
         self._parts = parts
         self._first = first or {}
         self._asked: Future[dict[str, Any]] | None = None
+        self._begun = _time.now()
 
     def begin(self, until: float) -> None:
         """Ask; returns at once."""
@@ -122,6 +125,12 @@ class _Inquiry:
         here = self._agent.record.host == self.record.host
         return not self.done.done() and here and process_state(self.record.pid) != "running"
 
+    @property
+    def heard(self) -> float:
+        """When its process has sent something last, or was asked."""
+        conns = () if self._is_own else self._agent.adopt(self.record).conns
+        return max([self._begun, *(each.heard for each in list(conns))])
+
     def found(self) -> dict[str, Any] | Silent:
         """Return what it has said, or why it has not."""
         if self.pages:
@@ -176,21 +185,24 @@ def trace(
     """Write what the flight recorders of all workers have into a file that https://ui.perfetto.dev and chrome://tracing open.
 
     Each worker keeps its last 32 768 calls, made and executed, with their moments. Calls and executions are slices, with arrows
-    between them; the time in mailboxes is shown apart. The clocks of hosts are compared over the connections. Profiles of
-    ``torch.profiler`` that :func:`actorrpc.observe.keep_profile` was given are merged.
+    between them; the time in mailboxes is shown apart. What is under way ends with the recording, and is marked as unfinished.
+    The clocks of hosts are compared over the connections. Profiles of ``torch.profiler`` that
+    :func:`actorrpc.observe.keep_profile` was given are merged.
 
     Args:
         path: the file, which is replaced.
         seconds: wait so long first, and leave out what was over before; by default, all that is there is written.
-        timeout: how long the workers may take to answer, in seconds.
+        timeout: how long the workers may take to answer, in seconds; one that sends nothing is given a fifth of it, and at least
+            a second.
 
     Raises:
         NotInitializedError: this process is in no group.
         ConfigError: ``seconds`` or the timeout is no number of seconds.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; nobody was asked then, where that could be seen before.
 
     Thread-safe. A worker that does not answer is named in the summary's ``missing``.
     """
+    check_path(os.fspath(path))
     return write(os.fspath(path), recordings(seconds, timeout))
 
 
@@ -230,13 +242,14 @@ def _worker(what: str) -> Worker:
 def _ask_all(worker: Worker, parts: list[str], begun: float, until: float, rest: float) -> list[_Inquiry]:
     """Ask all workers at once, and wait for their answers; ``rest``: seconds of the time that are left for something else."""
     asked: list[_Inquiry] = []
-    for record in _members(worker, begun + _SHARE * (until - begun)):
+    silence = patience(until - begun)
+    for record in _members(worker, begun + min(silence, _SHARE * (until - begun))):
         asked.append(_Inquiry(worker.observer, worker.agent, record, parts))
         asked[-1].begin(until)
     worker.agent.flush()
     try:
         _wait(asked, min(until, begun + _SOON_S))
-        _wait([each for each in asked if not each.is_idle], until - rest)
+        _wait([each for each in asked if not each.is_idle], until - rest, silence)
     finally:
         for each in asked:
             each.give_up()
@@ -290,12 +303,12 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
     return rows, end
 
 
-def _wait(inquiries: Iterable[_Inquiry], until: float) -> None:
+def _wait(inquiries: Iterable[_Inquiry], until: float, silence: float = math.inf) -> None:
+    """Wait until all are done, but for none whose process has sent nothing for ``silence`` seconds."""
     for each in inquiries:
-        try:
-            each.done.wait(max(0.0, until - _time.now()))
-        except RpcError:
-            continue
+        while not each.done.done() and (limit := min(until, each.heard + silence)) > _time.now():
+            with contextlib.suppress(RpcError):
+                each.done.wait(limit - _time.now())
 
 
 def _members(worker: Worker, until: float) -> list[WorkerRecord]:

@@ -35,7 +35,7 @@ from actorrpc.autograd.contexts import Context
 from actorrpc.cluster import resources
 from actorrpc.debugger.protocol import HELD
 from actorrpc.debugger.session import DebugSession
-from actorrpc.flight_recorder import EXECUTED
+from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.observe import processes
 from actorrpc.observe.protocol import PARTS
 from actorrpc.rpc.refcount.tables import Outcome
@@ -50,6 +50,7 @@ _VALUES: Final = 2000
 _THREADS: Final = 200
 _LINES: Final = 2000
 _RECORDS: Final = 8192
+_UNDER_WAY: Final = 2000  # calls, executions and streams of a worker: the oldest
 _LATEST: Final = 4096  # records of a worker, of which the times of its actors are taken
 _FRAMES: Final = 100  # of one stack
 _CALLS: Final = 100  # of one worker, or one actor
@@ -122,6 +123,9 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
 
 def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int], first: int) -> None:
     flights = worker.agent.flights
+    if flights is not None and first <= 0:  # the first page
+        # Before the records are taken: what ends in between is in both, and not in neither.
+        found["under_way"], found["under_way_all"] = _under_way(worker)
     if first < 0:  # so many of the last ones
         first = 0 if flights is None else max(0, flights.total + first)
     rows = [] if flights is None else flights.since(first, _RECORDS)
@@ -134,6 +138,37 @@ def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int
     }
     if len(rows) == _RECORDS:
         following["records"] = rows[-1][0] + 1
+
+
+def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
+    """Return what the recorder would have of calls under way if they ended now, the oldest first; and how many there are.
+
+    A call that hangs never comes into the ring.
+    """
+    agent, now = worker.agent, _time.now()
+    rows: list[tuple[Any, ...]] = []
+    for peer in {id(each): each for each in (agent.self_peer, *agent.peers())}.values():
+        for call in list(peer.pending.values()):
+            size = call.size or len(call.frame)
+            what = (call.id, peer.name, call.chain, _text(call.label), call.thread)
+            rows.append((UNDER_WAY, CALLED, call.made, now, *what, False, call.future is None, size, 0))
+        for each in list(peer.running.values()):
+            run = each.execution if isinstance(each, Envelope) else each
+            if isinstance(run, Execution):
+                title = "" if run.actor is None else run.actor.title
+                what = (run.id, peer.name, run.chain, _name_of(run.what), run.thread)
+                rows.append((UNDER_WAY, EXECUTED, run.arrived, run.begun, now, *what, False, title))
+            elif isinstance(each, Envelope):
+                title = "" if each.hosted is None else each.hosted.title
+                what = (each.frame.id, peer.name, 0, _text(each.header.get("method", "__init__")), 0)
+                rows.append((UNDER_WAY, EXECUTED, each.arrived, now, now, *what, False, title))
+    for producer in [] if worker.actors is None else worker.actors.streams.all():
+        if (since := producer.since) is not None:
+            row = _stream(producer)
+            title = f"{producer.stream:x} of {row['actor']}.{row['method']}()"
+            rows.append((UNDER_WAY, NOTED, since, now, "stream", title, 0))
+    rows.sort(key=lambda row: row[2])
+    return rows[:_UNDER_WAY], len(rows)
 
 
 def member_records(worker: Worker) -> list[bytes]:

@@ -13,7 +13,19 @@ import msgpack
 
 from actorrpc.errors import ProtocolError
 
-__all__ = ["ACT", "ACTED", "ACTING", "ANSWER", "ASK", "PARTS", "is_acting", "merge", "pack", "unpack"]
+__all__ = [
+    "ACT",
+    "ACTED",
+    "ACTING",
+    "ANSWER",
+    "ASK",
+    "PARTS",
+    "is_acting",
+    "merge",
+    "pack",
+    "patience",
+    "unpack",
+]
 
 ASK: Final = "observe"
 ANSWER: Final = "observed"
@@ -27,8 +39,8 @@ ACTING: Final = "acting-visitor-"
 #: looks after; ``holders``: who refers to the values that it owns; ``threads``: stacks; ``members``: the records of the
 #: group's workers, as far as it knows them without asking;
 #: ``logs``: what the processes that it has started have printed; ``resources``: what the cluster has, where it is its driver;
-#: ``records``: what its flight recorder has, and what its clock says; ``profiles``: those of torch that it keeps;
-#: ``metrics``: sums over its calls
+#: ``records``: what its flight recorder has, what is under way (with the first page), and what its clock says;
+#: ``profiles``: those of torch that it keeps; ``metrics``: sums over its calls
 PARTS: Final = frozenset(
     {
         *("process", "actors", "supervised", "holders", "threads", "members", "logs", "resources", "records"),
@@ -38,11 +50,17 @@ PARTS: Final = frozenset(
 
 PAGED: Final = ("actors", "supervised", "holders", "threads", "logs", "records", "profiles")
 _MOST: Final = 4 << 20
+_SHORT_S: Final = 1.0
 
 
 def is_acting(name: str) -> bool:
     """Say whether a visitor of this name has said that it acts."""
     return name.startswith(ACTING)
+
+
+def patience(timeout: float) -> float:
+    """Return for how many seconds one may send nothing who is given ``timeout`` seconds: a call in C may hold it."""
+    return min(timeout, max(_SHORT_S, timeout / 5))
 
 
 def pack(value: dict[str, Any]) -> bytes:

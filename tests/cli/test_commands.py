@@ -23,6 +23,8 @@ from actorrpc.cli.commands import main
 from actorrpc.cli.logs import Line
 from actorrpc.cli.text import amount, span, table
 from actorrpc.observe import Finding, findings
+from actorrpc.observe.assemble import Silent
+from actorrpc.observe.outside import GroupLook
 from actorrpc.wire import keys
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
@@ -454,14 +456,59 @@ def test_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert status == 0
     assert re.fullmatch(
         r".*/trace.json: \d+ calls?, \d+ executions? of 3 workers, .* from the first to the last; https://ui.perfetto.dev and "
-        r"chrome://tracing open it\n",
+        r"chrome://tracing open it\n\d under way, which end with the file, marked as unfinished\n",
         text,
     )
     assert json.loads(path.read_text())["otherData"]["workers"] == 3
     status, text = _run(capsys, "trace", "-o", str(path), "--seconds", "0.001", "--json")
     assert json.loads(text)["path"] == str(path)
-    assert main(["trace", "--pid", str(os.getpid()), "-o", str(tmp_path / "nowhere" / "trace.json")]) == 2
-    assert "nowhere" in capsys.readouterr().err
+    assert json.loads(text)["findings"] == []
+    assert (json.loads(text)["unfinished"] > 0, status) == (True, 0)
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anybody_is_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(commands, "find_groups", lambda *_: pytest.fail("somebody was asked"))
+    path = str(tmp_path / "nowhere" / "file")
+    for command in ("trace", "profile", "metrics"):
+        assert main([command, "-o", path]) == 2
+        assert (
+            capsys.readouterr().err == f"actorrpc {command}: [Errno 2] No such file or directory: '{path}'\n"
+        )
+
+
+@pytest.mark.usefixtures("job")
+def test_of_a_worker_that_does_not_answer_there_is_no_profile(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    looked = commands.look
+
+    def silent(*arguments: Any, **named: Any) -> GroupLook:
+        made = looked(*arguments, **named)
+        for run, (record, _) in list(made.answers.items()):
+            if record.name == "Store-1":
+                made.answers[run] = record, Silent("busy", "code in C holds the GIL")
+        return made
+
+    monkeypatch.setattr(commands, "look", silent)
+    for whom in ("Store-1", "store"):
+        status, text = _run(capsys, "profile", whom, "-o", str(path))
+        assert (status, text.splitlines()) == (
+            1,
+            [
+                "there is nothing to sample, and no file was written: no worker that is meant answers",
+                "Store-1 is missing: code in C holds the GIL",
+                "actorrpc stack Store-1 shows where it is",
+            ],
+        )
+    status, text = _run(capsys, "profile", "store", "-o", str(path), "--json")
+    assert (status, json.loads(text)["path"], path.exists()) == (1, "", False)
+    status, text = _run(capsys, "trace", "-o", str(path), "--json")
+    assert [each["kind"] for each in json.loads(text)["findings"]] == ["worker"]
+    missing = [each["name"] for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "i"]
+    assert (status, missing) == (1, ["missing: code in C holds the GIL"])
 
 
 @pytest.mark.usefixtures("job")

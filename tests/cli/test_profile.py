@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,11 @@ def test_one_that_cannot_be_reached() -> None:
     assert profile.lines(summary, False) == [
         "/p: 0 threads of 0 workers, 0 samples in 1.0 s; 0 late, 0 lost; https://www.speedscope.app opens it",
         "w is missing: why",
+    ]
+    assert profile.lines(replace(summary, path=""), False) == [
+        "there is nothing to sample, and no file was written: no worker that is meant answers",
+        "w is missing: why",
+        "actorrpc stack w shows where it is",
     ]
 
 

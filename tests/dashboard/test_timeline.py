@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorrpc.cli.dashboard.timeline import share, timeline
-from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
+from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.tracing.trace import Recording
 from tests.dashboard.fakes import SCRIPT
 
-_LANE, _KIND, _BEGUN, _ENDED, _TEXT, _FAILED, _WAITED, _OTHER = range(8)
+_LANE, _KIND, _BEGUN, _ENDED, _TEXT, _FAILED, _WAITED, _OTHER, _UNFINISHED = range(9)
 
 
 def called(number: int, made: float, answered: float, id: int, to: str) -> list[Any]:
@@ -40,7 +40,10 @@ def test_a_call_and_its_execution_on_clocks_that_differ() -> None:
     there = _recording("w1", [executed(0, 7.001, 7.003, 7.009, 3)], offset=43.0, error=0.001)
     found = timeline([here, there], 30.0)
     assert found["lanes"] == [[0, "calls made", 0], [1, "Store#1", 0]]
-    assert found["slices"] == [[0, CALLED, 0, 10_000, 0, 0, 0, 1], [1, EXECUTED, 3000, 9000, 1, 1, 2000, -1]]
+    assert found["slices"] == [
+        [0, CALLED, 0, 10_000, 0, 0, 0, 1, 0],
+        [1, EXECUTED, 3000, 9000, 1, 1, 2000, -1, 0],
+    ]
     assert found["texts"] == ["Store.get", "get"]
     assert (found["arrows"], found["left_out"], found["clock_error"]) == (1, 0, 0.001)
     assert [each["more"] for each in found["processes"]] == [False, False]
@@ -66,6 +69,16 @@ def test_what_is_long_over_and_what_is_too_much_is_left_out() -> None:
     assert found["slices"][0][_BEGUN] == 0
     late = timeline([_recording("w1", rows[50:])], 1e6)  # those before were overwritten, or not asked for
     assert late["processes"][0]["more"]
+
+
+def test_what_is_under_way_is_shown_however_old_it_is() -> None:
+    rows = [executed(0, 995.0, 995.0, 996.0, 0), executed(UNDER_WAY, 1.0, 2.0, 1000.0, 1)]
+    found = timeline([_recording("w1", rows)], 30.0)
+    shown = [(each[_BEGUN], each[_ENDED], each[_UNFINISHED]) for each in found["slices"]]
+    # The picture begins with the time that is shown, and not with what hangs.
+    assert shown == [(-968_000_000, 30_000_000, 1), (25_000_000, 26_000_000, 0)]
+    alone = timeline([_recording("w1", rows[1:])], 1e6)
+    assert alone["slices"][0][_BEGUN] == 1_000_000
 
 
 def test_many_actors_share_a_track() -> None:

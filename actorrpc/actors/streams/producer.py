@@ -209,6 +209,11 @@ class Producer(Stall):
         """Whether nobody wants more items."""
         return self._stopped
 
+    @property
+    def since(self) -> float | None:
+        """When it began; None where its last item is there, or nobody wants more."""
+        return None if self._closed or self._end is not None else self._begun
+
     # -- the producing side -----------------------------------------------------------------------------
 
     def room(self) -> Future[None] | None:

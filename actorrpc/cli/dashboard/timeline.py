@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
-from actorrpc.flight_recorder import CALLED, EXECUTED
+from actorrpc.flight_recorder import CALLED, EXECUTED, UNDER_WAY
 from actorrpc.observe.tracing.trace import Recording
 
 __all__ = ["SLICES", "share", "timeline"]
@@ -54,8 +54,9 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
 
     Returns:
         ``lanes``: ``[process, title, number in its track]`` of each; ``slices``: ``[lane, kind, begun, ended, text, failed,
-        waited, other]`` of each, by their beginning: times are microseconds since the first one, ``waited`` those in the mailbox
-        before; ``other`` is the place of the execution of a call, or -1.
+        waited, other, unfinished]`` of each, by their beginning: times are microseconds since the first one, ``waited`` those in
+        the mailbox before; ``other`` is the place of the execution of a call, or -1. What is ``unfinished`` ends where its worker
+        was asked, and begins before 0 where it is older than the time that is shown.
     """
     found = list(recordings)
     there = [each for each in found if not each.why]
@@ -68,7 +69,9 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
     )
     left_out = max(0, len(rows) - most)
     rows = rows[left_out:]
-    zero = min((row[2] + each.offset for each, row in rows), default=0.0)
+    zero = min((row[2] + each.offset for each, row in rows if row[0] != UNDER_WAY), default=last)
+    under_way = min((row[2] + each.offset for each, row in rows if row[0] == UNDER_WAY), default=last)
+    zero = min(zero, max(under_way, last - seconds))
     lanes, placed = _placed(there, rows)
     texts = _Texts()
     order = sorted(range(len(rows)), key=lambda place: _span(*rows[place]))
@@ -104,6 +107,7 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
                 int(failed),
                 round(1e6 * waited),
                 other,
+                int(row[0] == UNDER_WAY),
             ]
         )
     return {

@@ -2,7 +2,8 @@
 
 :func:`write` takes what :mod:`~actorrpc.observe.outside` or :mod:`~actorrpc.observe.api` has collected. A call that its thread
 waits for, and an execution, are slices of their threads; what overlaps on a thread (calls with futures, coroutines) and what has
-none (the time in a mailbox) are tracks of their own. An arrow goes from a call to its execution, and one back to the answer.
+none (the time in a mailbox) are tracks of their own. An arrow goes from a call to its execution, and one back to the answer. What
+is under way ends where its worker was asked, and is named ``(unfinished)``.
 
 The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON object).
 """
@@ -10,6 +11,7 @@ The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -19,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, method_of
+from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY, method_of
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.tracing.torch_profiles import TorchProfile, joined
 
-__all__ = ["CLOCK", "Recording", "TraceSummary", "compare_clocks", "events_of", "write"]
+__all__ = ["CLOCK", "Recording", "TraceSummary", "check_path", "compare_clocks", "events_of", "write"]
 
 #: where a question for records begins that is for the clock alone: there are none
 CLOCK: Final = {"records": 1 << 62}
@@ -41,7 +43,8 @@ class Recording:
 
     Attributes:
         worker, pid: whose.
-        records: as :mod:`actorrpc.flight_recorder` has them.
+        records: as :mod:`actorrpc.flight_recorder` has them; those of what was under way when it was asked are the last.
+        unseen: how much more was under way.
         dropped: how many there were before these, and are gone.
         threads: names by number.
         profiles: those of torch that the worker keeps.
@@ -53,6 +56,7 @@ class Recording:
     worker: str
     pid: int
     records: list[list[Any]] = field(default_factory=list)
+    unseen: int = 0
     dropped: int = 0
     threads: dict[int, str] = field(default_factory=dict)
     profiles: list[TorchProfile] = field(default_factory=list)
@@ -79,6 +83,7 @@ class Recording:
             made.why = "its flight recorder is turned off (ACTORRPC_RECORDER)"
         made.records = [each for each in rows if _is_record(each)]
         made.dropped = made.records[-1][0] + 1 - len(made.records) if made.records else 0
+        made._add_under_way(found.get("under_way"), found.get("under_way_all"))
         kept = found.get("profiles")
         read = map(TorchProfile.read, joined(kept) if isinstance(kept, list) else ())
         made.profiles = [each for each in read if each is not None]
@@ -86,6 +91,14 @@ class Recording:
         if isinstance(threads, dict):
             made.threads = {ident: str(name) for ident, name in threads.items() if type(ident) is int}
         return made
+
+    def _add_under_way(self, rows: object, number: object) -> None:
+        if not isinstance(rows, list):
+            return
+        over = set(map(_key, self.records))  # meanwhile
+        new = [each for each in rows if _is_record(each) and each[0] == UNDER_WAY and _key(each) not in over]
+        self.records += new
+        self.unseen = max(0, number - len(rows)) if type(number) is int else 0
 
     def since(self, begun: float) -> None:
         """Leave out what was over before a moment of the one who collects."""
@@ -134,6 +147,11 @@ _SHAPES: Final[dict[int, tuple[type | tuple[type, ...], ...]]] = {
 }
 
 
+def _key(row: list[Any]) -> tuple[Any, ...]:
+    """Return what tells a call, an execution or a note from the others of its worker, whether it is over or not."""
+    return row[1], row[2], row[5] if row[1] == EXECUTED else row[4]
+
+
 def _is_record(row: object) -> bool:
     if not isinstance(row, list) or len(row) < 2 or type(row[1]) is not int:
         return False
@@ -150,7 +168,8 @@ class TraceSummary:
     Attributes:
         path: the file.
         workers: how many have answered; ``missing`` are those that have not, with the reason.
-        calls, executions: how many of each there are.
+        calls, executions: how many of each there are; ``unfinished``: how many of them, and of streams, were under way.
+        unseen: how much more was under way: of each worker there are the 2 000 that began first.
         arrows: calls whose two halves are both there.
         profiles: how many of torch's are merged.
         dropped: records that were overwritten before they could be collected.
@@ -163,6 +182,8 @@ class TraceSummary:
     workers: int = 0
     calls: int = 0
     executions: int = 0
+    unfinished: int = 0
+    unseen: int = 0
     arrows: int = 0
     profiles: int = 0
     dropped: int = 0
@@ -170,6 +191,24 @@ class TraceSummary:
     clock_error: float = 0.0
     uncompared: tuple[str, ...] = ()
     missing: dict[str, str] = field(default_factory=dict)
+
+
+def check_path(path: str) -> None:
+    """Look whether a file can be written there, or replaced, before somebody is asked for what it will have.
+
+    Raises:
+        OSError: it cannot; it names the path as it was given.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        number = errno.EISDIR
+    elif not os.path.isdir(folder):
+        number = errno.ENOENT
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        number = errno.EACCES
+    else:
+        return
+    raise OSError(number, os.strerror(number), path)
 
 
 def write(path: str, recordings: Iterable[Recording]) -> TraceSummary:
@@ -180,6 +219,7 @@ def write(path: str, recordings: Iterable[Recording]) -> TraceSummary:
     """
     counts: dict[str, Any] = {}
     path = os.fspath(path)
+    check_path(path)
     handle, temporary = tempfile.mkstemp(
         prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(os.path.abspath(path))
     )
@@ -222,25 +262,31 @@ def events_of(
     there = [each for each in found if not each.why]
     moments = [moment + each.offset for each in there for moment in each.moments()]
     begun = min(moments, default=0.0)
-    executions: dict[tuple[str, str, int], tuple[int, int, float, float]] = {}
+    executions: dict[tuple[str, str, int], tuple[int, int, float, float | None]] = {}
     numbers = itertools.count(1)
-    pids = _pids(there)
+    pids = _pids(found)
+    numbered = [(each, pid) for each, pid in zip(found, pids, strict=True) if not each.why]
     totals = dict.fromkeys(("calls", "executions", "arrows"), 0)
-    for each, pid in zip(there, pids, strict=True):
+    for each, pid in zip(found, pids, strict=True):
+        if each.why:
+            yield from _Process(each, pid, begun).absence(max(moments, default=0.0))
+    for each, pid in numbered:
         process = _Process(each, pid, begun)
         yield from process.names()
         for row in each.records:
             if row[1] == EXECUTED:
                 totals["executions"] += 1
+                if _waits(row):
+                    continue
                 executions[row[6], each.worker, row[5]] = (
                     pid,
                     process.thread(row[9]),
                     process.at(row[3]),
-                    process.at(row[4]),
+                    None if row[0] == UNDER_WAY else process.at(row[4]),
                 )
         yield from process.executions()
         yield from process.counters()
-    for each, pid in zip(there, pids, strict=True):
+    for each, pid in numbered:
         process = _Process(each, pid, begun)
         for row in each.records:
             if row[1] == CALLED:
@@ -251,7 +297,7 @@ def events_of(
             elif row[1] == NOTED:
                 yield from process.note(row)
     numbers_of_torch: dict[str, int] = {}
-    for each, pid in zip(there, pids, strict=True):
+    for each, pid in numbered:
         for number, profile in enumerate(each.profiles):
             key = f"{pid}-{number}"
             yield from profile.shown(each.worker, each.pid, pid, numbers_of_torch, begun - each.offset, key)
@@ -260,6 +306,8 @@ def events_of(
         counts["profiles"] = sum(not profile.is_empty() for each in there for profile in each.profiles)
         counts["workers"] = len(there)
         counts["missing"] = {each.worker: each.why for each in found if each.why}
+        counts["unfinished"] = sum(row[0] == UNDER_WAY for each in there for row in each.records)
+        counts["unseen"] = sum(each.unseen for each in there)
         counts["dropped"] = sum(each.dropped for each in there)
         counts["seconds"] = max(moments, default=0.0) - begun
         counts["clock_error"] = max((each.error for each in there if each.error is not None), default=0.0)
@@ -277,6 +325,16 @@ def _pids(recordings: list[Recording]) -> list[int]:
         used.add(pid)
         found.append(pid)
     return found
+
+
+def _waits(row: list[Any]) -> bool:
+    """Say whether the turn of an execution has not come."""
+    return bool(row[0] == UNDER_WAY and row[3] == row[4])
+
+
+def _marked(number: int) -> tuple[str, dict[str, Any]]:
+    """Return what is added to the name, and to the arguments, of what is under way."""
+    return (" (unfinished)", {"unfinished": True}) if number == UNDER_WAY else ("", {})
 
 
 class _Process:
@@ -314,13 +372,28 @@ class _Process:
         yield self._event("b", name, begun, tid, cat=cat, id=key, args=args)
         yield self._event("e", name, max(begun, ended), tid, cat=cat, id=key)
 
+    def absence(self, moment: float) -> Iterator[dict[str, Any]]:
+        """Yield what says why there is nothing of this process."""
+        yield self._name()
+        yield self._event("i", f"missing: {self._recording.why}", moment, 0, s="p")
+
+    def _name(self) -> dict[str, Any]:
+        text = f"{self._recording.worker} (pid {self._recording.pid})"
+        return {
+            "ph": "M",
+            "name": "process_name",
+            "pid": self._pid,
+            "tid": 0,
+            "ts": 0,
+            "args": {"name": text},
+        }
+
     def names(self) -> Iterator[dict[str, Any]]:
         """Yield what says how the process and its threads are called."""
         here = self._recording
-        text = f"{here.worker} (pid {here.pid})"
-        yield {"ph": "M", "name": "process_name", "pid": self._pid, "tid": 0, "ts": 0, "args": {"name": text}}
+        yield self._name()
         for ident, number in self._threads.items():
-            name = here.threads.get(ident, "a thread that has ended")
+            name = here.threads.get(ident, "a thread that has ended") if ident else "on no thread"
             yield {
                 "ph": "M",
                 "name": "thread_name",
@@ -329,10 +402,10 @@ class _Process:
                 "ts": 0,
                 "args": {"name": name},
             }
-        if here.dropped and here.records:
-            first = min(row[2] for row in here.records)
+        over = [row[2] for row in here.records if row[0] != UNDER_WAY]
+        if here.dropped and over:
             text = f"{here.dropped} records before this were overwritten"
-            yield self._event("i", text, first, 0, s="p")
+            yield self._event("i", text, min(over), 0, s="p")
 
     def executions(self) -> Iterator[dict[str, Any]]:
         """Yield the calls that were executed here, and their time in mailboxes."""
@@ -340,14 +413,24 @@ class _Process:
             (row for row in self._recording.records if row[1] == EXECUTED), key=lambda row: (row[3], -row[4])
         )
         open_until: dict[int, list[float]] = {}
-        for _, _, arrived, begun, ended, id, caller, chain, method, ident, failed, actor in rows:
+        for row in rows:
+            number, _, arrived, begun, ended, id, caller, chain, method, ident, failed, actor = row
             tid = self.thread(ident)
             name = f"{actor}.{method}" if actor else method
+            mark, unfinished = _marked(number)
+            if begun - arrived > _WAIT_S:
+                waits, key = f"{name} waits{mark if _waits(row) else ''}", f"m{self._pid}-{caller}-{id}"
+                more = {"caller": caller, **(unfinished if _waits(row) else {})}
+                yield from self._track(waits, "mailbox", key, arrived, begun, tid, **more)
+            if _waits(row):
+                continue
+            name += mark
             args = {
                 "caller": caller,
                 "failed": failed,
                 "execution": f"{chain:016x}",
                 "method": method_of(actor, method),
+                **unfinished,
             }
             stack = open_until.setdefault(ident, [])
             while stack and stack[-1] <= begun:
@@ -363,23 +446,14 @@ class _Process:
             else:
                 stack.append(ended)
                 yield self._slice(name, begun, ended, tid, cat="execution", args=args)
-            if begun - arrived > _WAIT_S:
-                yield from self._track(
-                    f"{name} waits",
-                    "mailbox",
-                    f"m{self._pid}-{caller}-{id}",
-                    arrived,
-                    begun,
-                    tid,
-                    caller=caller,
-                )
 
     def counters(self) -> Iterator[dict[str, Any]]:
         """Yield how many calls wait here, and how many run."""
         steps: list[tuple[float, int, int]] = []
         for row in self._recording.records:
             if row[1] == EXECUTED:
-                steps += ((row[2], 1, 0), (row[3], -1, 1), (row[4], 0, -1))
+                changes = ((row[2], 1, 0), (row[3], -1, 1), (row[4], 0, -1))
+                steps += changes[: 1 if _waits(row) else 2 if row[0] == UNDER_WAY else 3]
         steps.sort()
         waiting = running = 0
         shown = float("-inf")
@@ -392,20 +466,25 @@ class _Process:
             yield self._event("C", "calls", steps[-1][0], 0, args={"waiting": waiting, "running": running})
 
     def call(
-        self, row: list[Any], other: tuple[int, int, float, float] | None, numbers: Iterator[int]
+        self, row: list[Any], other: tuple[int, int, float, float | None] | None, numbers: Iterator[int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield a call that was made here, and the arrows to its execution (pid, tid, begun, ended, as in the file) and back."""
-        _, _, made, answered, id, callee, _, method, ident, failed, waits, sent, received = row
+        """Yield a call that was made here, and the arrows to its execution (pid, tid, begun, ended, as in the file) and back.
+
+        Of an execution that is under way, ``ended`` is None.
+        """
+        number, _, made, answered, id, callee, _, method, ident, failed, waits, sent, received = row
         tid = self.thread(ident)
-        args = {"worker": callee, "failed": failed, "bytes_out": sent, "bytes_in": received}
-        name = f"call {method}"
+        mark, unfinished = _marked(number)
+        args = {"worker": callee, "failed": failed, "bytes_out": sent, "bytes_in": received, **unfinished}
+        name = f"call {method}{mark}"
         if waits:
             yield self._slice(name, made, answered, tid, cat="call", args=args)
         else:
             key = f"c{self._pid}-{callee}-{id}"
             yield from self._track(name, "call", key, made, answered, tid, **args)
             yield self._slice(name, made, made + _THIN_S, tid, cat="call", args=args)
-            yield self._slice(f"answer {method}", answered, answered + _THIN_S, tid, cat="call")
+            if not unfinished:
+                yield self._slice(f"answer {method}", answered, answered + _THIN_S, tid, cat="call")
         if other is None:
             return
         pid, there, begun, ended = other
@@ -413,6 +492,8 @@ class _Process:
         more = {"cat": "call", "bp": "e"}
         yield self._event("s", "call", made, tid, id=forth, cat="call")
         yield {"ph": "f", "name": "call", "ts": begun, "pid": pid, "tid": there, "id": forth, **more}
+        if ended is None or unfinished:
+            return
         yield {
             "ph": "s",
             "name": "answer",
@@ -430,7 +511,10 @@ class _Process:
         """Yield something else that took a time."""
         number, _, begun, ended, kind, what, ident = row
         tid = self.thread(ident)
+        mark, unfinished = _marked(number)
+        name = f"{kind} {what}{mark}"
         if kind == "stream":  # beside whatever else the thread did meanwhile
-            yield from self._track(f"{kind} {what}", kind, f"n{self._pid}-{number}", begun, ended, tid)
+            key = f"n{self._pid}-{what if unfinished else number}"
+            yield from self._track(name, kind, key, begun, ended, tid, **unfinished)
         else:
-            yield self._slice(f"{kind} {what}", begun, ended, tid, cat=kind)
+            yield self._slice(name, begun, ended, tid, cat=kind, args=unfinished)

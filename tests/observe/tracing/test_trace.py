@@ -7,6 +7,7 @@ import os
 from collections import Counter as Counts
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from hypothesis import strategies as st
 
 import actorrpc
 from actorrpc import autograd
+from actorrpc.agent.context import current_worker
 from actorrpc.cli.views import trace_lines
-from actorrpc.errors import ConfigError, NotInitializedError
-from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
-from actorrpc.observe import api
+from actorrpc.errors import ConfigError, NotInitializedError, RpcTimeoutError
+from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
+from actorrpc.observe import api, collect
+from actorrpc.observe.assemble import Silent
 from actorrpc.observe.tracing.trace import Recording, compare_clocks, events_of, write
-from tests.actors.e2e.kit import until
+from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]
 _MS = 1e-3
@@ -103,6 +106,8 @@ def test_a_call_between_two_workers_whose_clocks_differ() -> None:
     assert counts == {
         "calls": 1,
         "executions": 1,
+        "unfinished": 0,
+        "unseen": 0,
         "arrows": 1,
         "profiles": 0,
         "workers": 2,
@@ -154,6 +159,55 @@ def test_a_clock_that_nobody_tells_is_said_to_be_unknown(tmp_path: Path) -> None
     found = json.loads(path.read_text(), parse_constant=refuse)
     assert found["otherData"]["uncompared"] == ["w1"]
     assert "the clocks of w1 could not be compared: their events may stand anywhere" in trace_lines(summary)
+
+
+def test_what_is_under_way_ends_where_the_recording_does() -> None:
+    recorder = {"on": True, "total": 1, "now": 9.0, "threads": {}}
+    over = _called(0, 0.5, 1.0, 1, "w1")
+    calls = [
+        _called(UNDER_WAY, 0.5, 9.0, 1, "w1"),  # it was over before the records were taken
+        _called(UNDER_WAY, 1.0, 9.0, 2, "w1"),
+        _called(UNDER_WAY, 2.0, 9.0, 3, "w1", waits=False),
+        _called(4, 2.0, 9.0, 4, "w1"),  # makes no sense there
+    ]
+    here = Recording.of(
+        "driver",
+        100,
+        {"recorder": recorder, "records": [over], "under_way": calls, "under_way_all": 7},
+    )
+    there = Recording.of(
+        "w1",
+        200,
+        {
+            "recorder": recorder,
+            "records": [],
+            "under_way": [
+                _executed(UNDER_WAY, 1.5, 2.5, 9.0, 2, "driver"),
+                _executed(UNDER_WAY, 2.5, 9.0, 9.0, 3, "driver", thread=0),
+                [UNDER_WAY, NOTED, 3.0, 9.0, "stream", "7 of Counter#12ab.numbers()", 0],
+            ],
+        },
+    )
+    silent = Recording.of("w2", 300, Silent("stopped", "a signal has stopped it"))
+    here.since(8.0)
+    counts: dict[str, Any] = {}
+    events = list(events_of([here, there, silent], counts))
+    _check(events)
+    (call,) = (each for each in _of(events, "X", "call Counter.add (unfinished)") if each["dur"] > 1.0)
+    (execution,) = _of(events, "X", "Counter#12ab.add (unfinished)")
+    assert (call["ts"], call["dur"], call["args"]["unfinished"]) == (0.0, 8e6, True)
+    assert (execution["ts"], execution["dur"], execution["args"]["unfinished"]) == (1.5e6, 6.5e6, True)
+    waits = [each for each in events if each["ph"] == "b" and each["cat"] == "mailbox"]
+    assert [(each["name"], each["ts"], each["args"].get("unfinished")) for each in waits] == [
+        ("Counter#12ab.add waits", 0.5e6, None),
+        ("Counter#12ab.add waits (unfinished)", 1.5e6, True),
+    ]
+    assert _of(events, "b", "stream 7 of Counter#12ab.numbers() (unfinished)")
+    assert [each["name"] for each in events if each["ph"] == "s"] == ["call"]
+    assert _of(events, "C", "calls")[-1]["args"] == {"waiting": 1, "running": 1}
+    assert _of(events, "i", "missing: a signal has stopped it")[0]["pid"] == 300
+    assert (counts["calls"], counts["executions"], counts["unfinished"], counts["unseen"]) == (2, 2, 5, 3)
+    assert counts["missing"] == {"w2": "a signal has stopped it"}
 
 
 def test_coroutines_that_overlap_are_tracks() -> None:
@@ -227,6 +281,9 @@ class Counter:
         self.count += 1
         return self.count
 
+    def pass_gate(self, path: str) -> str:
+        return pass_gate(path)
+
     def add_by(self, other: Any) -> int:
         return int(actorrpc.get(other.add.remote()))
 
@@ -248,6 +305,78 @@ def test_of_a_cluster(tmp_path: Path) -> None:
     assert methods["Counter/add"] == 21
     assert methods["Counter/add_by"] == 1
     assert len({each["pid"] for each in events}) == summary.workers
+
+
+@pytest.mark.usefixtures("embedded")
+def test_calls_that_hang_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, path = tmp_path / "gate", tmp_path / "trace.json"
+    os.mkfifo(gate)
+    counter, layer = Counter.remote(), Layer.remote()
+    calls = [counter.pass_gate.remote(str(gate)), counter.add.remote()]
+    stream = layer.numbers.options(backpressure=1).remote(100)
+    assert actorrpc.get(next(stream)) == 0
+
+    def taken() -> set[str]:
+        actorrpc.trace(path)
+        events = json.loads(path.read_text())["traceEvents"]
+        _check(events)
+        found = [each for each in events if each.get("args", {}).get("unfinished")]
+        return {each["name"].split(".")[-1] for each in found if each["cat"] != "call"} | {
+            each["name"] for each in found if each["cat"] == "call"
+        }
+
+    wanted = {"pass_gate (unfinished)", "add waits (unfinished)", "numbers() (unfinished)"}
+    wanted |= {f"call Counter.{method} (unfinished)" for method in ("pass_gate", "add")}
+    until(lambda: wanted <= taken())
+    monkeypatch.setattr(collect, "_UNDER_WAY", 1)  # of this process
+    summary = actorrpc.trace(path)
+    assert summary.unseen >= 1
+    worker = current_worker()
+    assert worker is not None
+    page = collect.answer(worker, {"id": 1, "what": ["records"], "from": {"records": 1}})
+    assert "under_way" not in page  # it is on the first one
+    assert any(line.endswith("that it leaves out") for line in trace_lines(summary))
+    open_gate(gate)
+    assert actorrpc.get(calls) == ["go", 1]
+    stream.close()
+    until(lambda: not any("pass_gate" in each or "numbers" in each for each in taken()))
+
+
+@pytest.mark.usefixtures("embedded")
+def test_one_that_sends_nothing_is_given_a_fifth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silences: list[float] = []
+    wait = api._wait
+
+    def waited(inquiries: Any, until: float, silence: float = float("inf")) -> None:
+        silences.append(silence)
+        wait(inquiries, until, silence)
+
+    monkeypatch.setattr(api, "_wait", waited)
+    actorrpc.trace(tmp_path / "trace.json", timeout=1000)
+    assert pytest.approx(200) in silences
+
+
+def test_one_that_sends_something_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    sends = [1.5, 3.0]
+
+    class Asked:
+        heard = 0.0
+
+        def __init__(self) -> None:
+            self.done = SimpleNamespace(done=lambda: False, wait=self.wait)
+
+        def wait(self, seconds: float) -> None:
+            now[0] += seconds
+            if sends:
+                self.heard = sends.pop(0)
+            raise RpcTimeoutError("not yet")
+
+    monkeypatch.setattr(api, "_time", SimpleNamespace(now=lambda: now[0]))
+    api._wait([Asked()], 100.0, 2.0)  # type: ignore[list-item]
+    assert now[0] == 5.0
 
 
 @actorrpc.remote
@@ -302,8 +431,18 @@ def test_of_the_next_moments(tmp_path: Path) -> None:
     assert summary.calls < 20
     with pytest.raises(ConfigError):
         actorrpc.trace(tmp_path / "trace.json", -1)
-    with pytest.raises(OSError, match="nowhere"):
-        actorrpc.trace(tmp_path / "nowhere" / "trace.json")
+
+
+def test_a_path_that_cannot_be_written_is_named_before_anybody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "recordings", lambda *_: pytest.fail("somebody was asked"))
+    for path in (tmp_path / "nowhere" / "trace.json", tmp_path):
+        with pytest.raises(OSError, match=f": '{path}'$"):
+            actorrpc.trace(path)
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(PermissionError, match=r"'trace\.json'$"):
+        actorrpc.trace("trace.json")
 
 
 def test_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ const LANE = 16;
 const ARROWS = 400; // more of them at once say nothing
 const NEAR = 5; // pixels that a finger may miss by
 const LEAST = 5; // microseconds that the whole width may stand for
-const [LANE_AT, KIND, BEGUN, ENDED, TEXT, FAILED, WAITED, OTHER] = [0, 1, 2, 3, 4, 5, 6, 7];
+const [LANE_AT, KIND, BEGUN, ENDED, TEXT, FAILED, WAITED, OTHER, UNFINISHED] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
 const CALLED = 0;
 const EXECUTED = 1;
 
@@ -113,9 +113,11 @@ export function timelineView(element, context) {
   const length = (number) => found.slices[number][ENDED] - found.slices[number][BEGUN];
   const time = (microseconds) => span(microseconds / 1e6);
 
+  const textOf = (each) => `${found.texts[each[TEXT]]}${each[UNFINISHED] ? " (unfinished)" : ""}`;
+
   function nameOf(number) {
     const each = found.slices[number];
-    const text = found.texts[each[TEXT]];
+    const text = textOf(each);
     const title = found.lanes[each[LANE_AT]][1];
     return each[KIND] === EXECUTED && !/^functions$|other actors$/.test(title) ? `${title}.${text}` : text;
   }
@@ -131,7 +133,7 @@ export function timelineView(element, context) {
       const there = other >= 0
         ? `; ran for ${time(length(other))} on ${found.processes[found.lanes[found.slices[other][LANE_AT]][0]].name}, which it had reached and begun on after ${time(found.slices[other][BEGUN] - each[BEGUN])}`
         : "";
-      told.textContent = `${verb} ${nameOf(number)} on ${worker}: ${time(length(number))}${waits}${each[FAILED] ? ", failed" : ""}${there}; at ${time(each[BEGUN])}`.trim();
+      told.textContent = `${verb} ${nameOf(number)} on ${worker}: ${time(length(number))}${waits}${each[FAILED] ? ", failed" : ""}${there}${each[BEGUN] < 0 ? "" : `; at ${time(each[BEGUN])}`}`.trim();
       if (move) {
         const wide = Math.max(LEAST, 3 * (length(number) + each[WAITED]));
         look((each[BEGUN] + each[ENDED] - wide) / 2, wide);
@@ -276,7 +278,7 @@ export function timelineView(element, context) {
       pen.fillRect(begin, y + 1, size, LANE - 3);
       if (size > 30) {
         pen.fillStyle = each[FAILED] ? colour("back") : colour("text");
-        write(pen, found.texts[each[TEXT]], begin + 3, y + LANE / 2 - 0.5, size - 5);
+        write(pen, textOf(each), begin + 3, y + LANE / 2 - 0.5, size - 5);
       }
     }
     for (const number of shown.length <= ARROWS ? shown : shown.filter((each) => each === chosen || found.slices[each][OTHER] === chosen)) {
@@ -320,7 +322,7 @@ export function timelineView(element, context) {
     pen.strokeStyle = pen.fillStyle = colour;
     pen.lineWidth = number === chosen || call[OTHER] === chosen ? 2 : 1;
     line(pen, at(call[BEGUN]), middle(call), at(run[BEGUN]), middle(run), []);
-    line(pen, at(run[ENDED]), middle(run), at(call[ENDED]), middle(call), [3, 3]);
+    if (!call[UNFINISHED] && !run[UNFINISHED]) line(pen, at(run[ENDED]), middle(run), at(call[ENDED]), middle(call), [3, 3]);
     pen.setLineDash([]);
   }
 
