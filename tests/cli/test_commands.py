@@ -309,9 +309,9 @@ def test_logs_of_a_worker_that_has_ended(capsys: pytest.CaptureFixture[str]) -> 
     assert worker is not None
     history = worker.cluster.engine.logs.history
     until(lambda: "Store-1" in dict(history.workers()).values())
-    history.add(5, False, [("Gone", "the last words")], "Gone-9")
+    history.add(5, False, [("Gone", "its words")], "Gone-9")
     for whom in ("Gone-9", "Gone", "5"):
-        assert _run(capsys, "logs", whom) == (0, "(Gone pid=5) the last words\n")
+        assert _run(capsys, "logs", whom) == (0, "(Gone pid=5) its words\n")
 
 
 @pytest.mark.usefixtures("job")
