@@ -1,8 +1,9 @@
 """The commands and their arguments: :func:`main`.
 
-Exit status: 0, all is well, or what was asked for has been shown; 1, something is wrong, and was said; 2, there is no such group,
-worker or actor, or the arguments cannot be used. No command changes anything in a job (but ``dashboard --allow-actions``) or runs
-code of its users, and none waits behind the calls of its actors.
+Exit status: 0, all is well, or what was asked for has been shown (``logs``, ``top``, ``metrics``, ``debug`` and ``dashboard`` do
+no more); 1, something is wrong, and was said; 2, there is no such group, worker or actor, or the arguments cannot be used. No
+command changes anything in a job (but ``dashboard --allow-actions``) or runs code of its users, and none waits behind the calls
+of its actors.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from actorrpc.cli import debug, doctor, logs, profile, views
+from actorrpc.debugger.protocol import HELD
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState, plain
@@ -69,18 +72,40 @@ def _rate(text: str) -> float:
     return found
 
 
+def _whole(text: str, least: int, what: str, most: float = float("inf")) -> int:
+    try:
+        found = int(text)
+    except ValueError:
+        found = least - 1
+    if not least <= found <= most:
+        raise argparse.ArgumentTypeError(f"{what}, not {text!r}")
+    return found
+
+
+_number = partial(_whole, least=1, what="a whole number from 1 on")
+_number_or_none = partial(_whole, least=0, what="a whole number from 0 on")
+_port = partial(_whole, least=0, what="a port from 0 to 65535", most=65535)
+
+
 def _parser() -> _CommandParser:
     parser = _CommandParser(
         prog="actorrpc",
         description="Look into groups that run, and start programs. Without --connect: groups of this user, on this host.",
-        epilog="Exit status: 0, all is well; 1, something is wrong; 2, there is no such thing. --json is for programs.",
+        epilog="Exit status: 0, all is well; 1, something is wrong (logs, top, metrics, debug and dashboard only show: 0); 2, "
+        "there is no such thing. --json is for programs.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
     )
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, cost: str) -> _CommandParser:
+    def command(
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        text: str,
+        cost: str,
+        as_json: str | None = "print it as JSON",
+    ) -> _CommandParser:
         made: _CommandParser = commands.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}. {cost}", allow_abbrev=False
         )
@@ -102,7 +127,8 @@ def _parser() -> _CommandParser:
             metavar="S",
             help="how long all workers together may take (default %(default)s)",
         )
-        made.add_argument("--json", action="store_true", help="print it as JSON")
+        if as_json:
+            made.add_argument("--json", action="store_true", help=as_json)
         return made
 
     once = "Costs each worker less than a millisecond."
@@ -131,6 +157,7 @@ def _parser() -> _CommandParser:
         _logs,
         "what the processes of a cluster have printed, those that have ended too: the last 8 MiB of all",
         "Costs its driver some milliseconds.",
+        "print each line as a JSON object on a line of its own",
     )
     logs_parser.add_argument("whom", nargs="?", metavar="WORKER|PID", help="only what this one has printed")
     logs_parser.add_argument(
@@ -140,7 +167,7 @@ def _parser() -> _CommandParser:
         "--grep", metavar="RE", help="only lines in which this regular expression is found"
     )
     logs_parser.add_argument(
-        "-n", "--lines", type=int, default=0, metavar="N", help="only the last N lines; then what follows"
+        "-n", "--lines", type=_number_or_none, metavar="N", help="only the last N lines; then what follows"
     )
     command(
         "doctor",
@@ -153,12 +180,13 @@ def _parser() -> _CommandParser:
         _top,
         "workers and actors, again and again: live on a terminal with actorrpc[cli], as tables elsewhere",
         f"{once} Each time.",
+        "print each look as a JSON object on a line of its own",
     )
     top.add_argument(
         "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
     )
-    top.add_argument("--count", type=int, default=0, metavar="N", help="print tables, and end after N looks")
-    top.add_argument("--actors", type=int, default=20, metavar="N", help="show N actors (default 20)")
+    top.add_argument("--count", type=_number, metavar="N", help="print tables, and end after N looks")
+    top.add_argument("--actors", type=_number, default=20, metavar="N", help="show N actors (default 20)")
 
     trace = command(
         "trace",
@@ -208,12 +236,16 @@ def _parser() -> _CommandParser:
         _metrics,
         "metrics of one group in Prometheus' text format: calls by method, actors by class, mailboxes",
         "Costs each worker a millisecond, and one or two of a hundred calls for two minutes after it was asked.",
+        None,
     )
     metrics_parser.add_argument(
         "-o", "--output", metavar="FILE", help="write them to this file, which is replaced"
     )
     metrics_parser.add_argument(
-        "--port", type=int, metavar="N", help="serve them at http://127.0.0.1:N/metrics (0: any) until Ctrl-C"
+        "--port",
+        type=_port,
+        metavar="N",
+        help="serve them at http://127.0.0.1:N/metrics (0: any) until Ctrl-C",
     )
     metrics_parser.add_argument(
         "--bind",
@@ -254,7 +286,7 @@ def _parser() -> _CommandParser:
         "a page for the browser that shows one group: what is wrong, actors, stacks, logs, calls",
         "Costs each worker less than a millisecond a second while somebody looks at it, and nothing otherwise.",
     )
-    page.add_argument("--port", type=int, default=0, metavar="N", help="listen at this port (default: any)")
+    page.add_argument("--port", type=_port, default=0, metavar="N", help="listen at this port (default: any)")
     page.add_argument(
         "--bind",
         default="127.0.0.1",
@@ -417,14 +449,9 @@ def _stack(found: argparse.Namespace) -> int:
     if found.json:
         _print_json({"groups": [each.stacks_dict() for each in pictures]})
     else:
-        if found.whom is not None:
-            _print(views.separated(each.stack_lines(True) for each in pictures))
-        else:
-            _print(
-                views.separated([*each.stack_lines(found.all), *each.finding_lines()] for each in pictures)
-            )
-    silent = any(each.state != "alive" for picture in pictures for each in picture.state.workers)
-    return _WRONG if silent else _FOUND
+        with_idle = found.all or found.whom is not None
+        _print(views.separated([*each.stack_lines(with_idle), *each.finding_lines()] for each in pictures))
+    return _WRONG if any(each.is_wrong for each in pictures) else _FOUND
 
 
 def _describe(found: argparse.Namespace) -> int:
@@ -438,7 +465,7 @@ def _describe(found: argparse.Namespace) -> int:
         _print_json({"actors": [picture.actor_dict(actor) for picture, actor in matches]})
     else:
         _print(views.separated(picture.actor_lines(actor) for picture, actor in matches))
-    return _FOUND
+    return _WRONG if any(picture.about(actor).is_wrong for picture, actor in matches) else _FOUND
 
 
 def _logs(found: argparse.Namespace) -> int:
@@ -637,7 +664,10 @@ def _metrics(found: argparse.Namespace) -> int:
     registry = prometheus.CollectorRegistry()
     registry.register(metrics.GroupCollector(see))
     if found.port is not None:
-        server, thread = prometheus.start_http_server(found.port, found.bind, registry)
+        try:
+            server, thread = prometheus.start_http_server(found.port, found.bind, registry)
+        except OSError as error:
+            raise RpcError(f"{found.bind} port {found.port} cannot be listened at: {error}") from error
         try:
             _print([f"http://{found.bind}:{server.server_port}/metrics, until Ctrl-C"])
             thread.join()
@@ -701,7 +731,9 @@ def _debug(found: argparse.Namespace) -> int:
     if not found.cast:
         over = debug.talk(sessions[0], sys.stdin, _write, debug.is_terminal())
         if not over and not found.json:
-            _print([f"detached from {sessions[0].name}; actorrpc debug {sessions[0].name} attaches again"])
+            name = sessions[0].name
+            how = f"; actorrpc debug {name} attaches again" if sessions[0].state == HELD else ": it goes on"
+            _print([f"detached from {name}{how}"])
         return _FOUND
     answers = debug.cast(sessions, found.cast, found.timeout)
     for each in sessions:

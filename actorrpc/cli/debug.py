@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
 from actorrpc.cli.text import span, table
-from actorrpc.debugger.protocol import EVENT, HELD, OVER, REQUEST, pack, unpack
+from actorrpc.debugger.protocol import EVENT, HELD, OVER, REQUEST, RUNS, pack, unpack
 from actorrpc.errors import RpcError
 from actorrpc.observe.model import HeldCall, ObservedWorker
 from actorrpc.observe.visitor import Target, Visit
@@ -24,6 +24,7 @@ from actorrpc.observe.visitor import Target, Visit
 __all__ = ["Attached", "cast", "lines", "matching", "talk"]
 
 _SLICE_S: Final = 0.05
+_STEP_S: Final = 1.0  # for a call that has gone on to be held again, or over, at the end of the input
 _DETACH_S: Final = 1.0  # for a worker to say that it has heard
 
 
@@ -174,7 +175,7 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
     """Talk to a held call until it is over or the user detaches; returns whether it is over.
 
     Each line that is read is given when the call asks for a command. ``detach``, the end of the input, and Ctrl-C detach: the
-    call stays as it is. A terminal waits for the call to be held again after it has gone on.
+    call stays as it is. It is waited for to be held again after it has gone on, on a terminal, and where there is a line for it.
     """
     typed: queue.Queue[str | None] = queue.Queue()
     wanted, ended = threading.Semaphore(0), threading.Event()
@@ -189,32 +190,33 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
 
     threading.Thread(target=type_in, name="typed", daemon=True).start()
     waits_for_line = told = False
+    said = 0.0
     try:
         while True:
             write(attached.shown())
             if attached.state == OVER:
                 return True
-            if attached.asks and not waits_for_line:
+            if (attached.asks or not is_terminal) and not waits_for_line:
                 waits_for_line, told = True, False
                 wanted.release()
             if not attached.asks and attached.state != HELD and not told and is_terminal:
                 told = True
                 write("(it goes on; Ctrl-C detaches)\n")
-            try:
-                line = typed.get_nowait()
-            except queue.Empty:
+            line = typed.queue[0] if not typed.empty() else ""
+            ends = line is None or line.strip() == "detach"
+            # Each command has its answer first, and a step the place where it ends; a call that goes on is not waited for.
+            late = attached.state == RUNS and time.monotonic() > said + _STEP_S
+            if line == "" or not (attached.asks or (ends and late)):
                 attached.hear(time.monotonic() + _SLICE_S)
                 continue
+            typed.get_nowait()
             waits_for_line = False
-            if line is None or line.strip() == "detach":
+            if line is None or ends:
                 if line is None and is_terminal:
                     write("\n")
                 break
             attached.say(line)
-            while not is_terminal and attached.state == HELD and not attached.asks:
-                attached.hear(
-                    time.monotonic() + 1.0
-                )  # nobody is there who could press Ctrl-C: one answer, one command
+            said = time.monotonic()
     except KeyboardInterrupt:
         write("\n")
     except ConnectionError:

@@ -18,6 +18,7 @@ from actorrpc.wire.identity import host_identity
 __all__ = ["Line", "Reader", "Wanted"]
 
 _AGAIN_S: Final = 0.25
+_NAMED: Final = 20  # workers that are named where another one was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,15 @@ class Wanted:
 
     Attributes:
         whom: a process id, a label, or a worker's name, whose label is what stands before its number.
-        last: so many of those that are there; 0: all.
+        last: so many of those that are there; None: all.
     """
 
     whom: str | None
     pattern: re.Pattern[str] | None
-    last: int
+    last: int | None
 
     @classmethod
-    def of(cls, whom: str | None, grep: str | None, last: int) -> Wanted:
+    def of(cls, whom: str | None, grep: str | None, last: int | None) -> Wanted:
         """Return what arguments mean.
 
         Raises:
@@ -80,10 +81,10 @@ class Wanted:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
             raise ConfigError(f"--grep {grep!r} is no regular expression: {error}") from error
-        return cls(whom, pattern, max(0, last))
+        return cls(whom, pattern, last)
 
     def has(self, line: Line, pids: dict[int, str]) -> bool:
-        """Say whether a line is wanted; ``pids``: the names of the workers that live."""
+        """Say whether a line is wanted; ``pids``: the names of the workers that live, or have printed something."""
         if self.whom is not None and self.whom not in (str(line.pid), line.label, pids.get(line.pid)):
             return False
         return self.pattern is None or self.pattern.search(line.text) is not None
@@ -102,6 +103,8 @@ class Reader:
         self._show: Callable[[Line], None] = lambda line: None
         self._groups = groups
         self._visits: list[tuple[Visit, int]] = []
+        self._known: set[str] = set()  # names and labels that may be asked for
+        self._pids: set[str] = set()
         problem: RpcError | OSError | None = None
         for group in groups:
             for target in group.targets:
@@ -119,7 +122,8 @@ class Reader:
         """Show what there is.
 
         Raises:
-            RpcError: nobody keeps logs: the groups have no driver that starts processes.
+            RpcError: nobody keeps logs: the groups have no driver that starts processes; or the one is not
+                there whose logs are wanted.
         """
         self._show = show
         found = self._read()
@@ -128,7 +132,14 @@ class Reader:
                 "no logs are kept: the workers were started by init_rpc(), a launcher or by hand, and what they print goes where "
                 f"their launcher has it{self._places()}"
             )
-        kept: deque[Line] = deque(found, maxlen=self._wanted.last or None)
+        whom = self._wanted.whom
+        if whom is not None and whom not in self._known and whom not in self._pids:
+            more = f" and {len(self._known) - _NAMED} more" if len(self._known) > _NAMED else ""
+            raise RpcError(
+                f"there is no worker {whom!r}, and no process of which lines are kept; there are "
+                f"{', '.join(sorted(self._known)[:_NAMED])}{more}, and each by its pid"
+            )
+        kept: deque[Line] = deque(found, maxlen=self._wanted.last)
         for line in kept:
             show(line)
 
@@ -173,6 +184,8 @@ class Reader:
             keeps = True
             pids = Target.names_by_pid(found)
             parsed = [line for line in map(Line.of, rows) if line is not None]
+            self._known |= {*pids.values(), *(line.label for line in parsed)}
+            self._pids |= {*map(str, pids), *(str(line.pid) for line in parsed)}
             lines += [line for line in parsed if self._wanted.has(line, pids)]
             following = parsed[-1].number + 1 if parsed else end
             self._visits[place] = visit, following if isinstance(following, int) else number

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from actorrpc.observe.model import ObservedActor, ObservedCall, ObservedWorker, StackFrame, ThreadStack
+from actorrpc.observe.model import (
+    HeldCall,
+    ObservedActor,
+    ObservedCall,
+    ObservedWorker,
+    StackFrame,
+    ThreadStack,
+)
+from actorrpc.observe.words import count, span
 
 __all__ = [
     "Fold",
@@ -42,27 +50,9 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
 
 
-def span(seconds: float) -> str:
-    """Return a time in words."""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, _ = divmod(int(seconds), 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
 def lapse(seconds: float) -> str:
     """Return how long a call took, in words."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else span(seconds)
-
-
-def count(number: int, what: str) -> str:
-    """Return a number of things."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def figure(value: float | None) -> str:
@@ -102,11 +92,13 @@ class Fold:
         frames: their stack, the innermost last.
         where: the worker and the thread, of each.
         calls: the calls that run on them, with their actors.
+        held: those that a debugger holds there.
     """
 
     frames: tuple[StackFrame, ...]
     where: tuple[tuple[ObservedWorker, ThreadStack], ...]
     calls: tuple[tuple[ObservedActor, ObservedCall, ObservedWorker], ...]
+    held: tuple[HeldCall, ...] = ()
 
     @property
     def is_ours(self) -> bool:
@@ -153,8 +145,14 @@ def folded(workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -
             for worker, thread in where
             for actor, call in calls.get((worker.name, thread.ident), ())
         ]
-        found.append(Fold(frames, tuple(where), tuple(running)))
-    return sorted(found, key=lambda each: (each.is_ours, not each.calls, -len(each.where)))
+        held = [
+            each
+            for worker, thread in where
+            for each in worker.held
+            if each.is_held and each.thread == thread.ident
+        ]
+        found.append(Fold(frames, tuple(where), tuple(running), tuple(held)))
+    return sorted(found, key=lambda each: (each.is_ours, not (each.calls or each.held), -len(each.where)))
 
 
 def stack_lines(fold: Fold, workers: int, threads: int, callers: Mapping[str, str]) -> list[str]:
@@ -178,6 +176,10 @@ def stack_lines(fold: Fold, workers: int, threads: int, callers: Mapping[str, st
         )
     if len(fold.calls) > _SHOWN:
         lines.append(f"  runs {len(fold.calls) - _SHOWN} calls more")
+    lines += [
+        f"  {each.call} is held by {each.why} at {each.file}:{each.line}, in {each.function}()"
+        for each in fold.held[:_SHOWN]
+    ]
     width = max((len(each.function) for each in fold.told), default=0)
     lines += [
         f"    {each.function.ljust(min(width, 50))}  {_short(each.file)}:{each.line}"
@@ -198,9 +200,17 @@ def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:
     return text
 
 
-def runs(actor: ObservedActor) -> str:
-    """Say in a few words what an actor runs."""
-    return ", ".join(f"{call.method}() {span(call.since)}" for call in actor.running[:2]) or "-"
+def runs(actor: ObservedActor, worker: ObservedWorker | None) -> str:
+    """Say in a few words what an actor runs on its worker, or a debugger holds of it."""
+    held = [
+        each
+        for each in (worker.held if worker is not None else ())
+        if each.is_held and each.actor_id == actor.actor_id
+    ]
+    at = {each.thread for each in held}
+    said = [f"{each.call.rpartition('.')[2]} held in a debugger {span(each.since)}" for each in held]
+    said += [f"{call.method}() {span(call.since)}" for call in actor.running if call.thread not in at]
+    return ", ".join(said[:2]) or "-"
 
 
 def _short(file: str) -> str:

@@ -106,7 +106,9 @@ _OF_ACTORS: Final = (
     _Column("calls/s", lambda row: figure(row.rate), lambda row: _or_less(row.rate)),
     _Column("cpu %", lambda row: figure(row.share), lambda row: _or_less(row.share)),
     _Column("memory", lambda row: amount(row.memory) if row.memory else "", lambda row: row.memory),
-    _Column("runs", lambda row: runs(row.actor), lambda row: len(row.actor.running)),
+    _Column(
+        "runs", lambda row: runs(row.actor, row.home and row.home.worker), lambda row: len(row.actor.running)
+    ),
 )
 
 
@@ -165,6 +167,10 @@ class _Table(DataTable[Text]):
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
         self.sorted_by = event.column_index
         self.show(self._rows, self._most)
+
+
+class _WorkerTable(_Table):
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "stack")]
 
 
 class _TextScreen(Screen[None]):
@@ -229,7 +235,7 @@ class Top(App[None]):
         self._looks = False
         self._head = Static(_text("asking ..."), id="title")
         self._wrong = Static(id="findings")
-        self._worker_table = _Table(
+        self._worker_table = _WorkerTable(
             _OF_WORKERS, 0, lambda row: f"{row.worker.name} {row.worker.pid}", "workers"
         )
         self._actor_table = _Table(_OF_ACTORS, 3, lambda row: row.actor.actor_id, "actors")

@@ -8,8 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from actorrpc.cli.activity import rates, shares
-from actorrpc.cli.text import amount, count, figure, folded, lapse, runs, say_call, span, stack_lines, table
-from actorrpc.observe.findings import in_order, of_actors, of_workers
+from actorrpc.cli.text import (
+    amount,
+    count,
+    figure,
+    folded,
+    lapse,
+    runs,
+    say_call,
+    span,
+    stack_lines,
+    table,
+)
+from actorrpc.observe.findings import in_order, is_wanted, of_actors, of_workers, remedy_of
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.observe.tracing.trace import TraceSummary
@@ -17,6 +28,7 @@ from actorrpc.observe.tracing.trace import TraceSummary
 __all__ = ["Picture", "separated", "trace_lines"]
 
 _STATES: Final = ("PENDING_CREATION", "ALIVE", "RESTARTING", "ENDING", "DEAD", "UNKNOWN")
+_OF_SILENT: Final = ("name", "rank", "pid", "host", "what", "state", "reason", "dumped")
 _LEAST: Final = 4  # characters of an id that name an actor
 _ROWS: Final = 64  # workers, and classes of actors, that status shows
 _OWNERS: Final = 16  # those who hold memory of others that it shows
@@ -251,22 +263,45 @@ class Picture:
         """Return the picture of the workers, or of the actors, that are meant; None where there are none."""
         workers = self.workers_named(whom)
         if workers:
-            return replace(self, state=replace(self.state, workers=workers))
+            names = {each.name for each in workers}
+            return self._cut(workers, [each for each in self.state.actors if each.worker in names])
         actors = self.actors_named(whom)
-        if not actors:
-            return None
+        return self._of(actors) if actors else None
+
+    def about(self, actor: ObservedActor) -> Picture:
+        """Return the picture of one actor."""
+        return self._of([actor])
+
+    def _of(self, actors: Sequence[ObservedActor]) -> Picture:
+        """Return the picture of some actors: of their workers, what they run and what is held of them."""
         wanted = {(each.worker, call.thread) for each in actors for call in each.running}
-        names = {each.worker for each in actors}
+        names, ids = {each.worker for each in actors}, {each.actor_id for each in actors}
         cut = []
         for worker in self.state.workers:
             if worker.name in names:
+                held = tuple(each for each in worker.held if each.actor_id in ids)
+                wanted |= {(worker.name, each.thread) for each in held if each.is_held}
                 threads = [
                     each
                     for each in worker.threads
                     if worker.dumped or (worker.name, each.ident) in wanted or self._is_of(each.name, actors)
                 ]
-                cut.append(replace(worker, threads=tuple(threads)))
-        return replace(self, state=replace(self.state, workers=tuple(cut), actors=tuple(actors)))
+                # What else is wrong with a worker is no affair of one of its actors.
+                told = {name: getattr(worker, name) for name in _OF_SILENT}
+                cut.append(ObservedWorker(**told, held=held, threads=tuple(threads)))
+        return self._cut(cut, actors)
+
+    def _cut(self, workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -> Picture:
+        """Return the picture of these workers and actors alone, with what there is to say of them."""
+        state = replace(self.state, workers=tuple(workers), actors=tuple(actors))
+        about_actors = of_actors(state)
+        ended = [
+            Finding(kind="actor", wrong=False, what=each.death_cause)
+            for each in actors
+            if not workers and each.state == "DEAD" and is_wanted(each)
+        ]
+        found = in_order([*of_workers(state), *about_actors, *ended])
+        return replace(self, state=state, findings=tuple(found), about_actors=tuple(about_actors))
 
     def workers_named(self, text: str) -> tuple[ObservedWorker, ...]:
         """Return the workers that a name, a rank or a process id means."""
@@ -291,6 +326,7 @@ class Picture:
             **self._head,
             "workers": [{name: each[name] for name in kept} for each in workers],
             "running": running,
+            "findings": [plain(each) for each in self.findings],
         }
 
     def stack_lines(self, with_idle: bool) -> list[str]:
@@ -298,14 +334,17 @@ class Picture:
         workers = self.state.workers
         folds = folded(workers, self.state.actors)
         threads = sum(len(each.threads) for each in workers)
-        lines = [f"{self.group.what}: {count(threads, 'thread')} of {count(len(workers), 'worker')}"]
+        head = f"{count(threads, 'thread')} of {count(len(workers), 'worker')}"
+        if not workers:  # of actors that live nowhere
+            head = f"no thread: {', '.join(f'{each.title} is {each.state}' for each in self.state.actors[:_OWNERS])}"
+        lines = [f"{self.group.what}: {head}"]
         for worker in workers:
             if worker.state != "alive":
                 dump = "; its stacks were dumped by a signal" if worker.dumped else ""
                 lines.append(
                     f"worker {worker.name} (pid {worker.pid}) is {worker.state}: {worker.reason}{dump}"
                 )
-        shown = [each for each in folds if with_idle or each.calls or not each.is_ours]
+        shown = [each for each in folds if with_idle or each.calls or each.held or not each.is_ours]
         for fold in shown:
             lines += ["", *stack_lines(fold, len(workers), threads, self.callers)]
         awaiting = [(each, call) for each in self.state.actors for call in each.running if not call.thread]
@@ -323,7 +362,10 @@ class Picture:
     # -- one actor -----------------------------------------------------------------------------------------------
 
     def actors_named(self, text: str) -> list[ObservedActor]:
-        """Return the actors that a name, a title, a part of an id or, of those that live, a class means."""
+        """Return the actors that a name, a title, a part of an id or a class means.
+
+        Of a class, those that were meant to end are left out where there are others.
+        """
         actors = self.state.actors
         exact = [each for each in actors if text in (each.name, each.title, each.actor_id)]
         if exact:
@@ -335,11 +377,13 @@ class Picture:
             ]
             if found:
                 return found
-        return [each for each in actors if each.class_name == text and each.state != "DEAD"]
+        alike = [each for each in actors if each.class_name == text]
+        return [each for each in alike if each.state != "DEAD" or not is_wanted(each)] or alike
 
     def actor_dict(self, actor: ObservedActor) -> dict[str, Any]:
         """Return what ``describe --json`` prints of an actor."""
-        return {**plain(actor), "waiting_for_it": self._who_waits(actor)}
+        found = [plain(each) for each in self.about(actor).findings]
+        return {**plain(actor), "waiting_for_it": self._who_waits(actor), "findings": found}
 
     def _who_waits(self, actor: ObservedActor) -> list[str]:
         """Return the calls that wait for one of an actor, in words."""
@@ -362,12 +406,16 @@ class Picture:
 
     def actor_lines(self, actor: ObservedActor) -> list[str]:
         """Return what ``describe`` prints of an actor."""
+        worker = self.state.worker(actor.worker)
+        silent = worker if worker is not None and worker.state != "alive" else None
+        how = f" is {silent.state}: {silent.reason}" if silent is not None else ""
         rows = [
             ("id", actor.actor_id),
             ("class", actor.class_name),
             ("name", f"{actor.name} (namespace {actor.namespace!r})" if actor.name else "-"),
             ("state", actor.state + (", detached" if actor.detached else "")),
-            ("worker", f"{actor.worker} (pid {actor.pid})" if actor.worker else "-"),
+            ("worker", f"{actor.worker} (pid {actor.pid}){how}" if actor.worker else "-"),
+            *([("remedy", remedy_of(silent))] if silent is not None and remedy_of(silent) else []),
             ("looked after by", actor.supervisor or "-"),
             ("restarts", str(actor.restarts)),
         ]
@@ -397,19 +445,18 @@ class Picture:
                 text += f"; the first, {box.next}(), for {span(box.oldest)}"
             lines.append(f"  {name}: {text}")
         lines += [f"  runs {say_call(actor.title, call, self.callers)}" for call in actor.running]
+        about = self.about(actor)
+        stops = [each for one in about.state.workers for each in one.held if each.is_held]
         lines += [
             f"  held by {each.why} at {each.file}:{each.line}, in {each.function}(), for {span(each.since)}; to debug it: "
             f"actorrpc debug {each.session}"
-            for worker in self.state.workers
-            for each in worker.held
-            if each.is_held and each.actor_id == actor.actor_id
+            for each in stops
         ]
         lines += [f"  awaited by {each}" for each in self._who_waits(actor)]
-        found = self.only(actor.actor_id) if actor.running else None
-        if found is not None:
-            threads = sum(len(each.threads) for each in found.state.workers)
-            for fold in folded(found.state.workers, (actor,)):
-                lines += ["", *stack_lines(fold, len(found.state.workers), threads, self.callers)]
+        if actor.running or stops:
+            threads = sum(len(each.threads) for each in about.state.workers)
+            for fold in folded(about.state.workers, (actor,)):
+                lines += ["", *stack_lines(fold, len(about.state.workers), threads, self.callers)]
         return lines
 
     # -- top -----------------------------------------------------------------------------------------------------
@@ -446,7 +493,7 @@ class Picture:
                     actor.waiting,
                     span(actor.oldest) if actor.waiting else "-",
                     figure(rate.get(actor.actor_id)),
-                    runs(actor),
+                    runs(actor, self.state.worker(actor.worker)),
                 )
             )
         if rows:

@@ -89,11 +89,13 @@ class Output:
     """The two pipes of one process.
 
     Attributes:
+        worker: its name in the group; empty where it is none.
         tail: the last lines on its standard error.
     """
 
-    def __init__(self, label: str, pid: int, stdout: int, stderr: int) -> None:
+    def __init__(self, label: str, pid: int, stdout: int, stderr: int, worker: str = "") -> None:
         self.label = label
+        self.worker = worker
         self.pid = pid
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self.pipes = {stdout: _Pipe(self, False), stderr: _Pipe(self, True)}
@@ -175,11 +177,12 @@ class History:
         self._lock = threading.Lock()
         self._lines: dict[int, deque[tuple[int, float, str, bool, str]]] = {}  # by the number of the process
         self._sizes: dict[int, int] = {}
+        self._workers: dict[int, str] = {}
         self._size = 0
         self._next = 1
 
-    def add(self, pid: int, is_error: bool, lines: list[tuple[str, str]]) -> None:
-        """Keep lines, each behind its label."""
+    def add(self, pid: int, is_error: bool, lines: list[tuple[str, str]], worker: str = "") -> None:
+        """Keep lines of a worker, each behind its label."""
         now = time.time()
         with self._lock:
             kept = self._lines.setdefault(pid, deque())
@@ -189,6 +192,7 @@ class History:
                 self._next += 1
                 size += len(line) + _LINE_COST
             self._sizes[pid] = self._sizes.get(pid, 0) + size
+            self._workers[pid] = worker
             self._size += size
             while self._size > HISTORY_BYTES:
                 self._drop()
@@ -202,7 +206,12 @@ class History:
             self._sizes[pid] -= freed
             self._size -= freed
         if not kept:
-            del self._lines[pid], self._sizes[pid]
+            del self._lines[pid], self._sizes[pid], self._workers[pid]
+
+    def workers(self) -> list[tuple[int, str]]:
+        """Return the processes of which lines are kept, each with the name of its worker: those that have ended, too."""
+        with self._lock:
+            return [(pid, name) for pid, name in self._workers.items() if name]
 
     def since(self, number: int, most: int, nbytes: int) -> tuple[list[list[Any]], int, bool]:
         """Return lines from a number on, in order: ``[number, time, pid, label, is_error, text]``.
@@ -387,9 +396,11 @@ class Logs:
     def _write(self, pipe: _Pipe, lines: list[tuple[str, str]]) -> None:
         output = pipe.output
         if lines:
-            self.history.add(output.pid, pipe.is_error, lines)
+            self.history.add(output.pid, pipe.is_error, lines, output.worker)
         if pipe.is_error:
-            output.tail.extend(line[:_TAIL_LINE] for _, line in lines)
+            output.tail.extend(
+                line if len(line) <= _TAIL_LINE else f"{line[:_TAIL_LINE]} ..." for _, line in lines
+            )
         if not self._show or not lines:
             return
         shown = []

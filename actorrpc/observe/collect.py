@@ -104,6 +104,7 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         lines, after, more = logs.history.since(at if type(at) is int else 0, _LINES, _BYTES)
         found["logs"] = lines
         found["log_end"] = after
+        found["log_workers"] = logs.history.workers()
         if more:
             following["logs"] = after
     if "records" in parts:
@@ -245,7 +246,7 @@ def _process(worker: Worker) -> dict[str, Any]:
         producers = sorted(worker.actors.streams.all(), key=lambda each: not each.pause)
         found["streams"] = [_stream(each) for each in producers[:_STREAMS]]
         found["stream_count"] = len(producers)
-        found["deadlocks"] = [text[:_TEXT] for _, text in list(worker.actors.registry.deadlocks.found)]
+        found["deadlocks"] = [_text(text) for _, text in list(worker.actors.registry.deadlocks.found)]
         found["tasks"] = sum(
             hosted.counts()[1] for hosted in worker.actors.registry.all() if _is_of_tasks(hosted)
         )
@@ -261,6 +262,7 @@ def _held(session: DebugSession) -> dict[str, Any]:
         "actor_id": "" if actor is None or actor.spec is None else f"{actor.spec.actor_id:016x}",
         "why": _text(session.why),
         "is_held": session.state == HELD,
+        "thread": session.thread,
         "file": file,
         "line": line,
         "function": function,
@@ -305,7 +307,9 @@ def _outgoing(call: Call, now: float) -> dict[str, Any]:
 
 def _text(value: object) -> str:
     """Return a text that was made before; anything else is somebody's object, and not looked at."""
-    return value[:_TEXT] if type(value) is str else "?"
+    if type(value) is not str:
+        return "?"
+    return value if len(value) <= _TEXT else f"{value[:_TEXT]} ..."
 
 
 _WAITERS: Final = (asyncio.Future, asyncio.Task, asyncio.tasks._GatheringFuture)  # type: ignore[attr-defined]
@@ -513,7 +517,7 @@ def _supervised(worker: Worker, first: int, most: int) -> tuple[list[dict[str, A
             "worker": row.worker,
             "pid": row.pid,
             "restarts": row.restarts,
-            "death_cause": row.death_cause[:_TEXT],
+            "death_cause": _text(row.death_cause),
             "detached": row.detached,
             "supervisor": row.supervisor,
         }

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker
+from actorrpc.observe.words import span
 
-__all__ = ["findings", "in_order", "of_actors", "of_workers"]
+__all__ = ["findings", "in_order", "is_wanted", "of_actors", "of_workers", "remedy_of"]
 
 _LONG_S: Final = 10.0  # a call that has waited longer than this for its turn is said
 _MANY: Final = 100  # calls that wait for one actor are said
@@ -64,7 +65,7 @@ def of_workers(state: GroupState) -> list[Finding]:
 def of_actors(state: GroupState) -> list[Finding]:
     """Return what there is to say of the actors."""
     found: list[Finding] = []
-    dead = [actor for actor in state.actors if actor.state == "DEAD" and not _is_wanted(actor)]
+    dead = [actor for actor in state.actors if actor.state == "DEAD" and not is_wanted(actor)]
     found += [_of_dead(actor) for actor in dead[:_SHOWN]]
     if len(dead) > _SHOWN:
         found.append(Finding(kind="actor", wrong=True, what=f"{len(dead) - _SHOWN} more actors are dead"))
@@ -81,19 +82,23 @@ _REMEDIES: Final = {
 }
 
 
+def remedy_of(worker: ObservedWorker) -> str:
+    """Return what can be done about a worker that does not answer."""
+    return _REMEDIES.get(worker.state, "").format(pid=worker.pid, name=worker.name)
+
+
 def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
     found = []
     who = f"worker {worker.name!r} (pid {worker.pid})"
     if worker.state not in ("alive", "left"):
         actors = [each.title for each in state.actors if each.worker == worker.name and each.state != "DEAD"]
         hit = f"; on it: {', '.join(actors[:5])}{' ...' if len(actors) > 5 else ''}" if actors else ""
-        remedy = _REMEDIES.get(worker.state, "").format(pid=worker.pid, name=worker.name)
         found.append(
             Finding(
                 kind="worker",
                 wrong=True,
                 what=f"{who} is {worker.state}: {worker.reason}{hit}",
-                remedy=remedy,
+                remedy=remedy_of(worker),
             )
         )
     found += [
@@ -101,7 +106,7 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
             kind="debugger",
             wrong=False,
             what=f"{each.call} on {worker.name!r} is held in the debugger at {each.file}:{each.line}, in {each.function}(), "
-            f"for {each.since:.1f} s, by {each.why}" + ("; a front end is attached" if each.attached else ""),
+            f"for {span(each.since)}, by {each.why}" + ("; a front end is attached" if each.attached else ""),
             remedy="" if each.attached else f"actorrpc debug {each.session} attaches to it",
         )
         for each in worker.held
@@ -130,7 +135,7 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
         Finding(
             kind="deadline",
             wrong=True,
-            what=f"{call.method}() on {worker.name!r}, called by {call.caller!r}, is {-call.left:.1f} s over its time "
+            what=f"{call.method}() on {worker.name!r}, called by {call.caller!r}, is {span(-call.left)} over its time "
             "and still runs",
         )
         for call in worker.calls
@@ -141,15 +146,15 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
 
 def _suspects(state: GroupState) -> list[Finding]:
     found = []
-    silent = {each.name for each in state.workers if each.state != "alive"}
+    well = {each.name for each in state.workers if each.state == "alive"}
     for worker in state.workers:
         for each in worker.connections:
-            if each.state == "suspect" and each.worker not in silent:
+            if each.state == "suspect" and each.worker in well:
                 found.append(
                     Finding(
                         kind="suspect",
                         wrong=True,
-                        what=f"worker {worker.name!r} has heard nothing of {each.worker!r} for {each.silent:.1f} s, though that "
+                        what=f"worker {worker.name!r} has heard nothing of {each.worker!r} for {span(each.silent)}, though that "
                         "answers here",
                         remedy="look at the network between the two",
                     )
@@ -157,7 +162,8 @@ def _suspects(state: GroupState) -> list[Finding]:
     return found[:_SHOWN]
 
 
-def _is_wanted(actor: ObservedActor) -> bool:
+def is_wanted(actor: ObservedActor) -> bool:
+    """Say whether an actor that is dead was meant to end."""
     return any(text in actor.death_cause for text in _WANTED)
 
 
@@ -177,7 +183,7 @@ def _of_actor(actor: ObservedActor) -> list[Finding]:
         )
     if actor.oldest >= _LONG_S or actor.waiting >= _MANY:
         runs = ", ".join(
-            f"{call.method}() for {call.since:.1f} s"
+            f"{call.method}() for {span(call.since)}"
             + (f", which waits for {' and '.join(call.waits_for[:2])}" if call.waits_for else "")
             for call in actor.running[:3]
         )
@@ -185,7 +191,8 @@ def _of_actor(actor: ObservedActor) -> list[Finding]:
             Finding(
                 kind="mailbox",
                 wrong=True,
-                what=f"{actor.waiting} calls wait for {actor.title} on {actor.worker!r}, the first for {actor.oldest:.1f} s; "
+                what=("1 call waits" if actor.waiting == 1 else f"{actor.waiting} calls wait")
+                + f" for {actor.title} on {actor.worker!r}, the first for {span(actor.oldest)}; "
                 + (f"it runs {runs}" if runs else "it runs nothing"),
                 remedy=f"actorrpc stack {actor.actor_id[-4:]} shows where it is; max_concurrency= lets more run at a time",
             )
@@ -194,7 +201,7 @@ def _of_actor(actor: ObservedActor) -> list[Finding]:
         Finding(
             kind="deadline",
             wrong=True,
-            what=f"{actor.title}.{call.method}() on {actor.worker!r} is {-call.left:.1f} s over its time and still runs",
+            what=f"{actor.title}.{call.method}() on {actor.worker!r} is {span(-call.left)} over its time and still runs",
             remedy="options(timeout=, interrupt=True) interrupts such a call",
         )
         for call in actor.running

@@ -256,6 +256,7 @@ class HeldCall:
         actor_id: of the actor; empty where it is none's.
         why: what has held it.
         is_held: it is held now; otherwise it runs, to the next stop or to its end.
+        thread: the number of its thread.
         file, line, function: where it was held last.
         since: seconds since then.
         attached: a front end is attached to it.
@@ -266,6 +267,7 @@ class HeldCall:
     actor_id: str = ""
     why: str = ""
     is_held: bool = False
+    thread: int = 0
     file: str = ""
     line: int = 0
     function: str = ""

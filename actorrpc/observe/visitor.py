@@ -67,8 +67,12 @@ class Target:
 
     @staticmethod
     def names_by_pid(found: dict[str, Any]) -> dict[int, str]:
-        """Return the names of the workers that an answer has as members, by their process ids."""
+        """Return the names of the workers that an answer tells of, by their process ids: members, and those that have printed."""
         names: dict[int, str] = {}
+        printed = found.get("log_workers")
+        for row in printed if isinstance(printed, list) else []:
+            if isinstance(row, list) and [type(each) for each in row] == [int, str]:
+                names[row[0]] = row[1]
         rows = found.get("members")
         for packed in rows if isinstance(rows, list) else []:
             with contextlib.suppress(RpcError, TypeError):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -253,6 +254,7 @@ the driver of an embedded cluster: 1 thread of 1 worker
 def test_stack_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = _run(capsys, "stack", "--json")
     (group,) = json.loads(text)["groups"]
+    assert group["findings"] == []
     worker = next(each for each in group["workers"] if each["name"] == "Store-1")
     assert sorted(worker) == ["dumped", "name", "pid", "rank", "reason", "state", "threads"]
     assert _shape(worker["threads"][0]["frames"][0]) == {"function": "str", "file": "str", "line": "int"}
@@ -300,6 +302,26 @@ def test_logs(capsys: pytest.CaptureFixture[str]) -> None:
     assert _shape(line) == {"time": "float", "pid": "int", "label": "str", "stream": "str", "text": "str"}
     assert (line["text"], line["stream"]) == ("a store is made", "stdout")
     assert _run(capsys, "logs", "Reader-2") == (0, "")
+    assert _run(capsys, "logs", "-n", "0", "--grep", "made") == (0, "")
+
+
+@pytest.mark.usefixtures("job")
+def test_logs_of_a_worker_that_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = current_worker()
+    assert worker is not None
+    history = worker.cluster.engine.logs.history
+    until(lambda: "Store-1" in dict(history.workers()).values())
+    history.add(5, False, [("Gone", "its words")], "Gone-9")
+    for whom in ("Gone-9", "Gone", "5"):
+        assert _run(capsys, "logs", whom) == (0, "(Gone pid=5) its words\n")
+
+
+@pytest.mark.usefixtures("job")
+def test_logs_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "--pid", str(os.getpid()), "nobody"]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert re.fullmatch(r"actorrpc logs: there is no worker 'nobody'.* Store-1.*\n", found.err)
 
 
 @pytest.mark.usefixtures("job")
@@ -410,6 +432,12 @@ def test_doctor_needs_no_group(capsys: pytest.CaptureFixture[str]) -> None:
         ["describe"],
         ["top", "--interval", "soon"],
         ["profile", "--rate", "0"],
+        ["top", "--count", "0"],
+        ["logs", "-n", "-1"],
+        ["metrics", "--port", "70000"],
+        ["metrics", "--port", "-1"],
+        ["metrics", "--json"],
+        ["dashboard", "--port", "70000"],
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -582,6 +610,18 @@ def test_metrics_over_http() -> None:
         finally:
             server.send_signal(signal.SIGINT)
             assert server.wait(30) == 130
+
+
+@pytest.mark.usefixtures("job")
+def test_a_port_that_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        for command in ("metrics", "dashboard"):
+            assert main([command, "--pid", str(os.getpid()), "--port", str(port)]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith(f"actorrpc {command}: ")
+            assert str(port) in error
+            assert error.count("\n") == 1
 
 
 def test_metrics_want_a_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_others_name_each_as_well(
 
 
 def test_lines_that_are_asked_for_are_all_that_is_printed(environment: dict[str, str]) -> None:
-    for options in (["--grep", "x^"], ["nobody"], ["--json"]):
+    for options in (["--grep", "x^"], ["driver"], ["--json"]):
         _, text = _actorrpc(environment, "logs", *options)
         assert "is stopped" not in text
 

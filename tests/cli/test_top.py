@@ -97,6 +97,10 @@ def _text(top: Top, name: str) -> str:
     return str(top.screen.query_one(f"#{name}", Static).content)
 
 
+def _footer(top: Top) -> list[str]:
+    return [each.binding.description for each in top.screen.active_bindings.values() if each.binding.show]
+
+
 async def _look(top: Top, pilot: Pilot[None]) -> None:
     top.look_again()
     await top.workers.wait_for_complete()
@@ -155,7 +159,10 @@ def test_an_actor_and_its_stack() -> None:
             assert text in _text(top, "text")
             assert "threads" in group.asked[-1]
             await pilot.press("escape")
-        await pilot.press("tab", "enter")  # the table of workers, above
+        assert _footer(top).count("describe") == 1
+        await pilot.press("tab")  # the table of workers, above
+        assert "describe" not in _footer(top)
+        await pilot.press("enter")
         await pilot.pause()
         await top.workers.wait_for_complete()
         await pilot.pause()

@@ -26,6 +26,18 @@ def test_lines_are_kept_in_order() -> None:
     assert history.since(following, 10, 1 << 20) == ([], 4, False)
 
 
+def test_workers_are_known_by_their_processes_as_long_as_their_lines_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "HISTORY_BYTES", 1 << 10)
+    history = History()
+    history.add(7, False, [("A", "one")], "A-1")
+    history.add(8, False, [("fork server", "none is its worker")])
+    assert history.workers() == [(7, "A-1")]
+    history.add(7, False, [("A", "x" * 5000)], "A-1")
+    assert history.workers() == []
+
+
 def test_they_come_in_pages() -> None:
     history = History()
     history.add(7, False, [("A", "x" * 500) for _ in range(5)])

@@ -130,12 +130,16 @@ def test_turned_off_the_last_errors_are_kept(capfd: pytest.CaptureFixture[str]) 
     logs = Logs(show=False)
     logs.start()
     printer = _Printer(logs, "A", 1)
-    os.write(printer.stderr, b"".join(b"line %d\n" % i for i in range(100)) + b"partial")
+    os.write(printer.stderr, b"".join(b"line %d\n" % i for i in range(100)) + b"y" * 600 + b"\npartial")
     done = threading.Event()
     logs.end(printer.output, done.set)
     printer.end()
     assert done.wait(10)
-    assert list(printer.output.tail) == [*(f"line {i}" for i in range(81, 100)), "partial"]
+    assert list(printer.output.tail) == [
+        *(f"line {i}" for i in range(82, 100)),
+        f"{'y' * 500} ...",
+        "partial",
+    ]
     logs.close()
     logs.close()
     assert capfd.readouterr() == ("", "")

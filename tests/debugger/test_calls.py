@@ -9,19 +9,20 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import actorrpc
-from actorrpc.cli import commands
+from actorrpc.cli import commands, debug
 from actorrpc.cli.debug import Attached, cast, talk
-from actorrpc.debugger.protocol import OVER
+from actorrpc.debugger.protocol import OVER, RUNS
 from actorrpc.errors import ActorError, CancelledError, RpcError
 from actorrpc.observe import HeldCall, ObservedActor
 from actorrpc.observe.outside import find_groups, look
 from actorrpc.observe.visitor import Target
-from tests.actors.e2e.kit import open_gate, until
+from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60), pytest.mark.prints]
 _S = 30.0
@@ -47,6 +48,10 @@ class Counter:
         for _ in range(2):
             breakpoint()
         return "done"
+
+    def stop_and_wait(self, path: str) -> str:
+        breakpoint()
+        return pass_gate(path)
 
     def spin(self, path: str) -> int:
         turns = 0
@@ -312,6 +317,21 @@ def test_detaching_leaves_it_held(counter: Any) -> None:
     with _attached(held) as front_end:
         assert talk(front_end, io.StringIO("c\n"), shown.append, True)
     assert actorrpc.get(ref) == 1
+
+
+def test_the_end_of_the_input_detaches_from_a_call_that_goes_on(
+    counter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    monkeypatch.setattr(debug, "_STEP_S", 0.0)
+    ref = counter.stop_and_wait.remote(str(gate))
+    (held,) = _soon_held()
+    with _attached(held) as front_end:
+        assert not talk(front_end, io.StringIO("continue\n"), lambda text: None, False)
+        assert front_end.state == RUNS
+    open_gate(gate)
+    assert actorrpc.get(ref) == "go"
 
 
 def test_commands_for_many(job: None, capsys: pytest.CaptureFixture[str]) -> None:

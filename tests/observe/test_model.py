@@ -142,6 +142,24 @@ def test_what_is_wrong_is_said() -> None:
     assert _kinds(actors=(ObservedActor(running=(ObservedCall(left=-5.0),)),)) == [("deadline", True)]
 
 
+def test_times_and_numbers_are_written_as_in_tables() -> None:
+    (one,) = findings(
+        GroupState(
+            actors=(
+                ObservedActor(
+                    title="C#0a",
+                    worker="w",
+                    mailbox=(MailboxState(waiting=1, oldest=624.0),),
+                    running=(ObservedCall(method="load", since=700.0),),
+                ),
+            )
+        )
+    )
+    assert one.what == "1 call waits for C#0a on 'w', the first for 10 min; it runs load() for 11 min"
+    (many,) = findings(GroupState(actors=(ObservedActor(mailbox=(MailboxState(waiting=2, oldest=20.0),)),)))
+    assert many.what.startswith("2 calls wait for ")
+
+
 def test_deaths_that_were_meant_are_not_faults() -> None:
     meant = ObservedActor(state="DEAD", death_cause="C#0a is dead: its last handle is gone")
     crashed = ObservedActor(state="DEAD", death_cause="C#0b is dead: the process was ended by SIGKILL")

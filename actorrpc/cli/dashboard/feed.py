@@ -355,7 +355,7 @@ class _LogLines:
         """Read on; returns why that cannot be."""
         try:
             if self._reader is None:
-                reader = Reader(self._groups(), Wanted(None, None, 0), 0.8)
+                reader = Reader(self._groups(), Wanted(None, None, None), 0.8)
                 self._lines.clear()
                 self._size = 0
                 try:

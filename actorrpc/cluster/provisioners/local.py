@@ -408,7 +408,7 @@ class LocalCluster:
         process.pid = pid
         process.begun = time.monotonic()
         assert process.pipes is not None
-        process.output = Output(process.spec.label, pid, *process.pipes)
+        process.output = Output(process.spec.label, pid, *process.pipes, process.name)
         process.pipes = None
         self.logs.add(process.output)
         if process.doomed or self._closing:
