@@ -24,7 +24,18 @@ from actorrpc.wire.frames import REPLY
 if TYPE_CHECKING:
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLED", "COPIED_BYTES", "EXECUTED", "KEPT", "NOTED", "FlightRecorder", "method_of", "name_of"]
+__all__ = [
+    "CALLED",
+    "COPIED_BYTES",
+    "EXECUTED",
+    "KEPT",
+    "NOTED",
+    "OWN",
+    "FlightRecorder",
+    "label_of",
+    "method_of",
+    "name_of",
+]
 
 KEPT: Final = 32768
 """Records; at about 400 bytes each, at most 13 MiB."""
@@ -43,6 +54,10 @@ NOTED: Final = 2
 """``(number, NOTED, begun, ended, kind, what, thread)``"""
 
 
+OWN: Final = "actorrpc."
+"""What the names begin with of calls that the package makes for itself: of its functions, without their modules."""
+
+
 def method_of(actor: str, method: str) -> str:
     """Return how metrics and traces name a method: ``Class/method``; of a function its name alone. Actors have no part in it."""
     if actor:
@@ -56,7 +71,18 @@ _NAMED: Final = frozenset({FunctionType, BuiltinFunctionType, MethodType, type})
 
 def name_of(function: Any) -> str:
     """Return how a function that is called is named: of an object that can be called, its class; its attributes are its own."""
-    return str(function.__qualname__ if type(function) in _NAMED else type(function).__qualname__)
+    named = function if type(function) in _NAMED else type(function)
+    return f"{OWN}{named.__qualname__}" if _is_own(function) else str(named.__qualname__)
+
+
+def label_of(function: Any) -> str:
+    """Return how messages name a function that is called."""
+    name = getattr(function, "__qualname__", None) or repr(function)
+    return f"{OWN}{name}" if _is_own(function) else name
+
+
+def _is_own(function: Any) -> bool:
+    return type(function) is FunctionType and (function.__module__ or "").startswith(OWN)
 
 
 class FlightRecorder:
@@ -102,15 +128,7 @@ class FlightRecorder:
                 execution.id,
                 execution.peer.name,
                 execution.chain,
-                (
-                    what
-                    if type(what) is str
-                    else what.__qualname__
-                    if type(what) in _NAMED
-                    else type(
-                        what
-                    ).__qualname__  # name_of(), without the call: this is on the path of every call
-                ),
+                what if type(what) is str else name_of(what),
                 execution.thread,
                 failed,
                 "" if actor is None else actor.title,
