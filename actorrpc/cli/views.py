@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from actorrpc.cli.activity import rates, shares
 from actorrpc.cli.text import amount, count, figure, folded, lapse, runs, say_call, span, stack_lines, table
-from actorrpc.observe.findings import in_order, of_actors, of_workers
+from actorrpc.observe.findings import calls_to, in_order, of_actors, of_workers
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.observe.tracing.trace import TraceSummary
@@ -179,8 +179,8 @@ class Picture:
                 (
                     name,
                     *(states.get(state, 0) for state in used),
-                    sum(each.waiting for each in actors),
-                    sum(len(each.running) for each in actors),
+                    _known(sum(each.waiting for each in actors), actors),
+                    _known(sum(len(each.running) for each in actors), actors),
                     span(oldest) if oldest else "-",
                 )
             )
@@ -381,7 +381,9 @@ class Picture:
                 times = f"{lapse(actor.p50)} (p50), {lapse(actor.p99)} (p99), {actor.failed} failed"
                 rows.append(("the latest", f"{count(actor.latest, 'call')}: {times}"))
         elif actor.worker:
-            rows.append(("mailbox", "its worker has not answered"))
+            worker = self.state.worker(actor.worker)
+            told = "" if worker is None else calls_to(worker)
+            rows.append(("mailbox", f"its worker has not answered{told}"))
         width = max(len(name) for name, _ in rows)
         lines = [actor.title, *(f"  {name.ljust(width)}  {text}" for name, text in rows)]
         for box in actor.mailbox:
@@ -440,7 +442,7 @@ class Picture:
                     actor.title,
                     actor.worker,
                     actor.state.lower(),
-                    actor.waiting,
+                    _known(actor.waiting, [actor]),
                     span(actor.oldest) if actor.waiting else "-",
                     figure(rate.get(actor.actor_id)),
                     runs(actor),
@@ -455,6 +457,13 @@ class Picture:
             if each.wrong:
                 lines += ["", *_said(each)]
         return lines
+
+
+def _known(number: int, actors: Iterable[ObservedActor]) -> str:
+    """Return a number of calls, and that it is not all of them where the worker of one of the actors does not answer."""
+    if all(each.answered or not each.worker or each.state == "DEAD" for each in actors):
+        return str(number)
+    return f"{number} + ?" if number else "?"
 
 
 def _traffic(worker: ObservedWorker) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from typing import Final
 
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker
 
-__all__ = ["findings", "in_order", "of_actors", "of_workers"]
+__all__ = ["calls_to", "findings", "in_order", "of_actors", "of_workers"]
 
 _LONG_S: Final = 10.0  # a call that has waited longer than this for its turn is said
 _MANY: Final = 100  # calls that wait for one actor are said
@@ -81,12 +81,21 @@ _REMEDIES: Final = {
 }
 
 
+def calls_to(worker: ObservedWorker) -> str:
+    """Say in words, to follow others, what the callers of a worker know of the calls that it cannot tell of itself."""
+    if not worker.calls_to:
+        return ""
+    calls = "1 call is" if worker.calls_to == 1 else f"{worker.calls_to} calls are"
+    return f"; {calls} out to it, the oldest, of {worker.oldest_call}, for {worker.oldest:.1f} s"
+
+
 def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
     found = []
     who = f"worker {worker.name!r} (pid {worker.pid})"
     if worker.state not in ("alive", "left"):
         actors = [each.title for each in state.actors if each.worker == worker.name and each.state != "DEAD"]
         hit = f"; on it: {', '.join(actors[:5])}{' ...' if len(actors) > 5 else ''}" if actors else ""
+        hit += calls_to(worker)
         remedy = _REMEDIES.get(worker.state, "").format(pid=worker.pid, name=worker.name)
         found.append(
             Finding(

@@ -59,11 +59,13 @@ class ThreadStack:
         name: as ``threading`` has it.
         ident: Python's number for it; 0 where only the dump of a signal handler tells of it.
         frames: what it runs, the innermost last; at most 100.
+        waits_for: the results and streams that it waits for, in words; empty where it waits for none, or nobody knows.
     """
 
     name: str = ""
     ident: int = 0
     frames: tuple[StackFrame, ...] = ()
+    waits_for: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class ObservedConnection:
         sockets: how many connections there are; 0: there is none at present.
         local: it is a Unix socket, on one host.
         silent: seconds since anything came from it; -1 where nothing has.
-        calls_out: calls made to it that are not over.
+        calls_out: calls made to it that are not over; the oldest of them is one of ``oldest_call``, made ``oldest`` seconds ago.
         calls_in: calls of its that are not over here.
         unread: bytes of large calls that it has not taken up yet.
         sent, received: bytes that have gone over its sockets, of all frames; ``chunks_sent`` and ``chunks_received`` are those
@@ -91,6 +93,8 @@ class ObservedConnection:
     local: bool = False
     silent: float = -1.0
     calls_out: int = 0
+    oldest_call: str = ""
+    oldest: float = 0.0
     calls_in: int = 0
     unread: int = 0
     sent: int = 0
@@ -110,11 +114,13 @@ class OutgoingCall:
     Attributes:
         label: what is called.
         worker: where.
+        since: seconds since it was made.
         left: seconds until its time is over; None where it has no bound.
     """
 
     label: str = ""
     worker: str = ""
+    since: float = 0.0
     left: float | None = None
 
 
@@ -285,6 +291,8 @@ class ObservedWorker:
             is gone; ``"busy"``: its process runs and does not answer: code in C holds the interpreter's lock, or it gets no
             processor; ``"silent"``: it does not answer, and its host is another one; ``"left"``: it has left the group.
         reason: why it is not alive, in words; empty if it is.
+        calls_to: calls of other workers to it that are not over, as these say, also where it does not answer itself; the
+            oldest of them is one of ``oldest_call``, made ``oldest`` seconds ago.
         age: seconds since its process was started; ``cpu`` seconds of processor time that it has used.
         memory: bytes of it that are in memory (RSS).
         descriptors, descriptor_limit: open ones, and how many there may be.
@@ -316,6 +324,9 @@ class ObservedWorker:
     what: str = ""
     state: str = "alive"
     reason: str = ""
+    calls_to: int = 0
+    oldest_call: str = ""
+    oldest: float = 0.0
     age: float = 0.0
     cpu: float = 0.0
     memory: int = 0

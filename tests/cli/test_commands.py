@@ -153,6 +153,8 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
             "local": "bool",
             "silent": "float",
             "calls_out": "int",
+            "oldest_call": "str",
+            "oldest": "float",
             "calls_in": "int",
             "unread": "int",
             "sent": "int",

@@ -111,6 +111,24 @@ def test_an_actor_whose_worker_is_silent_is_known_all_the_same() -> None:
     assert state.workers[1].state == "stopped"
 
 
+def test_the_callers_of_a_silent_worker_say_what_they_wait_for() -> None:
+    def calls(number: int, method: str, oldest: float) -> dict[str, Any]:
+        made = {"worker": "w", "calls_out": number, "oldest_call": method, "oldest": oldest}
+        return {"process": {"connections": [made, {"worker": "driver"}]}}
+
+    other = _record("other", 2)
+    answers = [
+        (_DRIVER, calls(2, "C.a", 1.0)),
+        (other, calls(1, "C.b", 3.0)),
+        (_WORKER, Silent("busy", "it runs")),
+    ]
+    state = assemble(answers)
+    driver, worker = state.workers[:2]
+    assert (driver.calls_to, worker.calls_to, worker.oldest_call, worker.oldest) == (0, 3, "C.b", 3.0)
+    (found,) = findings(state)
+    assert "is busy: it runs; 3 calls are out to it, the oldest, of C.b, for 3.0 s" in found.what
+
+
 def test_an_actor_whose_supervisor_is_silent_is_known_all_the_same() -> None:
     life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "class_name": "C", "state": "alive"}
     state = assemble([(_DRIVER, Silent("busy", "C")), (_WORKER, {"actors": [life]})])
