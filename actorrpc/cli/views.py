@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from actorrpc.cli.activity import rates, shares
 from actorrpc.cli.text import amount, count, figure, folded, lapse, runs, say_call, span, stack_lines, table
-from actorrpc.observe.findings import calls_to, in_order, of_actors, of_workers
+from actorrpc.observe.findings import calls_to, in_order, of_workers
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.observe.tracing.trace import TraceSummary
@@ -51,7 +51,7 @@ def separated(parts: Iterable[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What was seen of a group, and what there is to say of it.
+    """What was seen of a group.
 
     Attributes:
         callers: what executions are, in words, by what names them in the group.
@@ -60,7 +60,6 @@ class Picture:
 
     group: FoundGroup
     state: GroupState
-    findings: tuple[Finding, ...]
     callers: Mapping[str, str]
     about_actors: tuple[Finding, ...] = ()
 
@@ -74,9 +73,9 @@ class Picture:
             for call in actor.running
             if call.execution
         }
-        about_actors = tuple(of_actors(state))
-        found = in_order([*of_workers(state), *about_actors])
-        return cls(look.group, state, tuple(found), callers, about_actors)
+        about_workers = set(of_workers(state))
+        about_actors = tuple(each for each in state.findings if each not in about_workers)
+        return cls(look.group, state, callers, about_actors)
 
     def with_workers(self, look: GroupLook) -> Picture | None:
         """Return this picture with its workers as a look at them alone has them; None where it is to be looked at whole.
@@ -90,7 +89,12 @@ class Picture:
         if any(each.state != "alive" for each in (*seen.workers, *self.state.workers)):
             return None
         found = in_order([*of_workers(seen), *self.about_actors])
-        return replace(self, state=replace(seen, actors=self.state.actors), findings=tuple(found))
+        return replace(self, state=replace(seen, actors=self.state.actors, findings=tuple(found)))
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What there is to say of it, faults first."""
+        return self.state.findings
 
     @property
     def is_wrong(self) -> bool:
@@ -103,7 +107,7 @@ class Picture:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON has it, without stacks."""
-        return {**self._head, **self.state.as_dict(), "findings": [plain(each) for each in self.findings]}
+        return {**self._head, **self.state.as_dict()}
 
     # -- status --------------------------------------------------------------------------------------------------
 
@@ -379,7 +383,7 @@ class Picture:
             rows += [("age", span(actor.age)), ("calls done", str(actor.calls_done))]
             if actor.latest:
                 times = f"{lapse(actor.p50)} (p50), {lapse(actor.p99)} (p99), {actor.failed} failed"
-                rows.append(("the latest", f"{count(actor.latest, 'call')}: {times}"))
+                rows.append(("answered", f"the latest {count(actor.latest, 'call')} in {times}"))
         elif actor.worker:
             worker = self.state.worker(actor.worker)
             told = "" if worker is None else calls_to(worker)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from actorrpc.observe import dumps
+from actorrpc.observe.findings import findings
 from actorrpc.observe.model import GroupState, ObservedActor, ObservedConnection, ObservedWorker, made_of
 from actorrpc.wire.identity import WorkerRecord
 
@@ -116,7 +117,8 @@ def assemble(
         row = {**life, "state": "ALIVE" if life.get("state") == "alive" else "UNKNOWN"}
         actors.setdefault(str(life.get("actor_id")), made_of(ObservedActor, row))
     workers = _with_calls([worker_of(record, found) for record, found in answers])
-    return GroupState(workers=workers, actors=tuple(actors[each] for each in sorted(actors)), took=took)
+    state = GroupState(workers=workers, actors=tuple(actors[each] for each in sorted(actors)), took=took)
+    return replace(state, findings=tuple(findings(state)))
 
 
 def _with_calls(workers: list[ObservedWorker]) -> tuple[ObservedWorker, ...]:

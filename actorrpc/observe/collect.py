@@ -211,7 +211,8 @@ def _process(worker: Worker) -> dict[str, Any]:
         producers = sorted(worker.actors.streams.all(), key=lambda each: not each.pause)
         found["streams"] = [_stream(each) for each in producers[:_STREAMS]]
         found["stream_count"] = len(producers)
-        found["deadlocks"] = [text[:_TEXT] for _, text in list(worker.actors.registry.deadlocks.found)]
+        broken = list(worker.actors.registry.deadlocks.found)
+        found["deadlocks"] = [{"error": text[:_TEXT], "since": max(0.0, now - when)} for when, text in broken]
         found["tasks"] = sum(
             hosted.counts()[1] for hosted in worker.actors.registry.all() if _is_of_tasks(hosted)
         )

@@ -11,6 +11,7 @@ __all__ = ["calls_to", "findings", "in_order", "of_actors", "of_workers"]
 
 _LONG_S: Final = 10.0  # a call that has waited longer than this for its turn is said
 _MANY: Final = 100  # calls that wait for one actor are said
+_RECENT_S: Final = 300.0  # a deadlock that was broken is said for so long
 _NEAR: Final = 0.8  # of the descriptors
 # How actors die that were meant to.
 _WANTED: Final = (
@@ -40,12 +41,15 @@ def of_workers(state: GroupState) -> list[Finding]:
         found += _of_worker(worker, state)
     found += _suspects(state)
     for worker in state.workers:
-        for text in worker.deadlocks[-3:]:
-            found.append(
-                Finding(
-                    kind="deadlock", wrong=True, what=f"worker {worker.name!r} has broken a deadlock: {text}"
-                )
+        found += [
+            Finding(
+                kind="deadlock",
+                wrong=True,
+                what=f"worker {worker.name!r} has broken a deadlock {each.since:.0f} s ago: {each.error}",
             )
+            for each in worker.deadlocks
+            if each.since < _RECENT_S
+        ][-3:]
     for worker in state.workers:
         found += [
             Finding(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 __all__ = [
+    "BrokenDeadlock",
     "Finding",
     "GroupState",
     "MailboxState",
@@ -280,6 +281,19 @@ class HeldCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenDeadlock:
+    """A circle of calls that waited for each other, one of which was made to fail.
+
+    Attributes:
+        error: what its error says.
+        since: seconds since then.
+    """
+
+    error: str = ""
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorker:
     """A worker of the group.
 
@@ -310,7 +324,7 @@ class ObservedWorker:
             its host together, each piece counted once; ``limit``: what that may be.
         streams: those produced here, the ones that pause first; ``stream_count`` of all.
         autograd: contexts and passes of distributed autograd, in numbers; ``contexts``: those that were made last.
-        deadlocks: circles of calls that were broken here, the last ones: what their errors say.
+        deadlocks: circles of calls that were broken here, the last ones, at most 20.
         held: calls that a debugger holds here.
         tasks: calls of remote functions that run in it.
         threads: its stacks, where they were asked for.
@@ -347,7 +361,7 @@ class ObservedWorker:
     stream_count: int = 0
     autograd: dict[str, int] = field(default_factory=dict)
     contexts: tuple[ObservedContext, ...] = ()
-    deadlocks: tuple[str, ...] = ()
+    deadlocks: tuple[BrokenDeadlock, ...] = ()
     held: tuple[HeldCall, ...] = ()
     tasks: int = 0
     threads: tuple[ThreadStack, ...] = ()
@@ -372,9 +386,11 @@ class ObservedActor:
         handles: how many handles each worker has to it, by the worker's name, as far as the one that looks after it knows.
         answered: the worker where it lives has answered: what follows is known.
         age: seconds since this incarnation was begun.
-        calls_done: calls of methods that were begun and do not run any more, in this incarnation.
-        latest: calls of methods among the last 4 096 records of its worker's flight recorder; ``failed`` of them have, half of
-            them ran for less than ``p50`` seconds, and 99 of 100 for less than ``p99``: without their time in the mailbox.
+        calls_done: calls of methods that were begun and do not run any more, in this incarnation; that of a stream runs to the
+            stream's end.
+        latest: calls of methods that were answered, among the last 4 096 records of its worker's flight recorder; ``failed`` of
+            them have, half of them took less than ``p50`` seconds until then, and 99 of 100 less than ``p99``: without their time
+            in the mailbox. That of a stream is answered when the stream begins.
         mailbox: its queues, one for each concurrency group.
         running: the calls that run, at most 100.
     """
@@ -440,11 +456,13 @@ class GroupState:
         workers: by rank.
         actors: in the order of their ids, those that died lately among them (1000 for each worker that looks after actors).
         took: seconds that all of it took.
+        findings: what is wrong, then what else there is to know, as ``actorrpc status`` says it.
     """
 
     workers: tuple[ObservedWorker, ...] = ()
     actors: tuple[ObservedActor, ...] = ()
     took: float = 0.0
+    findings: tuple[Finding, ...] = ()
 
     def worker(self, name: str) -> ObservedWorker | None:
         """Return the worker of a name; None where there is none."""

@@ -182,8 +182,11 @@ def test_threads_of_the_driver_say_what_they_wait_for(gate: Path) -> None:
     method = f"the call of Busy.pass_gate on {worker!r}"
     behind = {method, f"the call of Busy.pid on {worker!r}"}
     expected = {
-        **dict.fromkeys(("get", "get with a bound", "wait"), {method}),
-        **dict.fromkeys(("get of two", "coroutine"), behind),
+        "get": {method},
+        "get with a bound": {method},
+        "wait": {method},
+        "get of two": behind,
+        "coroutine": behind,
         "rpc_sync": {f"the call of pass_gate on {worker!r}"},
     }
     until(lambda: seen() == expected)
