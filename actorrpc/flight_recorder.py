@@ -30,8 +30,10 @@ __all__ = [
     "EXECUTED",
     "KEPT",
     "NOTED",
+    "OWN",
     "UNDER_WAY",
     "FlightRecorder",
+    "label_of",
     "method_of",
     "name_of",
 ]
@@ -57,6 +59,10 @@ UNDER_WAY: Final = -1
 that moment. Of an execution whose turn has not come, ``begun`` and ``ended`` are both that moment. Thread 0 is none."""
 
 
+OWN: Final = "actorrpc."
+"""What the names begin with of calls that the package makes for itself: of its functions, without their modules."""
+
+
 def method_of(actor: str, method: str) -> str:
     """Return how metrics and traces name a method: ``Class/method``; of a function its name alone. Actors have no part in it."""
     if actor:
@@ -70,7 +76,18 @@ _NAMED: Final = frozenset({FunctionType, BuiltinFunctionType, MethodType, type})
 
 def name_of(function: Any) -> str:
     """Return how a function that is called is named: of an object that can be called, its class; its attributes are its own."""
-    return str(function.__qualname__ if type(function) in _NAMED else type(function).__qualname__)
+    named = function if type(function) in _NAMED else type(function)
+    return f"{OWN}{named.__qualname__}" if _is_own(function) else str(named.__qualname__)
+
+
+def label_of(function: Any) -> str:
+    """Return how messages name a function that is called."""
+    name = getattr(function, "__qualname__", None) or repr(function)
+    return f"{OWN}{name}" if _is_own(function) else name
+
+
+def _is_own(function: Any) -> bool:
+    return type(function) is FunctionType and (function.__module__ or "").startswith(OWN)
 
 
 class FlightRecorder:
@@ -116,15 +133,7 @@ class FlightRecorder:
                 execution.id,
                 execution.peer.name,
                 execution.chain,
-                (
-                    what
-                    if type(what) is str
-                    else what.__qualname__
-                    if type(what) in _NAMED
-                    else type(
-                        what
-                    ).__qualname__  # name_of(), without the call: this is on the path of every call
-                ),
+                what if type(what) is str else name_of(what),
                 execution.thread,
                 failed,
                 "" if actor is None else actor.title,

@@ -46,7 +46,7 @@ from actorrpc.errors import (
     RpcError,
     ShutdownError,
 )
-from actorrpc.flight_recorder import FlightRecorder
+from actorrpc.flight_recorder import FlightRecorder, label_of
 from actorrpc.futures import Future, interruption_point
 from actorrpc.serialization import codec
 from actorrpc.transport import signals
@@ -242,7 +242,7 @@ class Agent:
         else:
             chain = self.next_chain()
         if label is None:
-            label = getattr(function, "__qualname__", None) or repr(function)
+            label = label_of(function)
         if peer.state != "alive":
             peer.check_alive(f"cannot call {label}")
         message = outbound.MessageContext(peer)

@@ -28,6 +28,7 @@ from actorrpc.autograd.messages import (
     make,
 )
 from actorrpc.errors import NotInitializedError, ProtocolError, RpcError
+from actorrpc.flight_recorder import OWN
 from actorrpc.futures import WAITING, Future
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.wire.identity import WorkerKey
@@ -148,7 +149,7 @@ class AgentTransport:
     def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         future: Future[Any] = Future()
-        label = f"backward ({type(message).__name__})"
+        label = f"{OWN}backward ({type(message).__name__})"
         future.label = label
         try:
             self._agent.call(

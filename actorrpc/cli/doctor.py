@@ -15,7 +15,6 @@ from typing import Any, Final
 from actorrpc import __version__
 from actorrpc.cli.text import amount, count, span
 from actorrpc.errors import ConfigError
-from actorrpc.observe.findings import findings
 from actorrpc.observe.model import Finding
 from actorrpc.observe.outside import GroupLook, settings_here
 from actorrpc.transport.tls import Tls
@@ -162,7 +161,7 @@ def of_group(look: GroupLook) -> list[Finding]:
     checks = [Finding(kind="reachability", wrong=len(reached) < len(state.workers), what=what)]
     if not state.workers:
         checks = [_fault("reachability", f"{title}: nobody has answered", "see whether its processes live")]
-    return [*checks, *findings(state)]
+    return [*checks, *state.findings]
 
 
 def lines(checks: Sequence[Finding]) -> list[str]:

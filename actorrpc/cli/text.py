@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -180,6 +181,10 @@ def stack_lines(fold: Fold, workers: int, threads: int, callers: Mapping[str, st
         f"  {each.call} is held by {each.why} at {each.file}:{each.line}, in {each.function}()"
         for each in fold.held[:_SHOWN]
     ]
+    if not fold.calls:  # they say themselves what they wait for
+        waits = Counter(" and ".join(thread.waits_for) for _, thread in fold.where if thread.waits_for)
+        for text, number in waits.most_common(_SHOWN):
+            lines.append(f"  waits for {text}" if number == 1 else f"  {number} wait for {text}")
     width = max((len(each.function) for each in fold.told), default=0)
     lines += [
         f"    {each.function.ljust(min(width, 50))}  {_short(each.file)}:{each.line}"

@@ -20,7 +20,7 @@ from actorrpc.cli.text import (
     stack_lines,
     table,
 )
-from actorrpc.observe.findings import in_order, is_wanted, of_actors, of_workers, remedy_of
+from actorrpc.observe.findings import calls_to, in_order, is_wanted, of_actors, of_workers, remedy_of
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.observe.tracing.trace import TraceSummary
@@ -28,7 +28,19 @@ from actorrpc.observe.tracing.trace import TraceSummary
 __all__ = ["Picture", "separated", "trace_lines"]
 
 _STATES: Final = ("PENDING_CREATION", "ALIVE", "RESTARTING", "ENDING", "DEAD", "UNKNOWN")
-_OF_SILENT: Final = ("name", "rank", "pid", "host", "what", "state", "reason", "dumped")
+_OF_SILENT: Final = (
+    "name",
+    "rank",
+    "pid",
+    "host",
+    "what",
+    "state",
+    "reason",
+    "dumped",
+    "calls_to",
+    "oldest_call",
+    "oldest",
+)
 _LEAST: Final = 4  # characters of an id that name an actor
 _ROWS: Final = 64  # workers, and classes of actors, that status shows
 _OWNERS: Final = 16  # those who hold memory of others that it shows
@@ -66,7 +78,7 @@ def separated(parts: Iterable[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What was seen of a group, and what there is to say of it.
+    """What was seen of a group.
 
     Attributes:
         callers: what executions are, in words, by what names them in the group.
@@ -75,7 +87,6 @@ class Picture:
 
     group: FoundGroup
     state: GroupState
-    findings: tuple[Finding, ...]
     callers: Mapping[str, str]
     about_actors: tuple[Finding, ...] = ()
 
@@ -89,9 +100,9 @@ class Picture:
             for call in actor.running
             if call.execution
         }
-        about_actors = tuple(of_actors(state))
-        found = in_order([*of_workers(state), *about_actors])
-        return cls(look.group, state, tuple(found), callers, about_actors)
+        about_workers = set(of_workers(state))
+        about_actors = tuple(each for each in state.findings if each not in about_workers)
+        return cls(look.group, state, callers, about_actors)
 
     def with_workers(self, look: GroupLook) -> Picture | None:
         """Return this picture with its workers as a look at them alone has them; None where it is to be looked at whole.
@@ -105,7 +116,12 @@ class Picture:
         if any(each.state != "alive" for each in (*seen.workers, *self.state.workers)):
             return None
         found = in_order([*of_workers(seen), *self.about_actors])
-        return replace(self, state=replace(seen, actors=self.state.actors), findings=tuple(found))
+        return replace(self, state=replace(seen, actors=self.state.actors, findings=tuple(found)))
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What there is to say of it, faults first."""
+        return self.state.findings
 
     @property
     def is_wrong(self) -> bool:
@@ -118,7 +134,7 @@ class Picture:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON has it, without stacks."""
-        return {**self._head, **self.state.as_dict(), "findings": [plain(each) for each in self.findings]}
+        return {**self._head, **self.state.as_dict()}
 
     # -- status --------------------------------------------------------------------------------------------------
 
@@ -194,8 +210,8 @@ class Picture:
                 (
                     name,
                     *(states.get(state, 0) for state in used),
-                    sum(each.waiting for each in actors),
-                    sum(len(each.running) for each in actors),
+                    _known(sum(each.waiting for each in actors), actors),
+                    _known(sum(len(each.running) for each in actors), actors),
                     span(oldest) if oldest else "-",
                 )
             )
@@ -301,7 +317,8 @@ class Picture:
             if not workers and each.state == "DEAD" and is_wanted(each)
         ]
         found = in_order([*of_workers(state), *about_actors, *ended])
-        return replace(self, state=state, findings=tuple(found), about_actors=tuple(about_actors))
+        state = replace(state, findings=tuple(found))
+        return replace(self, state=state, about_actors=tuple(about_actors))
 
     def workers_named(self, text: str) -> tuple[ObservedWorker, ...]:
         """Return the workers that a name, a rank or a process id means."""
@@ -430,9 +447,11 @@ class Picture:
             rows += [("age", span(actor.age)), ("calls done", str(actor.calls_done))]
             if actor.latest:
                 times = f"{lapse(actor.p50)} (p50), {lapse(actor.p99)} (p99), {actor.failed} failed"
-                rows.append(("the latest", f"{count(actor.latest, 'call')}: {times}"))
+                rows.append(("answered", f"the latest {count(actor.latest, 'call')} in {times}"))
         elif actor.worker:
-            rows.append(("mailbox", "its worker has not answered"))
+            worker = self.state.worker(actor.worker)
+            told = "" if worker is None else calls_to(worker)
+            rows.append(("mailbox", f"its worker has not answered{told}"))
         width = max(len(name) for name, _ in rows)
         lines = [actor.title, *(f"  {name.ljust(width)}  {text}" for name, text in rows)]
         for box in actor.mailbox:
@@ -490,7 +509,7 @@ class Picture:
                     actor.title,
                     actor.worker,
                     actor.state.lower(),
-                    actor.waiting,
+                    _known(actor.waiting, [actor]),
                     span(actor.oldest) if actor.waiting else "-",
                     figure(rate.get(actor.actor_id)),
                     runs(actor, self.state.worker(actor.worker)),
@@ -505,6 +524,13 @@ class Picture:
             if each.wrong:
                 lines += ["", *_said(each)]
         return lines
+
+
+def _known(number: int, actors: Iterable[ObservedActor]) -> str:
+    """Return a number of calls, and that it is not all of them where the worker of one of the actors does not answer."""
+    if all(each.answered or not each.worker or each.state == "DEAD" for each in actors):
+        return str(number)
+    return f"{number} + ?" if number else "?"
 
 
 def _traffic(worker: ObservedWorker) -> tuple[str, str]:

@@ -45,6 +45,7 @@ from actorrpc.errors import (
     RpcTimeoutError,
     UnknownWorkerError,
 )
+from actorrpc.flight_recorder import OWN
 from actorrpc.futures import Future
 from actorrpc.group import device_maps
 from actorrpc.group.rendezvous import Rendezvous
@@ -252,7 +253,7 @@ class Group:
         try:
             if not peer.is_self:
                 agent.connector.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
-            agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
+            agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
             # No proof of its death, unless it is not alive any more: that is found out next.
             self.reach.failed(peer, error)

@@ -238,7 +238,7 @@ class RemoteModule(nn.Module):
         return self.module_rref
 
     def _on_owner(self, name: str, function: Any, *args: Any, future: Future[Any] | None = None) -> Any:
-        label = f"{self._what}.{name} on {self.on!r}"
+        label = f"{self._what}.{name}"
         return modules.on_owner(self.module_rref, function, *args, label=label, future=future)
 
     # -- parameters -----------------------------------------------------------------------------------------------------

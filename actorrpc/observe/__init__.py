@@ -8,6 +8,7 @@ without running code of users. One that does not answer is named, with the reaso
 from __future__ import annotations
 
 from actorrpc.observe.model import (
+    BrokenDeadlock,
     Finding,
     GroupState,
     HeldCall,
@@ -28,6 +29,7 @@ from actorrpc.observe.tracing.torch_profiles import keep_profile
 from actorrpc.observe.tracing.trace import TraceSummary
 
 __all__ = [
+    "BrokenDeadlock",
     "Finding",
     "GroupState",
     "HeldCall",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Final
 
 from actorrpc.observe import dumps
-from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker, made_of
+from actorrpc.observe.findings import findings
+from actorrpc.observe.model import GroupState, ObservedActor, ObservedConnection, ObservedWorker, made_of
 from actorrpc.wire.identity import WorkerRecord
 
 __all__ = ["Silent", "assemble", "worker_of"]
@@ -114,8 +116,31 @@ def assemble(
     for life in hosted.values():  # those who look after them have not answered
         row = {**life, "state": "ALIVE" if life.get("state") == "alive" else "UNKNOWN"}
         actors.setdefault(str(life.get("actor_id")), made_of(ObservedActor, row))
-    workers = tuple(worker_of(record, found) for record, found in answers)
-    return GroupState(workers=workers, actors=tuple(actors[each] for each in sorted(actors)), took=took)
+    workers = _with_calls([worker_of(record, found) for record, found in answers])
+    state = GroupState(workers=workers, actors=tuple(actors[each] for each in sorted(actors)), took=took)
+    return replace(state, findings=tuple(findings(state)))
+
+
+def _with_calls(workers: list[ObservedWorker]) -> tuple[ObservedWorker, ...]:
+    """Return workers with the calls that others have made to them: one that does not answer cannot say."""
+    calls: defaultdict[str, list[ObservedConnection]] = defaultdict(list)
+    for worker in workers:
+        for each in worker.connections:
+            if each.calls_out:
+                calls[each.worker].append(each)
+    found = []
+    for worker in workers:
+        made = calls.get(worker.name)
+        if made:
+            first = max(made, key=lambda each: each.oldest)
+            worker = replace(
+                worker,
+                calls_to=sum(each.calls_out for each in made),
+                oldest_call=first.oldest_call,
+                oldest=first.oldest,
+            )
+        found.append(worker)
+    return tuple(found)
 
 
 _OF_ITS_WORKER = [

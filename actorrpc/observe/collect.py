@@ -26,7 +26,7 @@ from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.streams.producer import Producer
-from actorrpc.actors.streams.stalls import Stall, awaited_by
+from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on, waited_for_on
 from actorrpc.actors.supervision.record import LifetimeToken
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
@@ -36,6 +36,7 @@ from actorrpc.cluster import resources
 from actorrpc.debugger.protocol import HELD
 from actorrpc.debugger.session import DebugSession
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
+from actorrpc.futures import Future
 from actorrpc.observe import processes
 from actorrpc.observe.protocol import PARTS
 from actorrpc.rpc.refcount.tables import Outcome
@@ -246,7 +247,8 @@ def _process(worker: Worker) -> dict[str, Any]:
         producers = sorted(worker.actors.streams.all(), key=lambda each: not each.pause)
         found["streams"] = [_stream(each) for each in producers[:_STREAMS]]
         found["stream_count"] = len(producers)
-        found["deadlocks"] = [_text(text) for _, text in list(worker.actors.registry.deadlocks.found)]
+        broken = list(worker.actors.registry.deadlocks.found)
+        found["deadlocks"] = [{"error": _text(text), "since": max(0.0, now - when)} for when, text in broken]
         found["tasks"] = sum(
             hosted.counts()[1] for hosted in worker.actors.registry.all() if _is_of_tasks(hosted)
         )
@@ -276,6 +278,7 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
     heard = max([each.heard for each in conns] + [peer.failure_detector.heard])
     lenders = [each.lender for each in conns if each.lender is not None]
     stats = [each.stats() for each in lenders]
+    pending = list(peer.pending.values())  # in the order in which they were made
     borrowers = [each.borrower for each in conns if each.borrower is not None]
     return {
         "worker": peer.name,
@@ -283,7 +286,9 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "sockets": len(conns),
         "local": any(each.local for each in conns),
         "silent": max(0.0, now - heard) if heard > 0 else -1.0,
-        "calls_out": len(peer.pending),
+        "calls_out": len(pending),
+        "oldest_call": _text(pending[0].label) if pending else "",
+        "oldest": max(0.0, now - pending[0].made) if pending else 0.0,
         "calls_in": len(peer.running),
         "unread": peer.charged,
         "sent": sum(each.bytes_out for each in conns),
@@ -302,7 +307,12 @@ def _left(deadline: float, now: float) -> float | None:
 
 
 def _outgoing(call: Call, now: float) -> dict[str, Any]:
-    return {"label": _text(call.label), "worker": call.peer.name, "left": _left(call.deadline, now)}
+    return {
+        "label": _text(call.label),
+        "worker": call.peer.name,
+        "since": max(0.0, now - call.made),
+        "left": _left(call.deadline, now),
+    }
 
 
 def _text(value: object) -> str:
@@ -492,7 +502,11 @@ def _call(entry: Envelope, now: float, thread: int, waits_for: list[Call | Stall
     }
 
 
-def _say_awaited(what: Call | Stall) -> str:
+def _say_awaited(what: object) -> str:
+    if isinstance(what, Future):
+        what = what.label
+    if type(what) is str:
+        return _text(what)
     if isinstance(what, Call):
         return f"the call of {_text(what.label)} on {what.peer.name!r}"
     if isinstance(what, Producer):
@@ -592,13 +606,25 @@ def _stacks(_worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]
 
 
 def _stack(ident: int, name: str, frame: FrameType | None) -> dict[str, Any]:
+    waits_for = _waits_for(frame)
     found: list[dict[str, Any]] = []
     while frame is not None and len(found) < _FRAMES:
         code = frame.f_code
         found.append({"function": code.co_qualname, "file": code.co_filename, "line": frame.f_lineno or 0})
         frame = frame.f_back
     found.reverse()
-    return {"ident": ident, "name": _text(name), "frames": found}
+    return {"ident": ident, "name": _text(name), "frames": found, "waits_for": waits_for}
+
+
+def _waits_for(frame: FrameType | None) -> list[str]:
+    """Return what a thread waits for, or the coroutine that its event loop runs for."""
+    what = waited_for_on(frame)
+    if what is not None:
+        found: list[Any] = awaited(what) or [what]
+    else:
+        task = loop_on(frame)[1]
+        found = _awaited_by(task) if isinstance(task, asyncio.Task) else []
+    return [_say_awaited(each) for each in found[:10]]
 
 
 #: of a worker, where to begin and how many: the rows, and where the next page begins, if there is one

@@ -8,10 +8,11 @@ from typing import Final
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker
 from actorrpc.observe.words import span
 
-__all__ = ["findings", "in_order", "is_wanted", "of_actors", "of_workers", "remedy_of"]
+__all__ = ["calls_to", "findings", "in_order", "is_wanted", "of_actors", "of_workers", "remedy_of"]
 
 _LONG_S: Final = 10.0  # a call that has waited longer than this for its turn is said
 _MANY: Final = 100  # calls that wait for one actor are said
+_RECENT_S: Final = 300.0  # a deadlock that was broken is said for so long
 _NEAR: Final = 0.8  # of the descriptors
 # How actors die that were meant to.
 _WANTED: Final = (
@@ -41,12 +42,15 @@ def of_workers(state: GroupState) -> list[Finding]:
         found += _of_worker(worker, state)
     found += _suspects(state)
     for worker in state.workers:
-        for text in worker.deadlocks[-3:]:
-            found.append(
-                Finding(
-                    kind="deadlock", wrong=True, what=f"worker {worker.name!r} has broken a deadlock: {text}"
-                )
+        found += [
+            Finding(
+                kind="deadlock",
+                wrong=True,
+                what=f"worker {worker.name!r} has broken a deadlock {each.since:.0f} s ago: {each.error}",
             )
+            for each in worker.deadlocks
+            if each.since < _RECENT_S
+        ][-3:]
     for worker in state.workers:
         found += [
             Finding(
@@ -87,12 +91,21 @@ def remedy_of(worker: ObservedWorker) -> str:
     return _REMEDIES.get(worker.state, "").format(pid=worker.pid, name=worker.name)
 
 
+def calls_to(worker: ObservedWorker) -> str:
+    """Say in words, to follow others, what the callers of a worker know of the calls that it cannot tell of itself."""
+    if not worker.calls_to:
+        return ""
+    calls = "1 call is" if worker.calls_to == 1 else f"{worker.calls_to} calls are"
+    return f"; {calls} out to it, the oldest, of {worker.oldest_call}, for {span(worker.oldest)}"
+
+
 def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
     found = []
     who = f"worker {worker.name!r} (pid {worker.pid})"
     if worker.state not in ("alive", "left"):
         actors = [each.title for each in state.actors if each.worker == worker.name and each.state != "DEAD"]
         hit = f"; on it: {', '.join(actors[:5])}{' ...' if len(actors) > 5 else ''}" if actors else ""
+        hit += calls_to(worker)
         found.append(
             Finding(
                 kind="worker",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 __all__ = [
+    "BrokenDeadlock",
     "Finding",
     "GroupState",
     "MailboxState",
@@ -59,11 +60,13 @@ class ThreadStack:
         name: as ``threading`` has it.
         ident: Python's number for it; 0 where only the dump of a signal handler tells of it.
         frames: what it runs, the innermost last; at most 100.
+        waits_for: the results and streams that it waits for, in words; empty where it waits for none, or nobody knows.
     """
 
     name: str = ""
     ident: int = 0
     frames: tuple[StackFrame, ...] = ()
+    waits_for: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,7 @@ class ObservedConnection:
         sockets: how many connections there are; 0: there is none at present.
         local: it is a Unix socket, on one host.
         silent: seconds since anything came from it; -1 where nothing has.
-        calls_out: calls made to it that are not over.
+        calls_out: calls made to it that are not over; the oldest of them is one of ``oldest_call``, made ``oldest`` seconds ago.
         calls_in: calls of its that are not over here.
         unread: bytes of large calls that it has not taken up yet.
         sent, received: bytes that have gone over its sockets, of all frames; ``chunks_sent`` and ``chunks_received`` are those
@@ -91,6 +94,8 @@ class ObservedConnection:
     local: bool = False
     silent: float = -1.0
     calls_out: int = 0
+    oldest_call: str = ""
+    oldest: float = 0.0
     calls_in: int = 0
     unread: int = 0
     sent: int = 0
@@ -110,11 +115,13 @@ class OutgoingCall:
     Attributes:
         label: what is called.
         worker: where.
+        since: seconds since it was made.
         left: seconds until its time is over; None where it has no bound.
     """
 
     label: str = ""
     worker: str = ""
+    since: float = 0.0
     left: float | None = None
 
 
@@ -276,6 +283,19 @@ class HeldCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenDeadlock:
+    """A circle of calls that waited for each other, one of which was made to fail.
+
+    Attributes:
+        error: what its error says.
+        since: seconds since then.
+    """
+
+    error: str = ""
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorker:
     """A worker of the group.
 
@@ -287,6 +307,8 @@ class ObservedWorker:
             is gone; ``"busy"``: its process runs and does not answer: code in C holds the interpreter's lock, or it gets no
             processor; ``"silent"``: it does not answer, and its host is another one; ``"left"``: it has left the group.
         reason: why it is not alive, in words; empty if it is.
+        calls_to: calls of other workers to it that are not over, as these say, also where it does not answer itself; the
+            oldest of them is one of ``oldest_call``, made ``oldest`` seconds ago.
         age: seconds since its process was started; ``cpu`` seconds of processor time that it has used.
         memory: bytes of it that are in memory (RSS).
         descriptors, descriptor_limit: open ones, and how many there may be.
@@ -304,7 +326,7 @@ class ObservedWorker:
             its host together, each piece counted once; ``limit``: what that may be.
         streams: those produced here, the ones that pause first; ``stream_count`` of all.
         autograd: contexts and passes of distributed autograd, in numbers; ``contexts``: those that were made last.
-        deadlocks: circles of calls that were broken here, the last ones: what their errors say.
+        deadlocks: circles of calls that were broken here, the last ones, at most 20.
         held: calls that a debugger holds here.
         tasks: calls of remote functions that run in it.
         threads: its stacks, where they were asked for.
@@ -318,6 +340,9 @@ class ObservedWorker:
     what: str = ""
     state: str = "alive"
     reason: str = ""
+    calls_to: int = 0
+    oldest_call: str = ""
+    oldest: float = 0.0
     age: float = 0.0
     cpu: float = 0.0
     memory: int = 0
@@ -338,7 +363,7 @@ class ObservedWorker:
     stream_count: int = 0
     autograd: dict[str, int] = field(default_factory=dict)
     contexts: tuple[ObservedContext, ...] = ()
-    deadlocks: tuple[str, ...] = ()
+    deadlocks: tuple[BrokenDeadlock, ...] = ()
     held: tuple[HeldCall, ...] = ()
     tasks: int = 0
     threads: tuple[ThreadStack, ...] = ()
@@ -363,9 +388,11 @@ class ObservedActor:
         handles: how many handles each worker has to it, by the worker's name, as far as the one that looks after it knows.
         answered: the worker where it lives has answered: what follows is known.
         age: seconds since this incarnation was begun.
-        calls_done: calls of methods that were begun and do not run any more, in this incarnation.
-        latest: calls of methods among the last 4 096 records of its worker's flight recorder; ``failed`` of them have, half of
-            them ran for less than ``p50`` seconds, and 99 of 100 for less than ``p99``: without their time in the mailbox.
+        calls_done: calls of methods that were begun and do not run any more, in this incarnation; that of a stream runs to the
+            stream's end.
+        latest: calls of methods that were answered, among the last 4 096 records of its worker's flight recorder; ``failed`` of
+            them have, half of them took less than ``p50`` seconds until then, and 99 of 100 less than ``p99``: without their time
+            in the mailbox. That of a stream is answered when the stream begins.
         mailbox: its queues, one for each concurrency group.
         running: the calls that run, at most 100.
     """
@@ -397,12 +424,12 @@ class ObservedActor:
     @property
     def waiting(self) -> int:
         """How many calls wait for their turn."""
-        return sum(each.waiting for each in self.mailbox)
+        return sum([each.waiting for each in self.mailbox])
 
     @property
     def oldest(self) -> float:
         """How long the call that came first has waited for its turn, in seconds; 0 where none waits."""
-        return max((each.oldest for each in self.mailbox), default=0.0)
+        return max([each.oldest for each in self.mailbox], default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,11 +458,13 @@ class GroupState:
         workers: by rank.
         actors: in the order of their ids, those that died lately among them (1000 for each worker that looks after actors).
         took: seconds that all of it took.
+        findings: what is wrong, then what else there is to know, as ``actorrpc status`` says it.
     """
 
     workers: tuple[ObservedWorker, ...] = ()
     actors: tuple[ObservedActor, ...] = ()
     took: float = 0.0
+    findings: tuple[Finding, ...] = ()
 
     def worker(self, name: str) -> ObservedWorker | None:
         """Return the worker of a name; None where there is none."""

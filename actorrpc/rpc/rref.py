@@ -134,6 +134,7 @@ def _create(
     assert execution is not None
     if fork_id is not None and not references.table.creation_arrived(rref_id, fork_id, execution.peer.key):
         return None
+    execution.what = function
     try:
         value = function(*args, **kwargs)
         if type(value) is not Later and getattr(function, ASYNC_MARK, None) is not None:
@@ -196,6 +197,9 @@ def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwarg
     Args:
         named: what an RRefId has: as a plain tuple, which is equal to it, it travels in fewer steps.
     """
+    execution = CURRENT.get()
+    if execution is not None:
+        execution.what = name
     method = getattr(_value_of(runtime(), named), name)
     result = method(*args, **kwargs)
     if getattr(method, ASYNC_MARK, None) is not None:

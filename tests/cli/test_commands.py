@@ -12,6 +12,7 @@ import sys
 import tomllib
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,16 @@ from actorrpc.agent.context import current_worker
 from actorrpc.cli import commands, doctor
 from actorrpc.cli.commands import main
 from actorrpc.cli.logs import Line
-from actorrpc.cli.text import amount, span, table
-from actorrpc.observe import Finding, findings
+from actorrpc.cli.text import amount, folded, span, stack_lines, table
+from actorrpc.observe import (
+    Finding,
+    ObservedActor,
+    ObservedCall,
+    ObservedWorker,
+    StackFrame,
+    ThreadStack,
+    findings,
+)
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.outside import GroupLook
 from actorrpc.wire import keys
@@ -156,6 +165,8 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
             "local": "bool",
             "silent": "float",
             "calls_out": "int",
+            "oldest_call": "str",
+            "oldest": "float",
             "calls_in": "int",
             "unread": "int",
             "sent": "int",
@@ -395,6 +406,21 @@ Store('store') Store-1 alive 0 - - pass_gate() TIME
     assert re.search(r"(?m)^Reader\('reader'\) Reader-2 alive 1 TIME 0 read\(\) TIME$", looks[1])
     _, text = _run(capsys, "top", "--count", "1", "--json")
     assert len(json.loads(text)["groups"][0]["workers"]) == 3
+
+
+def test_stacks_say_what_threads_wait_for() -> None:
+    worker = ObservedWorker(name="driver", pid=1)
+    frames = (StackFrame(function="main", file="program.py", line=3),)
+    threads = [
+        ThreadStack(name=str(ident), ident=ident, frames=frames, waits_for=waits)
+        for ident, waits in enumerate([("a", "b"), ("c",), ("c",), ()])
+    ]
+    (fold,) = folded([replace(worker, threads=tuple(threads))], [])
+    lines = stack_lines(fold, 1, 4, {})
+    assert lines[1:3] == ["  2 wait for c", "  waits for a and b"]
+    # What runs for an actor says so itself.
+    running = replace(fold, calls=((ObservedActor(), ObservedCall(), worker),))
+    assert not any(line.startswith(("  2 wait", "  waits")) for line in stack_lines(running, 1, 4, {}))
 
 
 # -- without a group, and arguments that cannot be used --------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import actorrpc
+from actorrpc import _time, rpc
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.timers import VirtualClock
 from actorrpc.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder
-from actorrpc.observe import GroupState, ObservedActor, ObservedWorker, collect
+from actorrpc.observe import GroupState, ObservedActor, ObservedWorker, api, collect
 from actorrpc.observe.call_sums import BUCKETS, OTHER, CallSums, method_of
 from actorrpc.observe.metrics import PARTS, CallTotals, GroupCollector
 from tests.actors.e2e.kit import until
@@ -176,6 +177,14 @@ class Counter:
     def fail(self) -> None:
         raise ValueError("as asked")
 
+    def numbers(self) -> Iterator[int]:
+        yield from range(3)
+
+
+def lookup() -> int:
+    """A function of the user's that is called as one of the package's own."""
+    return 1
+
 
 @pytest.mark.usefixtures("embedded")
 def test_of_a_cluster() -> None:
@@ -204,6 +213,35 @@ def test_of_a_cluster() -> None:
     until(lambda: calls("Counter/add") == {"": 20} and calls("Counter/fail") == {OTHER: 1})
     depth = {each.labels["class"]: each.value for each in _scraped(collector)["actorrpc_mailbox_depth"]}
     assert depth["Counter"] == 0
+
+
+@pytest.mark.usefixtures("embedded")
+def test_calls_that_the_package_makes_for_itself_have_one_name() -> None:
+    counters = [Counter.remote() for _ in range(2)]
+    for counter in counters:
+        assert actorrpc.get(list(counter.numbers.remote())) == [0, 1, 2]
+    located = next(
+        each.worker for each in actorrpc.state(30).actors if each.class_name == "Counter" and each.worker
+    )
+    assert rpc.rpc_sync(located, lookup) == 1
+    assert rpc.remote(located, lookup).rpc_sync().bit_length() == 1
+
+    worker, found = current_worker(), set()
+    assert worker is not None
+    for each in api._ask_all(worker, ["metrics"], _time.now(), _time.now() + 30.0, 0.0):
+        answer = each.found()
+        assert isinstance(answer, dict)
+        found |= {(side, method) for side, method, *_ in answer["metrics"]["calls"]}
+    # Of each name of the test itself: other tests of the module may have called theirs.
+    streams = {each for each in found if "numbers" in each[1] or "call of" in each[1]}
+    assert streams == {("client", "Counter/numbers"), ("server", "Counter/numbers")}
+    assert {
+        ("client", "actorrpc"),
+        ("server", "actorrpc"),
+        ("client", "lookup"),
+        ("server", "lookup"),
+    } <= found
+    assert not {"pull", "register", "_create", "_invoke"} & {method for _, method in found}
 
 
 @pytest.mark.skipif(

@@ -10,6 +10,7 @@ import pytest
 
 from actorrpc.errors import ProtocolError
 from actorrpc.observe import (
+    BrokenDeadlock,
     Finding,
     GroupState,
     MailboxState,
@@ -111,6 +112,24 @@ def test_an_actor_whose_worker_is_silent_is_known_all_the_same() -> None:
     assert state.workers[1].state == "stopped"
 
 
+def test_the_callers_of_a_silent_worker_say_what_they_wait_for() -> None:
+    def calls(number: int, method: str, oldest: float) -> dict[str, Any]:
+        made = {"worker": "w", "calls_out": number, "oldest_call": method, "oldest": oldest}
+        return {"process": {"connections": [made, {"worker": "driver"}]}}
+
+    other = _record("other", 2)
+    answers = [
+        (_DRIVER, calls(2, "C.a", 1.0)),
+        (other, calls(1, "C.b", 3.0)),
+        (_WORKER, Silent("busy", "it runs")),
+    ]
+    state = assemble(answers)
+    driver, worker = state.workers[:2]
+    assert (driver.calls_to, worker.calls_to, worker.oldest_call, worker.oldest) == (0, 3, "C.b", 3.0)
+    (found,) = state.findings
+    assert "is busy: it runs; 3 calls are out to it, the oldest, of C.b, for 3.0 s" in found.what
+
+
 def test_an_actor_whose_supervisor_is_silent_is_known_all_the_same() -> None:
     life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "class_name": "C", "state": "alive"}
     state = assemble([(_DRIVER, Silent("busy", "C")), (_WORKER, {"actors": [life]})])
@@ -125,7 +144,11 @@ def test_what_is_wrong_is_said() -> None:
     assert _kinds(workers=(ObservedWorker(name="a"),), actors=(ObservedActor(state="ALIVE"),)) == []
     assert _kinds(workers=(ObservedWorker(state="stopped"),)) == [("worker", True)]
     assert _kinds(workers=(ObservedWorker(descriptors=95, descriptor_limit=100),)) == [("descriptors", True)]
-    assert _kinds(workers=(ObservedWorker(deadlocks=("a circle",)),)) == [("deadlock", True)]
+    deadlocks = tuple(BrokenDeadlock(error="a circle", since=each) for each in (301.0, 299.0))
+    (broken,) = findings(GroupState(workers=(ObservedWorker(name="a", deadlocks=deadlocks),)))
+    assert broken == Finding(
+        kind="deadlock", wrong=True, what="worker 'a' has broken a deadlock 299 s ago: a circle"
+    )
     assert _kinds(workers=(ObservedWorker(pool={"threads": 4, "listening": 0, "queued": 9}),)) == [
         ("threads", True)
     ]

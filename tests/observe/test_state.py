@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import faulthandler
 import json
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,56 @@ def test_stacks_say_where_a_method_is(gate: Path) -> None:
     until(lambda: innermost() == ("pass_gate", pass_gate.__code__.co_filename))
     open_gate(gate)
     actorrpc.get(call)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_threads_of_the_driver_say_what_they_wait_for(gate: Path) -> None:
+    actor = Busy.remote()
+    actorrpc.get(actor.pid.remote())
+    worker = _seen(actor).worker
+    call = actor.pass_gate.remote(str(gate))
+
+    def coroutine() -> None:
+        async def waits() -> None:
+            await asyncio.gather(call, actor.pid.remote())
+
+        asyncio.run(waits())
+
+    waits: dict[str, Callable[[], object]] = {
+        "get": lambda: actorrpc.get(call),
+        "get with a bound": lambda: actorrpc.get(call, timeout=60.0),
+        "get of two": lambda: actorrpc.get([call, actor.pid.remote()]),
+        "wait": lambda: actorrpc.wait([call], timeout=60.0),
+        "rpc_sync": lambda: rpc.rpc_sync(worker, pass_gate, args=(str(gate.with_name("other")),)),
+        "coroutine": coroutine,
+    }
+    os.mkfifo(gate.with_name("other"))
+    threads = [threading.Thread(target=run, name=name) for name, run in waits.items()]
+    for each in threads:
+        each.start()
+
+    def seen() -> dict[str, set[str]]:
+        driver = actorrpc.state(30, stacks=True).worker("driver")
+        assert driver is not None
+        return {
+            each.name: set(each.waits_for) for each in driver.threads if each.name in waits and each.waits_for
+        }
+
+    method = f"the call of Busy.pass_gate on {worker!r}"
+    behind = {method, f"the call of Busy.pid on {worker!r}"}
+    expected = {
+        "get": {method},
+        "get with a bound": {method},
+        "wait": {method},
+        "get of two": behind,
+        "coroutine": behind,
+        "rpc_sync": {f"the call of pass_gate on {worker!r}"},
+    }
+    until(lambda: seen() == expected)
+    open_gate(gate)
+    open_gate(gate.with_name("other"))
+    for each in threads:
+        each.join()
 
 
 @pytest.mark.usefixtures("embedded")
@@ -337,6 +389,7 @@ def test_a_process_that_holds_the_interpreter_dumps_its_stacks(gate: Path) -> No
     pid = actorrpc.get(actor.pid.remote())
     call = actor.hold_the_interpreter.remote(str(gate))
     until(lambda: _is_busy(pid))
+    behind = actor.pid.remote()
     for _ in range(2):  # one dump behind the other
         state = actorrpc.state(0.5, stacks=True)
         worker = next(each for each in state.workers if each.pid == pid)
@@ -344,8 +397,12 @@ def test_a_process_that_holds_the_interpreter_dumps_its_stacks(gate: Path) -> No
         functions = [each.frames[-1].function for each in worker.threads]
         assert "hold_the_interpreter" in functions
         assert len(functions) > 3
+        # Those who wait for it know what it cannot say.
+        assert (worker.calls_to, worker.oldest_call) == (2, "Busy.hold_the_interpreter")
+        assert worker.oldest > 0.0
     open_gate(gate)
     assert actorrpc.get(call) >= 0
+    assert actorrpc.get(behind) == pid
 
 
 def _is_busy(pid: int) -> bool:

@@ -520,7 +520,6 @@ class CallQueue:
         asked = ask(
             self.runtime,
             self.supervisor,
-            self.supervisor_name,
             "locate",
             self.actor_id,
             self._after,

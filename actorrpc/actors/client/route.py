@@ -457,7 +457,7 @@ class Route:
 
     def _ask(self, what: str, *args: Any) -> Future[Any]:
         queue = self._queue
-        return ask(queue.runtime, queue.supervisor, queue.supervisor_name, what, self.actor_id, *args)
+        return ask(queue.runtime, queue.supervisor, what, self.actor_id, *args)
 
     def __repr__(self) -> str:
         return f"<{'Route' if self.anchor is not None else 'Weak route'} to {self.title}>"

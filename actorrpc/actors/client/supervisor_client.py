@@ -10,6 +10,7 @@ from actorrpc.actors.spec.death_report import ActorState
 from actorrpc.agent.executor import Later
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import PeerDiedError, RemoteError, RpcError, ShutdownError
+from actorrpc.flight_recorder import OWN
 from actorrpc.futures import Future
 from actorrpc.serialization import exceptions
 from actorrpc.wire.identity import WorkerKey
@@ -73,7 +74,7 @@ def call_quietly(
     return future
 
 
-def ask(here: Runtime, key: WorkerKey, worker: str, what: str, *args: Any) -> Future[Any]:
+def ask(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
     """Ask the supervisor ``key``: ``"locate"``, ``"kill"``, ``"watch"`` or ``"alive"``, with that method's arguments.
 
     Returns:
@@ -83,7 +84,7 @@ def ask(here: Runtime, key: WorkerKey, worker: str, what: str, *args: Any) -> Fu
         answer: Future[Any] = getattr(here.supervisor, what)(*args)
         return answer
     agent = here.agent
-    return call_quietly(agent, lambda: peer_of(agent, key), _ASKED[what], args, 0, f"{what} at {worker}")
+    return call_quietly(agent, lambda: peer_of(agent, key), _ASKED[what], args, 0, f"{OWN}{what}")
 
 
 # -- called by RPC on the supervisor's worker -----------------------------------------------------------------

@@ -32,7 +32,7 @@ from actorrpc import _time
 from actorrpc._limits import NO_THREAD
 from actorrpc.actors.host.carriers import Carrier
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
-from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by
+from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on
 from actorrpc.agent.calls import Call
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.agent.threads import follow_torch
@@ -209,17 +209,7 @@ class ActorThread(Carrier):
 
         The thread's stack tells, for any thread: what runs the loop may be a library's, and says nothing to us.
         """
-        frame = sys._current_frames().get(self.ident)
-        while frame is not None and frame.f_code is not ActorThread.serve.__code__:
-            caller = frame.f_back
-            if frame.f_code is asyncio.BaseEventLoop.run_forever.__code__:
-                until = asyncio.BaseEventLoop.run_until_complete.__code__
-                task = (
-                    caller.f_locals.get("future") if caller is not None and caller.f_code is until else None
-                )
-                return frame.f_locals["self"], task
-            frame = caller
-        return None, None
+        return loop_on(sys._current_frames().get(self.ident), ActorThread.serve.__code__)
 
     @property
     def entered(self) -> list[Entry]:

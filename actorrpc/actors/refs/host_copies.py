@@ -76,9 +76,7 @@ class HostCopies:
         references = self._references
         try:
             peer = references.peer_of(copy.worker)
-            references.agent.call(
-                peer, _share, (copy.value,), {}, _ASK_S, future=future, label="a copy on this host"
-            )
+            references.agent.call(peer, _share, (copy.value,), {}, _ASK_S, future=future)
         except RpcError as error:  # it has ended
             future.set_exception(error)
         references.agent.flush()

@@ -115,12 +115,11 @@ def find(address: Address, what: str) -> RRef[Any]:
         found = rrefs.lend(address.value)
     else:
         agent = references.agent
-        label = f"loading {what} from its pickle"
         try:
             peer = agent.peer(address.worker.rank)
             if peer.record.incarnation != address.worker.incarnation:
                 raise UnknownWorkerError(f"{peer.name!r} has taken its place")
-            found = agent.ask(peer, _lend, (address.value,), {}, _FIND_S, label=label)
+            found = agent.ask(peer, _lend, (address.value,), {}, _FIND_S)
         except (UnknownWorkerError, PeerDiedError) as error:
             raise PeerDiedError(
                 f"{what} cannot be loaded from its pickle: worker {address.name!r}, which had it, has ended ({error})",

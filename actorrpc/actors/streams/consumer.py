@@ -216,7 +216,7 @@ class _Consumer(Stall):
         step.add_done_callback(lambda _: self._take_up(claim))
         token = CURRENT.set(self._apart)
         try:
-            self._agent.call(peer, pull, (ticket.stream, taken), {}, 0, future=step, label=self.label)
+            self._agent.call(peer, pull, (ticket.stream, taken), {}, 0, future=step)
             self._agent.flush()
         except Exception as error:
             if step._claim():
@@ -424,7 +424,7 @@ class _Consumer(Stall):
         told.add_done_callback(_look_away)
         token = CURRENT.set(self._apart)
         try:
-            self._agent.call(peer, close_stream, (ticket.stream,), {}, 0, future=told, label="close_stream")
+            self._agent.call(peer, close_stream, (ticket.stream,), {}, 0, future=told)
             self._agent.flush()
         except Exception as error:  # the producer's worker has ended, or this one
             if told._claim():

@@ -11,13 +11,23 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any, Final
 
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.futures import WAITING, Future, NestedRunner, bystander
 
-__all__ = ["PATIENCE_S", "Onlooker", "Stall", "StreamReader", "awaited", "awaited_by"]
+__all__ = [
+    "PATIENCE_S",
+    "Onlooker",
+    "Stall",
+    "StreamReader",
+    "awaited",
+    "awaited_by",
+    "loop_on",
+    "waited_for_on",
+]
 
 PATIENCE_S: Final = 30.0
 """So long a stream is left alone that may have been handed to somebody who has not begun to read it."""
@@ -63,6 +73,36 @@ def awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
             left += getattr(waiter, "_children", ())  # of asyncio.gather()
             found += awaited(getattr(waiter, "stands_for", None))
     return found
+
+
+_WAITS: Final = frozenset(
+    each.__code__ for each in (Call.result, Call.wait, Call._wait, Future.wait, Future._park)
+)
+
+
+def waited_for_on(frame: FrameType | None) -> Call | Future[Any] | None:
+    """Return what a thread waits for, by its stack: nothing is written down for that on the path of a call."""
+    while frame is not None and frame.f_code not in _WAITS:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("self")
+
+
+def loop_on(
+    frame: FrameType | None, end: CodeType | None = None
+) -> tuple[asyncio.AbstractEventLoop | None, Any]:
+    """Return the event loop that runs on a stack, if it is asyncio's, and the task for whose end it runs.
+
+    Args:
+        end: it is looked for above the frames of this code.
+    """
+    while frame is not None and frame.f_code is not end:
+        caller = frame.f_back
+        if frame.f_code is asyncio.BaseEventLoop.run_forever.__code__:
+            until = asyncio.BaseEventLoop.run_until_complete.__code__
+            task = caller.f_locals.get("future") if caller is not None and caller.f_code is until else None
+            return frame.f_locals["self"], task
+        frame = caller
+    return None, None
 
 
 def _key(execution: Execution | None) -> tuple[int, int, int]:
