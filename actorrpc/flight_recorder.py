@@ -31,9 +31,9 @@ __all__ = [
     "KEPT",
     "NOTED",
     "OWN",
+    "OWN_MODULES",
     "UNDER_WAY",
     "FlightRecorder",
-    "label_of",
     "method_of",
     "name_of",
 ]
@@ -59,6 +59,7 @@ UNDER_WAY: Final = -1
 that moment. Of an execution whose turn has not come, ``begun`` and ``ended`` are both that moment. Thread 0 is none."""
 
 
+_MODULES: Final = 4096  # modules whose functions are called; more are forgotten, and looked at again
 OWN: Final = "actorrpc."
 """What the names begin with of calls that the package makes for itself: of its functions, without their modules."""
 
@@ -74,20 +75,26 @@ def method_of(actor: str, method: str) -> str:
 _NAMED: Final = frozenset({FunctionType, BuiltinFunctionType, MethodType, type})
 
 
+class _OwnModules(dict[Any, bool]):
+    """Whether a module, by its name, is one of this package."""
+
+    def __missing__(self, module: Any) -> bool:
+        if len(self) >= _MODULES:
+            self.clear()
+        found = self[module] = type(module) is str and module.startswith(OWN)
+        return found
+
+
+OWN_MODULES: Final = _OwnModules()
+"""Asked on the path of every call, and therefore a table: ``type(function) is FunctionType and OWN_MODULES[function.__module__]``
+says whether a function is one that the package calls for itself."""
+
+
 def name_of(function: Any) -> str:
     """Return how a function that is called is named: of an object that can be called, its class; its attributes are its own."""
-    named = function if type(function) in _NAMED else type(function)
-    return f"{OWN}{named.__qualname__}" if _is_own(function) else str(named.__qualname__)
-
-
-def label_of(function: Any) -> str:
-    """Return how messages name a function that is called."""
-    name = getattr(function, "__qualname__", None) or repr(function)
-    return f"{OWN}{name}" if _is_own(function) else name
-
-
-def _is_own(function: Any) -> bool:
-    return type(function) is FunctionType and (function.__module__ or "").startswith(OWN)
+    if type(function) is FunctionType and OWN_MODULES[function.__module__]:
+        return f"{OWN}{function.__qualname__}"
+    return str(function.__qualname__ if type(function) in _NAMED else type(function).__qualname__)
 
 
 class FlightRecorder:
@@ -123,6 +130,11 @@ class FlightRecorder:
     def executed(self, execution: Any, failed: bool) -> None:
         """Write down an agent's ``Execution`` that is answered."""
         actor, what = execution.actor, execution.what
+        if type(what) is not str:  # name_of(), without the call: this is on the path of every call
+            if type(what) is FunctionType and OWN_MODULES[what.__module__]:
+                what = f"{OWN}{what.__qualname__}"
+            else:
+                what = what.__qualname__ if type(what) in _NAMED else type(what).__qualname__
         self._write(
             (
                 self._next(),
@@ -133,7 +145,7 @@ class FlightRecorder:
                 execution.id,
                 execution.peer.name,
                 execution.chain,
-                what if type(what) is str else name_of(what),
+                what,
                 execution.thread,
                 failed,
                 "" if actor is None else actor.title,

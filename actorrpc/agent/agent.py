@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, Final, NoReturn
 
 from actorrpc import _time
@@ -46,7 +46,7 @@ from actorrpc.errors import (
     RpcError,
     ShutdownError,
 )
-from actorrpc.flight_recorder import FlightRecorder, label_of
+from actorrpc.flight_recorder import OWN, OWN_MODULES, FlightRecorder
 from actorrpc.futures import Future, interruption_point
 from actorrpc.serialization import codec
 from actorrpc.transport import signals
@@ -242,7 +242,9 @@ class Agent:
         else:
             chain = self.next_chain()
         if label is None:
-            label = label_of(function)
+            label = getattr(function, "__qualname__", None) or repr(function)
+            if type(function) is FunctionType and OWN_MODULES[function.__module__]:
+                label = f"{OWN}{label}"
         if peer.state != "alive":
             peer.check_alive(f"cannot call {label}")
         message = outbound.MessageContext(peer)
