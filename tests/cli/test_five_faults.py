@@ -74,6 +74,9 @@ if __name__ == "__main__":
 """
 
 
+_PID = "FIVE_FAULTS_PID"  # of the program: there may be other groups of this user
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The variables of a shell beside which the program runs, until the end of the module."""
@@ -97,7 +100,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
             assert process.stdout is not None
             while "all of it" not in (line := process.stdout.readline()):
                 assert line, "the program has ended"
-            yield found
+            yield found | {_PID: str(process.pid)}
         finally:
             process.kill()
 
@@ -175,7 +178,7 @@ def test_lines_that_are_asked_for_are_all_that_is_printed(environment: dict[str,
 
 def test_the_page_names_each(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", environment["ACTORRPC_RUNTIME_DIR"])
-    (group,) = find_groups()
+    (group,) = find_groups(int(environment[_PID]))
     feed = Feed(lambda parts, begin=None: look(group, parts, 5.0, begin=begin), lambda: [group])
     with served(feed) as page:
         status, _, body = page.ask("api/now", Cookie=page.log_in())
