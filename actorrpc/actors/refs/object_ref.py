@@ -149,14 +149,19 @@ class _Pursuit:
     taken up once, by that thread or by a callback: ``_claim`` is a list from which one of them pops it.
 
     Args:
-        opens: the future is completed with a value of its own, and not with a snapshot.
+        opens: for which ObjectRef the future is completed with a value of its own, and not with a snapshot.
         stays: it is completed with where the result is kept, where that is not where it is asked for.
     """
 
     __slots__ = ("_claim", "_copies", "_hops", "_is_nearby", "_opens", "_rref", "_stays", "future")
 
     def __init__(
-        self, future: Future[Any], label: object, *, opens: bool = False, stays: bool = False
+        self,
+        future: Future[Any],
+        label: object,
+        *,
+        opens: ObjectRef[Any] | None = None,
+        stays: bool = False,
     ) -> None:
         self.future = future
         self._opens, self._stays = opens, stays
@@ -204,8 +209,8 @@ class _Pursuit:
                 owned = self._rref is not None and self._rref.is_owner() and not self._stays
                 if owned and type(value) is not Snapshot:
                     value = Snapshot.of(value)
-                if self._opens and type(value) is Snapshot:
-                    value = value.open()
+                if self._opens is not None:
+                    value = self._opens._value(value)
             except Exception as caught:
                 self._finish(None, caught)
             else:
@@ -355,7 +360,7 @@ class ObjectRef(Generic[T_co]):
 
     def _followed(self, future: Future[Any]) -> Any:
         settled = self._settled()
-        _Pursuit(future, settled.label, opens=True).follow(settled)
+        _Pursuit(future, settled.label, opens=self).follow(settled)
         return future
 
     def _settled(self) -> Future[Any]:
@@ -435,15 +440,14 @@ class ObjectRef(Generic[T_co]):
             snapshot = Snapshot.of(found, recorded=False)
         except RpcError:
             return found  # gradients flow through it, or it cannot be copied: all get the same
-        future = (
-            self._fetched if self._fetched is not None and self._fetched._value is found else self._future
-        )
-        assert future is not None
         with _lock:
-            if future._value is found:
-                future._value = snapshot
-            else:  # another thread was faster
-                snapshot = future._value
+            # That of a fetch has the same object as that of the call where it was begun before the call was over.
+            places = [each for each in (self._future, self._fetched) if each is not None]
+            having = [each for each in places if each._value is found]
+            for each in having:
+                each._value = snapshot
+            if not having:  # another thread was faster
+                snapshot = next(each._value for each in places if type(each._value) is Snapshot)
                 found = None
         return snapshot.open(copy) if found is None or copy is False else found
 

@@ -238,7 +238,11 @@ class _Gate:
                 return
             if type(item) is not ObjectRef:  # just now
                 return
-            fetch = self.futures[at] = item._settled()
+            fetch = item._settled()
+            try:
+                self.futures[at] = fetch
+            except IndexError:  # closed in this moment
+                return
             fetches[fetch] = None
         self._left.extend([None] * (len(fetches) - 1))  # they count in the place of the one
         for fetch in fetches:

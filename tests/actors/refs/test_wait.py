@@ -123,6 +123,46 @@ def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fet
     assert found == [["large", 1, "large", "large", 2]]
 
 
+def test_a_large_result_that_comes_as_the_wait_for_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    result: Future[Any] = Future()
+    result.set_result(StoredResult(_Fetched(Future())))
+    ref = ObjectRef(result)
+    futures: list[Future[Any]] = [result, Future()]
+    gate = wait_module._Gate("two", [ref, ref], futures, fails=True, values=False)
+    settled = ObjectRef._settled
+
+    def settling(self: ObjectRef[Any]) -> Future[Any]:
+        futures.clear()  # as get() does on its way out
+        return settled(self)
+
+    monkeypatch.setattr(ObjectRef, "_settled", settling)
+    gate._fetch(result)
+    gate.close()
+
+
+def test_a_fetched_value_that_several_threads_take_at_once() -> None:
+    result, fetch = Future[Any](), Future[Any]()
+    result.set_result(StoredResult(_Fetched(fetch)))
+    ref = ObjectRef(result)
+    settled = ref._settled()
+    fetch.set_result([1])  # as it is where processes share no memory
+    found = settled.wait()
+    first, second = ref._value(found), ref._value(found)  # both have looked before either has taken it
+    first.append(2)
+    assert second == get(ref) == [1]
+
+
+def test_the_future_of_a_result_has_a_value_of_its_own() -> None:
+    result: Future[Any] = Future()
+    ref = ObjectRef(result)
+    futures = [ref.future(), ref.future()]
+    result.set_result([1])
+    values = [*(future.wait() for future in futures), get(ref), get(ref), ref.future().wait()]
+    for value in values:
+        value.append(2)
+    assert values == [[1, 2]] * len(values)
+
+
 def _started(target: Any) -> threading.Thread:
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
