@@ -65,14 +65,12 @@ class Probe:
     """A question on its way: who asked it, and whom it has passed.
 
     ``execution`` is the execution that waits where it began; of a call that waits for its arguments, its number, negative.
-    ``gives_way``: it ends at the call of a greater execution that stands in the way, and asks for itself.
     """
 
     worker: WorkerKey
     instance_id: int
     execution: int
     trail: tuple[str, ...]
-    gives_way: bool = False
 
     def past(self, what: str) -> Probe:
         """Return the question as it goes on."""
@@ -120,7 +118,7 @@ class DeadlockDetector:
                 if not isinstance(running, Envelope) or running.execution is None:
                     continue
                 chain = running.execution.chain
-                probe = Probe(self._runtime.references.me, hosted.id, chain, (_say(running),), True)
+                probe = Probe(self._runtime.references.me, hosted.id, chain, (_say(running),))
                 self._inquire(seen, (hosted.id, chain), calls, probe)
         return busy
 
@@ -272,13 +270,9 @@ def _pursue(id: int, probe: Probe) -> None:
     execution = running.execution
     if execution is None:
         return
-    if running is not entry:
-        if probe.began(runtime, hosted, execution.chain):
-            _verdict(hosted, entry, probe)
-            return
-        if _asks_itself(runtime, hosted, running, probe):
-            runtime.registry.deadlocks.poke()
-            return
+    if running is not entry and probe.began(runtime, hosted, execution.chain):
+        _verdict(hosted, entry, probe)
+        return
     on_loop, loop = queue is not None and queue.is_async, hosted.loop_of(queue)
     slot: Any = hosted.mailbox.slot_of(execution.chain) if not on_loop else loop and loop.runner
     if slot is None:
@@ -290,18 +284,6 @@ def _pursue(id: int, probe: Probe) -> None:
         probe = probe.past(_say(inner))
     for call in slot.waits_for[:_BRANCHES]:
         _send(runtime, call, probe)
-
-
-def _asks_itself(runtime: Runtime, hosted: HostedActor, running: Envelope, probe: Probe) -> bool:
-    """Say whether a question gives way to that of a call that waits here: so one call of a circle fails, and not several."""
-    execution = running.execution
-    if not probe.gives_way or execution is None:
-        return False
-    own = (runtime.references.me, hosted.id, execution.chain)
-    return own > (probe.worker, probe.instance_id, probe.execution) and any(
-        each is running and any(not isinstance(call, Producer) for call in found)
-        for each, found in _blocked(hosted)
-    )
 
 
 def _pursue_promise(rref_id: RRefId, probe: Probe) -> None:

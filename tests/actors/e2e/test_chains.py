@@ -14,7 +14,6 @@ import torch
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.actors.context import runtime
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 from tests.layers import rest_is_slow
 
@@ -370,34 +369,6 @@ def test_without_reentrancy_a_cycle_is_reported() -> None:
         actorrpc.get(a.visit.remote([b, a]), timeout=20)
     assert actorrpc.get(a.visit.remote([b, b])) == [True] * 3
     assert actorrpc.get(a.note.remote("alive")) == "alive"
-
-
-_MET = threading.Barrier(2)  # of two actors in one process
-
-
-@actorrpc.remote
-class Meeting:
-    def meet(self, other: Any) -> Any:
-        _MET.wait(20)
-        return actorrpc.get(other.answer.remote())
-
-    def answer(self) -> str:
-        return "here"
-
-
-@pytest.mark.slow
-def test_of_a_circle_that_is_found_from_two_sides_one_call_fails() -> None:
-    # In this process both are looked at in the same moment.
-    here = runtime().agent.name
-    pair = [Meeting.options(worker=here).remote() for _ in range(2)]
-    calls = [one.meet.remote(other) for one, other in (pair, pair[::-1])]
-    errors, values = [], []
-    for call in calls:
-        try:
-            values.append(actorrpc.get(call))
-        except actorrpc.DeadlockError as error:
-            errors.append(error)
-    assert (values, len(errors)) == (["here"], 1)
 
 
 # -- async and threaded actors in a chain ----------------------------------------------------------------------
