@@ -252,6 +252,7 @@ class FrameReader:
                 and not flags & STREAM
                 and extra <= length
                 and extra <= MAX_EXTRA
+                and length <= self._max_frame
                 and 0 < kind <= FAILURE
                 and remaining == remaining
             ):

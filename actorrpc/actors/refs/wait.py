@@ -687,6 +687,7 @@ class Completed(Generic[T]):
     def __init__(
         self, refs: Iterable[Any], timeout: float | None, bar: _Bar | None = None, *, fetch: bool = True
     ) -> None:
+        self._stream = _WaitedStream(fetch)
         self._until = deadline_of(timeout)
         self._timeout = timeout
         self._awaits_all = False
@@ -703,12 +704,17 @@ class Completed(Generic[T]):
             self._bar = progress_bar(None if self._streams else len(items), bar.description)
             if not items:
                 self._bar.close()
-        self._stream = _WaitedStream(fetch)
         for item, future in zip(items, futures, strict=True):
             watch = _Watch(self._stream, weakref.ref(item) if isinstance(item, Arrivals) else item)
-            self._stream.watches.append(watch)
             watch.arm(future)
+            self._stream.watches.append(watch)
         _flush(futures)
+
+    def __del__(self) -> None:
+        # A loop that is left early, or again and again at its time-out, leaves nothing with results that are still to come.
+        for each in self._stream.watches:
+            if not each.future._done:
+                _stand_aside(each, each.future)
 
     def __iter__(self) -> Iterator[T]:
         return self

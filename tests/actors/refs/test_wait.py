@@ -615,3 +615,16 @@ def test_each_comes_once_whoever_ends_them(asynchronous: bool) -> None:
         thread.join()
     assert len(found) == 200
     assert set(found) == set(work.refs)
+
+
+def test_an_iteration_that_is_left_early_leaves_nothing_with_what_is_still_to_come() -> None:
+    work = _Work(2)
+    work.end(0)
+    for _ in range(3):
+        with pytest.raises(errors.RpcTimeoutError):
+            for _ in as_completed(work.refs, timeout=_TINY):
+                pass
+    for _ in as_completed(work.refs):
+        break
+    gc.collect()
+    assert not work.futures[1]._parked
