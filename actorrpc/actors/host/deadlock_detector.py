@@ -126,7 +126,8 @@ class DeadlockDetector:
         self, seen: dict[object, list[Call | Stall]], who: object, calls: list[Call | Stall], probe: Probe
     ) -> None:
         """Ask about what somebody waits for, if it has been waited for when we looked last."""
-        self._seen[who] = calls
+        # A coroutine that blocks its event loop is found twice: it awaits nothing, and waits on its thread.
+        self._seen[who] = [*self._seen.get(who, ()), *calls]
         before = seen.get(who, ())
         for call in calls[:_BRANCHES]:
             if any(call is each for each in before):  # otherwise it has only begun to wait

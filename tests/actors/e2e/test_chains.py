@@ -371,6 +371,36 @@ def test_without_reentrancy_a_cycle_is_reported() -> None:
     assert actorrpc.get(a.note.remote("alive")) == "alive"
 
 
+_MET = threading.Barrier(2)  # of two actors in one process
+
+
+@actorrpc.remote
+class BlockingMeeting:
+    async def meet(self, other: Any) -> Any:
+        _MET.wait(20)
+        return actorrpc.get(other.answer.remote())  # and holds its event loop
+
+    async def answer(self) -> str:
+        return "here"
+
+
+@pytest.mark.slow
+@pytest.mark.prints("blocks all coroutines|has held the event loop")
+def test_a_circle_through_serial_event_loops_that_are_held_is_found() -> None:
+    # Such an execution is found twice, by its thread and by its task.
+    here = rpc.get_worker_info().name
+    first, second = (BlockingMeeting.options(worker=here, max_concurrency=1).remote() for _ in range(2))
+    calls = [first.meet.remote(second), second.meet.remote(first)]
+    errors, values = [], []
+    for call in calls:
+        try:
+            values.append(actorrpc.get(call))
+        except actorrpc.DeadlockError as error:
+            errors.append(error)
+    assert errors
+    assert values == ["here"] * (2 - len(errors))
+
+
 # -- async and threaded actors in a chain ----------------------------------------------------------------------
 
 
