@@ -247,11 +247,15 @@ class _Pursuit:
     @property
     def behind(self) -> Future[Any] | None:
         """What it follows now: the search for deadlocks looks here."""
-        claim = self._claim
+        claim, rref = self._claim, self._rref
         try:
-            return claim[0]
+            step = claim[0]
         except IndexError:
             return None
+        if rref is not None and rref.is_owner():  # it was promised here, and says itself what it waits for
+            promised: Future[Any] = rref._references.promised.get(rref._handle.rref_id, step)
+            return promised
+        return step
 
     def drive(self, deadline: float | None) -> None:
         """Make progress until the future is complete, the deadline has passed or others are at it."""

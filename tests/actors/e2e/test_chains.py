@@ -401,6 +401,38 @@ def test_a_circle_through_serial_event_loops_that_are_held_is_found() -> None:
     assert values == ["here"] * (2 - len(errors))
 
 
+@actorrpc.remote
+class Giving:
+    def give(self, taker: Any, other: Any) -> Any:
+        _MET.wait(20)
+        return actorrpc.get(taker.take.remote(other.answer.remote()))
+
+    def ask(self, other: Any) -> Any:
+        _MET.wait(20)
+        return actorrpc.get(other.answer.remote())
+
+    def take(self, value: str) -> str:
+        return value
+
+    def answer(self) -> str:
+        return "here"
+
+
+@pytest.mark.slow
+def test_a_circle_through_an_argument_that_comes_from_this_process_is_found() -> None:
+    here = rpc.get_worker_info().name
+    first, second, taker = (Giving.options(worker=here).remote() for _ in range(3))
+    calls = [first.give.remote(taker, second), second.ask.remote(first)]
+    errors, values = [], []
+    for call in calls:
+        try:
+            values.append(actorrpc.get(call))
+        except actorrpc.DeadlockError as error:
+            errors.append(error)
+    assert errors
+    assert values == ["here"] * (2 - len(errors))
+
+
 # -- async and threaded actors in a chain ----------------------------------------------------------------------
 
 
