@@ -30,8 +30,8 @@ _SMALL = "a tensor's header, its storage and its place in a segment are made and
 _LIST = "torch's own accessors (data_ptr, stride, untyped_storage), of which each tensor needs some"
 _ONE_TCP = "sender and receiver share the processor; a chunk's header and hand-over cost what the second processor hides"
 _MANY = (
-    "16 callers take turns on the processors that one has to itself: with colder caches and more wake-ups a call costs its caller "
-    "23-27 us of processor time in place of 16"
+    "16 callers take turns on the processors that one has to itself: with colder caches and more wake-ups a call costs its "
+    "caller 23-27 us of processor time in place of 16"
 )
 _SPIN = "a step probably keeps the callee busy for longer than the 100 us that a thread may spin: both calls pay a wake-up"
 
