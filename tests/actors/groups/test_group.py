@@ -36,6 +36,7 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from tests.actors.alone import alone
+from tests.actors.e2e.kit import until
 from tests.ranks import rpc_group
 
 # Actors of the tests with one worker live in this process: what is here is common to them and the tests.
@@ -390,6 +391,7 @@ def test_broadcast_reaches_all_and_logs_failures(
         assert workers.fail_at.broadcast(4) is None
         assert workers.broadcast("increment") is None
         assert list(get(workers.increment.call())) == [2] * 6
+        until(lambda: bool(caplog.records))  # logged on a thread of the pool, maybe behind the later answers
         gc.collect()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
