@@ -526,6 +526,7 @@ def rpc_async(
         return seen
     future: Future[T] = Future()
     worker = current_worker()
+    # As in rpc_sync(): what _prepare() finds where there is nothing to check, without a function more on the path of every call.
     if (
         worker is not None
         and worker.in_force

@@ -219,7 +219,6 @@ def write(path: str, recordings: Iterable[Recording]) -> TraceSummary:
     """
     counts: dict[str, Any] = {}
     path = os.fspath(path)
-    check_path(path)
     handle, temporary = tempfile.mkstemp(
         prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(os.path.abspath(path))
     )
