@@ -35,6 +35,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+import torch
+
 from actorrpc.wire import keys
 from tests import leaks, processes
 from tests.ports import free_port
@@ -170,6 +172,7 @@ def _rank_main(
     processes.tell_stacks()
     # The rank has the test's environment as of now, not as of the server's start.
     _be(environment)
+    torch.cuda.device_count()  # as joining a group does: where there are GPUs, descriptors stay for good
     before = leaks.LeakSnapshot.take(whole_session=False)
     try:
         answer = (True, fn(rank, world_size, *args))

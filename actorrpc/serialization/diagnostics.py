@@ -10,6 +10,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
+import torch
+
 from actorrpc._exception_text import is_of_handler
 from actorrpc.errors import SerializationError
 from actorrpc.serialization.by_value import captured
@@ -111,6 +113,10 @@ def _parts(obj: Any) -> _Parts:
 
 
 def _parts_of_state(obj: Any) -> _Parts:
+    if isinstance(obj, torch.Tensor):  # what its bytes lie in is nothing that its user sent
+        for name, value in vars(obj).items():
+            yield "attribute", name, value
+        return
     try:
         reduced = obj.__reduce_ex__(5)
     except Exception as error:  # then it is this object itself, and what it raised is the cause

@@ -31,6 +31,7 @@ def between(device: str) -> dict[str, Any]:
 
 
 def run(program: Any, device: str, *args: Any, size: int = 2, options: Any = None) -> list[Any]:
+    options = between(device) if options is None else options
     return rpc_group(
         _on_rank_0,
         size,
@@ -38,8 +39,8 @@ def run(program: Any, device: str, *args: Any, size: int = 2, options: Any = Non
         device,
         *args,
         timeout=100.0,
-        options=options if options is not None else between(device),
-        leak_wait=leak_wait(device),
+        options=options,
+        leak_wait=leak_wait("cuda:0" if "cuda" in str(options) else "cpu"),
     )
 
 
