@@ -172,7 +172,8 @@ def _rank_main(
     processes.tell_stacks()
     # The rank has the test's environment as of now, not as of the server's start.
     _be(environment)
-    torch.cuda.device_count()  # as joining a group does: where there are GPUs, descriptors stay for good
+    if torch.cuda.device_count():
+        leak_wait = None  # the first backward opens all GPUs, and the threads and descriptors of that stay
     before = leaks.LeakSnapshot.take(whole_session=False)
     try:
         answer = (True, fn(rank, world_size, *args))

@@ -580,15 +580,16 @@ class Agent:
     def _take_answers(self, conn: Connection, peer: Peer) -> None:
         """Have calls answered whose answers came before the end of a connection, before those that are left are ended.
 
-        One thread reads an answer and lets the next one read, which finds the end: it must not overtake the answer. A worker
-        that leaves has answered over its other connections as well. Bounded, as an answer that is opened may run anything.
+        One thread reads an answer and lets the next one read, which finds the end: it must not overtake the answer. Where
+        both sides dialled at once, there are two connections, and answers that have come over the one lie there when the
+        end of the other is found. Bounded, as an answer that is opened may run anything, and as somebody may wait for what
+        comes over a connection that lives.
         """
-        if conn.goodbye is Goodbye.LEAVES:
-            for other in list(peer.conns):
-                last = other.read_rest()
-                if last:
-                    self.deliver(other, last, False)
         begun = _time.now()
+        for other in list(peer.conns):
+            last = other.read_rest(_ANSWERS_S)
+            if last:
+                self.deliver(other, last, False)
         while any(each.undelivered for each in (conn, *peer.conns)) and _time.now() - begun < _ANSWERS_S:
             _time.sleep(0.001)
 

@@ -645,18 +645,25 @@ class Connection(StateMachine):
         self.wake()
 
     @uninterruptible
-    def read_rest(self) -> list[Frame]:
-        """Return what had arrived before the connection ended."""
+    def read_rest(self, patience_s: float = -1.0) -> list[Frame]:
+        """Return what has arrived, and nobody has read.
+
+        Args:
+            patience_s: how long to wait for a thread that reads now; -1: for as long as it takes.
+        """
         frames: list[Frame] = []
-        with self.read_lock:
-            try:
-                while True:
-                    target = self._reader.target()
-                    self._take(self.sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
-            except (OSError, EOFError, ProtocolError, MemoryError):
-                if frames:
-                    self.undelivered.append(None)
-                return frames
+        if not self.read_lock.acquire(timeout=patience_s):
+            return frames
+        try:
+            while True:
+                target = self._reader.target()
+                self._take(self.sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
+        except (OSError, EOFError, ProtocolError, MemoryError):
+            if frames:
+                self.undelivered.append(None)
+            return frames
+        finally:
+            self.read_lock.release()
 
     def reap(self) -> None:
         """Close the descriptors, once nobody reads or writes any more. Runs on a pool thread or at the very end."""

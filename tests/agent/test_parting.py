@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import queue
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from actorrpc import _time
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.connector import Connector
 from actorrpc.errors import ShutdownError
+from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
@@ -263,3 +266,28 @@ def test_the_goodbye_comes_after_the_answer_to_the_handshake(monkeypatch: pytest
                 thread.join(20)
                 assert not thread.is_alive()
             assert frames.GOODBYE in {frame.kind for frame in stranger.read_to_the_end()}
+
+
+# -- who dies ----------------------------------------------------------------------------------------
+
+
+def test_an_answer_counts_that_lies_in_the_other_connection_when_the_end_of_one_is_found() -> None:
+    """As both sides dialled at once, there are two connections; which end is found first is chance."""
+    with agents(2) as (here, there):
+        _meet(here, there)
+        first = _conn(here, "a1")
+        there.peer("a0").conn = None  # as if it had not heard of the first one when it dialled
+        there.call(there.peer("a0"), _nothing, (), {}, 20.0).result()
+        (second,) = [each for each in here.peer("a1").conns if each is not first]
+        future: Future[int] = Future()
+        with first.read_lock:  # whoever would read finds that somebody does
+            here.call(here.peer("a1"), operator.add, (1, 2), {}, 20.0, future=future)
+            poll = select.poll()
+            poll.register(first.fd, select.POLLIN)
+            assert poll.poll(20_000)
+            here.pool.forget(first.fd)  # no thread is woken for it: it comes too late
+        over = threading.Event()
+        future.add_done_callback(lambda _: over.set())
+        second.sock.shutdown(socket.SHUT_RD)
+        assert over.wait(20)  # a thread that waited for the future itself would read
+        assert future.wait() == 3
