@@ -277,7 +277,7 @@ def _on_cpu(t: torch.Tensor) -> torch.Tensor:
     """
     if t.is_cuda and t.nbytes >= _PINNED:
         try:
-            pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+            pinned = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
         except RuntimeError:  # the system has no more memory to pin
             return t.cpu()
         return pinned.copy_(t)
