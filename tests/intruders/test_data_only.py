@@ -71,11 +71,15 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 sys.addaudithook(_audit)  # it cannot be taken away again; it does nothing but in `_watched`
 
 
+@pytest.fixture(autouse=True)
+def _nothing_has_fired() -> None:
+    FIRED.clear()
+
+
 @contextlib.contextmanager
 def _watched() -> Iterator[list[str]]:
     """Give what Python reports of commands, code, imports and files meanwhile."""
     global _events
-    FIRED.clear()
     _events = found = []
     try:
         yield found
@@ -183,7 +187,6 @@ def test_every_cut_of_a_message_is_an_error() -> None:
 def test_the_payloads_are_no_duds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the table changed they run."""
     monkeypatch.setitem(data_only._allowed, f"{payloads.__name__}.fire", payloads.fire)
-    FIRED.clear()
     assert data_only.loads(PAYLOADS[f"a call of {payloads.__name__}.fire"]) == "fired"
     assert FIRED
 
