@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from actorrpc.observe.processes import signal_is_caught
+from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["prepare", "take"]
 
@@ -47,7 +48,9 @@ def prepare(number: int) -> Callable[[], None]:
         os.close(fd)
         return lambda: None
 
+    @uninterruptible
     def end() -> None:
+        # Whole: a caller that is cut short calls again, and would close what another one has opened meanwhile.
         faulthandler.unregister(number)
         os.close(fd)
 
