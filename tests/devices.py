@@ -13,9 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests import leaks
-
-__all__ = ["DEVICES", "leak_wait", "missing", "prepare"]
+__all__ = ["DEVICES", "missing", "prepare"]
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
@@ -42,8 +40,3 @@ def prepare(items: Sequence[pytest.Item]) -> None:
     one = torch.ones(2, 2, device="cuda:0", requires_grad=True)
     (one @ one).sum().backward()
     torch.cuda.synchronize()
-
-
-def leak_wait(device: str) -> float | None:
-    """Return how long a rank may take to let go of everything: one that has used a GPU keeps what belongs to that."""
-    return leaks.WAIT if device == "cpu" else None

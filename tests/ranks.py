@@ -172,7 +172,7 @@ def _rank_main(
     processes.tell_stacks()
     # The rank has the test's environment as of now, not as of the server's start.
     _be(environment)
-    if torch.cuda.device_count():
+    if leak_wait == leaks.WAIT and torch.cuda.device_count():
         leak_wait = None  # the first backward opens all GPUs, and the threads and descriptors of that stay
     before = leaks.LeakSnapshot.take(whole_session=False)
     try:
@@ -257,7 +257,8 @@ def run_group(
         env: variables to set in the ranks, besides those of the test.
         may_die: ranks that may end without a result (`Died` takes its place), as in tests that kill them.
         leak_wait: how long each rank may take, once `fn` is over, until it has only the threads, processes
-            and descriptors again that it had before; None: it may keep what it likes.
+            and descriptors again that it had before; None: it may keep what it likes, as it may by default
+            where there are GPUs.
 
     Raises:
         GroupError: a rank raised, died, or was not over in time; has what is known of every such rank.

@@ -582,8 +582,8 @@ class Agent:
 
         One thread reads an answer and lets the next one read, which finds the end: it must not overtake the answer. Where
         both sides dialled at once, there are two connections, and answers that have come over the one lie there when the
-        end of the other is found. Bounded, as an answer that is opened may run anything, and as somebody may wait for what
-        comes over a connection that lives.
+        end of the other is found. Bounded, as an answer that is opened may run anything, and as a thread may hold the
+        read lock of a connection that lives.
         """
         begun = _time.now()
         for other in list(peer.conns):

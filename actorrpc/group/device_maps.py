@@ -23,7 +23,9 @@ def check(
     Raises:
         ConfigError: a map names a worker, or a device, that there is not.
     """
-    for record in records:
+    for record in sorted(
+        records, key=lambda each: each.rank
+    ):  # so that all workers say the same of wrong maps
         where = f"Node {record.name} has"
         if len(set(record.devices)) != len(record.devices):
             raise ConfigError(f"{where} duplicated devices: {', '.join(record.devices)}")

@@ -50,7 +50,7 @@ def prepare(number: int) -> Callable[[], None]:
 
     @uninterruptible
     def end() -> None:
-        # Whole: a caller that is cut short calls again, and would close what another one has opened meanwhile.
+        # Not to be cut short: the caller would call again, and close a descriptor that another thread has opened meanwhile.
         faulthandler.unregister(number)
         os.close(fd)
 

@@ -105,7 +105,7 @@ def _parts(obj: Any) -> _Parts:
     elif isinstance(obj, types.MethodType):
         yield "method ", obj.__func__.__qualname__, obj.__func__
         yield "its object ", type(obj.__self__).__qualname__, obj.__self__
-    if isinstance(obj, type):
+    if isinstance(obj, (type, torch.Tensor)):  # what a tensor's bytes lie in is nothing that its user sent
         for name, value in vars(obj).items():
             yield "attribute", name, value
     elif not isinstance(obj, (types.FunctionType, types.MethodType)):
@@ -113,10 +113,6 @@ def _parts(obj: Any) -> _Parts:
 
 
 def _parts_of_state(obj: Any) -> _Parts:
-    if isinstance(obj, torch.Tensor):  # what its bytes lie in is nothing that its user sent
-        for name, value in vars(obj).items():
-            yield "attribute", name, value
-        return
     try:
         reduced = obj.__reduce_ex__(5)
     except Exception as error:  # then it is this object itself, and what it raised is the cause

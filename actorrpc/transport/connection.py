@@ -646,7 +646,7 @@ class Connection(StateMachine):
 
     @uninterruptible
     def read_rest(self, patience_s: float = -1.0) -> list[Frame]:
-        """Return what has arrived, and nobody has read.
+        """Return what has arrived and no thread has read.
 
         Args:
             patience_s: how long to wait for a thread that reads now; -1: for as long as it takes.

@@ -268,7 +268,7 @@ def test_the_goodbye_comes_after_the_answer_to_the_handshake(monkeypatch: pytest
             assert frames.GOODBYE in {frame.kind for frame in stranger.read_to_the_end()}
 
 
-# -- who dies ----------------------------------------------------------------------------------------
+# -- a worker that dies ----------------------------------------------------------------------------------------
 
 
 def test_an_answer_counts_that_lies_in_the_other_connection_when_the_end_of_one_is_found() -> None:
@@ -280,7 +280,7 @@ def test_an_answer_counts_that_lies_in_the_other_connection_when_the_end_of_one_
         there.call(there.peer("a0"), _nothing, (), {}, 20.0).result()
         (second,) = [each for each in here.peer("a1").conns if each is not first]
         future: Future[int] = Future()
-        with first.read_lock:  # whoever would read finds that somebody does
+        with first.read_lock:  # a pool thread that would read finds the lock taken
             here.call(here.peer("a1"), operator.add, (1, 2), {}, 20.0, future=future)
             poll = select.poll()
             poll.register(first.fd, select.POLLIN)

@@ -81,6 +81,14 @@ def test_maps_that_cannot_be(one: dict[str, Any], other: dict[str, Any], text: s
     assert isinstance(caught.value, ValueError)  # as torch
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_all_workers_say_the_same_of_several_that_cannot_be(order: tuple[int, int]) -> None:
+    both = [record("a", {"b": {"cuda:0": "cpu"}}), record("b", {"a": {"cuda:0": "cpu"}})]
+    found = {each.name: each for each in both}
+    with pytest.raises(errors.ConfigError, match="Node a has source devices"):
+        device_maps.check([both[at] for at in order], found.get, fixed=True)
+
+
 def test_maps_that_can_be() -> None:
     a = record(
         "a", {"b": {"cuda:0": "cuda:1", "cuda:1": "cpu", "cpu": "cuda:0"}, "a": {"cuda:0": "cuda:1"}}, gpus=2

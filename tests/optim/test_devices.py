@@ -11,7 +11,7 @@ import torch
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.optim import DistributedGradScaler, DistributedOptimizer
-from tests.devices import DEVICES, leak_wait
+from tests.devices import DEVICES
 from tests.optim.things import call_on, weight
 from tests.ranks import rpc_group
 
@@ -81,7 +81,7 @@ def _trained(rank: int, world_size: int, device: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_training_is_that_of_one_worker(device: str, kind: str) -> None:
-    rpc_group(_trained, 3, device, kind, timeout=100.0, leak_wait=leak_wait(device))
+    rpc_group(_trained, 3, device, kind, timeout=100.0)
 
 
 def _scaled(rank: int, world_size: int, device: str) -> None:
@@ -118,4 +118,4 @@ def _scaled(rank: int, world_size: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_scaling_is_that_of_one_worker(device: str) -> None:
-    rpc_group(_scaled, 3, device, timeout=100.0, leak_wait=leak_wait(device))
+    rpc_group(_scaled, 3, device, timeout=100.0)

@@ -17,7 +17,7 @@ import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
 from tests.actors.e2e.kit import open_gate, pass_gate
 from tests.announced import ODD_TENSORS
-from tests.devices import DEVICES, leak_wait
+from tests.devices import DEVICES
 from tests.ranks import rpc_group, run_group, unused_path
 
 pytestmark = pytest.mark.limit(120)
@@ -31,7 +31,6 @@ def between(device: str) -> dict[str, Any]:
 
 
 def run(program: Any, device: str, *args: Any, size: int = 2, options: Any = None) -> list[Any]:
-    options = between(device) if options is None else options
     return rpc_group(
         _on_rank_0,
         size,
@@ -39,8 +38,7 @@ def run(program: Any, device: str, *args: Any, size: int = 2, options: Any = Non
         device,
         *args,
         timeout=100.0,
-        options=options,
-        leak_wait=leak_wait("cuda:0" if "cuda" in str(options) else "cpu"),
+        options=options if options is not None else between(device),
     )
 
 
@@ -181,7 +179,7 @@ def _without_map(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu
 def test_without_a_map_they_do_not_travel() -> None:
-    rpc_group(_without_map, 2, timeout=100.0, leak_wait=None)
+    rpc_group(_without_map, 2, timeout=100.0)
 
 
 def _pinned() -> None:
@@ -429,4 +427,4 @@ def _set_over() -> None:
 def test_a_group_without_a_fixed_size(device: str) -> None:
     path = unused_path("dynamic")
     os.mkfifo(f"{path}.gate")
-    run_group(_dynamic, 2, device, path, timeout=100.0, leak_wait=leak_wait(device))
+    run_group(_dynamic, 2, device, path, timeout=100.0)

@@ -11,8 +11,8 @@ that threads wait for the interpreter rather than for something else.
 
 **Whose thread it is.** The first ``MAX_RUNNERS`` runners of a worker have a thread each, for all of their lives. Those beyond
 share threads: a runner that has something to do is lent one (:class:`SharedThread`), which goes from one to the next. A thread
-each is what code may count on that keeps something by thread; but every call then costs a switch of threads (1 000 actors of
-one worker in turn: 13 000 calls/s, where each has a thread; 40 000, where they share).
+of its own serves an actor whose code keeps something by thread; but with it every call costs a switch of threads (1 000 actors
+of one worker in turn: 13 000 calls/s, where each has a thread; 40 000, where all but eight share).
 
 Both sleep (:meth:`Carrier._sleep`) on the connection of their last caller, and so read the next call themselves; where
 somebody else reads that, on a lock of their own.
