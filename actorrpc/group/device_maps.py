@@ -23,9 +23,8 @@ def check(
     Raises:
         ConfigError: a map names a worker, or a device, that there is not.
     """
-    for record in sorted(
-        records, key=lambda each: each.rank
-    ):  # so that all workers say the same of wrong maps
+    # In one order, so that all workers say the same of several wrong maps.
+    for record in sorted(records, key=lambda each: each.rank):
         where = f"Node {record.name} has"
         if len(set(record.devices)) != len(record.devices):
             raise ConfigError(f"{where} duplicated devices: {', '.join(record.devices)}")
