@@ -444,6 +444,7 @@ def test_a_text_that_is_cut_says_so() -> None:
     assert collect._text("x" * 2000) == "x" * 2000
 
 
+@pytest.mark.usefixtures("embedded")
 def test_an_answer_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "_PAGED", tuple((part, page, 1) for part, page, _ in collect._PAGED))
     barrier = threading.Event()
