@@ -60,16 +60,16 @@ def _labels(agent: Agent) -> list[tuple[str, bool, bool]]:
 
 def test_both_halves_of_every_call() -> None:
     with agents(2) as (a, b):
-        assert a.call(a.peer("a1"), operator.add, (1, 1), {}, 20).result() == 2
+        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
         assert _later(a, "a1", operator.add, 1, 1).result(20) == 2
-        assert a.call(a.peer("a0"), operator.add, (1, 1), {}, 20).result() == 2
+        assert a.ask(a.peer("a0"), operator.add, (1, 1), {}, 20) == 2
         ones = torch.ones(1 << 18)
-        assert a.call(a.peer("a1"), operator.neg, (ones,), {}, 20).result().sum() == -(1 << 18)
+        assert a.ask(a.peer("a1"), operator.neg, (ones,), {}, 20).sum() == -(1 << 18)
         with pytest.raises(RemoteError, match="as asked"):
-            a.call(a.peer("a1"), _raise, (), {}, 20).result()
+            a.ask(a.peer("a1"), _raise, (), {}, 20)
         with pytest.raises(RemoteError, match="as asked"):
             _later(a, "a1", _raise).result(20)
-        assert a.call(a.peer("a1"), _Callable(), (), {}, 20, label="it").result() == 1
+        assert a.ask(a.peer("a1"), _Callable(), (), {}, 20, label="it") == 1
         assert _labels(a) == [
             ("add", False, True),
             ("add", False, False),
@@ -115,7 +115,7 @@ def test_calls_that_are_given_up_have_a_record() -> None:
 
 def test_turned_off() -> None:
     with agents(2, recorder=False) as (a, b):
-        assert a.call(a.peer("a1"), operator.add, (1, 1), {}, 20).result() == 2
+        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
         assert a.flights is None
         assert b.flights is None
 

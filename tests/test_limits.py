@@ -47,11 +47,11 @@ def test_a_message_without_memory_for_it_is_refused_and_the_next_one_is_not(
         monkeypatch.setattr(other.buffers, "take", _no_memory)
         for _ in range(2):
             with pytest.raises(LimitError, match="8 MiB, find no memory in worker 'a1'") as refused:
-                one.call(to, _size, (large,), {}, 20.0).result()
+                one.ask(to, _size, (large,), {}, 20.0)
             assert refused.value.maybe_executed is False
-            assert one.call(to, _size, (_ones(3),), {}, 20.0).result() == 3
+            assert one.ask(to, _size, (_ones(3),), {}, 20.0) == 3
         monkeypatch.setattr(other.buffers, "take", take)
-        assert one.call(to, _size, (large,), {}, 20.0).result() == 8 * _MIB
+        assert one.ask(to, _size, (large,), {}, 20.0) == 8 * _MIB
         until(lambda: not to.conn.assemblies)  # what was refused may still be on its way
         del refused
 
@@ -64,10 +64,10 @@ def test_a_result_without_memory_for_it_fails_the_call_and_not_the_next_one(
         take = one.buffers.take
         monkeypatch.setattr(one.buffers, "take", _no_memory)
         with pytest.raises(LimitError, match="the result of the call of _ones on 'a1', of 8 MiB") as refused:
-            one.call(to, _ones, (8 * _MIB,), {}, 20.0).result()
+            one.ask(to, _ones, (8 * _MIB,), {}, 20.0)
         assert refused.value.maybe_executed is True
         monkeypatch.setattr(one.buffers, "take", take)
-        assert one.call(to, _ones, (8 * _MIB,), {}, 20.0).result().numel() == 8 * _MIB
+        assert one.ask(to, _ones, (8 * _MIB,), {}, 20.0).numel() == 8 * _MIB
         until(lambda: not to.conn.assemblies)  # what was refused may still be on its way
         del refused
 
@@ -95,7 +95,7 @@ def test_a_small_message_without_memory_for_it_fails_its_call_and_not_the_next_o
 ) -> None:
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        assert one.call(to, _length, (b"",), {}, 20.0).result() == 0
+        assert one.ask(to, _length, (b"",), {}, 20.0) == 0
         conn = to.conn
         with monkeypatch.context() as patch:
             patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
@@ -104,15 +104,15 @@ def test_a_small_message_without_memory_for_it_fails_its_call_and_not_the_next_o
                 with pytest.raises(
                     LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory in worker 'a1'"
                 ) as no:
-                    one.call(to, _length, (b"x" * 50_000,), {}, 20.0).result()
+                    one.ask(to, _length, (b"x" * 50_000,), {}, 20.0)
                 assert no.value.maybe_executed is False
                 with pytest.raises(
                     LimitError, match=r"the result of the call of _large on 'a1', of 50\d\d\d bytes"
                 ) as no:
-                    one.call(to, _large, (50_000,), {}, 20.0).result()
+                    one.ask(to, _large, (50_000,), {}, 20.0)
                 assert no.value.maybe_executed is True
-            assert one.call(to, _length, (b"x" * 3,), {}, 20.0).result() == 3
-        assert one.call(to, _length, (b"x" * 50_000,), {}, 20.0).result() == 50_000
+            assert one.ask(to, _length, (b"x" * 3,), {}, 20.0) == 3
+        assert one.ask(to, _length, (b"x" * 50_000,), {}, 20.0) == 50_000
         assert to.conn is conn
         del no
 
@@ -123,15 +123,15 @@ def test_a_small_message_with_a_header_and_shared_memory_gives_it_back(
     with agents(2) as (one, other):
         to = one.peer(other.name)
         given = (_ones(8 * _MIB), b"x" * 50_000)
-        assert one.call(to, len, (given,), {}, 20.0).result() == 2
+        assert one.ask(to, len, (given,), {}, 20.0) == 2
         with monkeypatch.context() as patch:
             patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
             for _ in range(8):
                 with pytest.raises(LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory"):
-                    one.call(to, len, (given,), {}, 20.0).result()
+                    one.ask(to, len, (given,), {}, 20.0)
         if to.conn.lender is None:
             pytest.skip("these connections have no shared memory")
-        assert one.call(to, len, (given,), {}, 20.0).result() == 2
+        assert one.ask(to, len, (given,), {}, 20.0) == 2
         assert to.conn.lender.stats().segments <= 4  # what was refused has come back
 
 
@@ -142,10 +142,10 @@ def test_a_connection_that_ends_for_want_of_memory_says_so(monkeypatch: pytest.M
 
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        assert one.call(to, _length, (b"",), {}, 20.0).result() == 0
+        assert one.ask(to, _length, (b"",), {}, 20.0) == 0
         monkeypatch.setattr(to.conn._reader, "_allocate", refuse)
         with pytest.raises(PeerDiedError, match=r"no memory to read a message of \d{6} bytes: "):
-            one.call(to, _numbers, (200_000,), {}, 20.0).result()
+            one.ask(to, _numbers, (200_000,), {}, 20.0)
 
 
 @pytest.mark.prints("an error cannot be sent to 'a0': MemoryError")
@@ -156,10 +156,10 @@ def test_an_error_that_cannot_be_packed_still_ends_its_call(monkeypatch: pytest.
         with pytest.raises(
             LimitError, match="worker 'a1' has nothing left to say what became of the call"
         ) as raised:
-            one.call(to, int, ("x",), {}, 20.0).result()
+            one.ask(to, int, ("x",), {}, 20.0)
         assert raised.value.maybe_executed is True
         with pytest.raises(LimitError, match="worker 'a0' has nothing left to say"):
-            one.call(one.self_peer, int, ("x",), {}, 20.0).result()
+            one.ask(one.self_peer, int, ("x",), {}, 20.0)
         del raised
 
 
@@ -169,7 +169,7 @@ def test_shared_memory_that_cannot_be_mapped_is_tried_again(monkeypatch: pytest.
 
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        if not one.call(to, _size, (_ones(8 * _MIB),), {}, 20.0).result() or to.conn.lender is None:
+        if not one.ask(to, _size, (_ones(8 * _MIB),), {}, 20.0) or to.conn.lender is None:
             pytest.skip("these connections have no shared memory")
         reserve = shared_memory.reserve
         mapped = shared_memory.Borrower._map
@@ -184,9 +184,9 @@ def test_shared_memory_that_cannot_be_mapped_is_tried_again(monkeypatch: pytest.
         monkeypatch.setattr(shared_memory.Borrower, "_map", without)
         for _ in range(2):
             with pytest.raises(LimitError, match="MiB of shared memory cannot be mapped here"):
-                one.call(to, _size, (_ones(64 * _MIB),), {}, 20.0).result()
+                one.ask(to, _size, (_ones(64 * _MIB),), {}, 20.0)
         monkeypatch.setattr(shared_memory.Borrower, "_map", mapped)
-        assert one.call(to, _size, (_ones(64 * _MIB),), {}, 20.0).result() == 64 * _MIB
+        assert one.ask(to, _size, (_ones(64 * _MIB),), {}, 20.0) == 64 * _MIB
 
 
 def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

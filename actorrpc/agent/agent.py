@@ -47,7 +47,7 @@ from actorrpc.errors import (
     ShutdownError,
 )
 from actorrpc.flight_recorder import OWN, OWN_MODULES, FlightRecorder
-from actorrpc.futures import Future, interruption_point
+from actorrpc.futures import WAITING, Future, interruption_point
 from actorrpc.serialization import codec
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
@@ -57,7 +57,8 @@ from actorrpc.transport.failure_detector import holds_back
 from actorrpc.transport.object_accounts import ObjectAccounts
 from actorrpc.transport.object_store import ObjectStore
 from actorrpc.transport.reader import spinner
-from actorrpc.transport.signals import uninterruptible
+from actorrpc.transport.signals import checkpoint, uninterruptible
+from actorrpc.transport.signals import state as _interrupts
 from actorrpc.wire import frames, keys
 from actorrpc.wire.frames import Frame, pack_frame
 from actorrpc.wire.headers import Header, pack_header
@@ -73,6 +74,8 @@ _ANSWERS_S: Final = (
 )
 _GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless somebody grants more
 _pack: Final = frames.PREFIX.pack
+_REPLY: Final = frames.REPLY
+_STOP: Final = outbound.STOP
 _RETRY_S: Final = 1.0  # a notice that must arrive is sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
 
@@ -160,6 +163,7 @@ class Agent:
             members=members,
             replaced=self._replaced,
         )
+        self.known = self.peer_table.known
         self.peer = self.peer_table.peer
         self.peers = self.peer_table.peers
         self.adopt = self.peer_table.adopt
@@ -219,7 +223,7 @@ class Agent:
             header: fields that are to travel along.
             mail: names a mailbox over there; what travels then is ``(args, kwargs)`` alone, ``function`` is not used.
             timeout: seconds; 0 means no bound but that of the call that this one is nested in.
-            future: completed with the outcome; without one, the caller waits with ``Call.result``.
+            future: completed with the outcome; without one, the caller is :meth:`ask`.
             keep: kept alive until the call is over.
 
         Raises:
@@ -247,8 +251,11 @@ class Agent:
                 label = f"{OWN}{label}"
         if peer.state != "alive":
             peer.check_alive(f"cannot call {label}")
-        message = outbound.MessageContext(peer)
-        message.held = ()
+        try:
+            message = peer.contexts.pop()
+        except IndexError:
+            message = outbound.MessageContext(peer)
+            message.held = ()
         encoded: codec.Encoded | bytes
         call: Call | None = None
         if current is not None and len(current.path) > 1:
@@ -292,6 +299,8 @@ class Agent:
             gate = self.gate  # once: it may go away
             if gate is None or gate.request(call, function, args, encoded, header, mail, message):
                 self._dispatch(call, encoded, header, mail)
+            if gate is None and not (message.sent or message.objects or message.held):
+                peer.contexts.append(message)
         except BaseException:
             if call is not None and call.may_arrive:
                 call.cancel()  # a signal handler has raised, between chunks or since
@@ -322,11 +331,55 @@ class Agent:
         call: Call | None = None
         try:
             call = self.call(peer, function, args, kwargs, timeout, keep=keep, label=label, header=header)
-            return call.result()
+            conn, deadline = call.conn, call.deadline
+            reads = True
+            if (
+                conn is not None
+                and WAITING.runner is None
+                and conn.state is not CLOSED
+                and not self.scheduler.corked
+                and not self.pool.queue
+            ):
+                # The path of most calls, without a detour: the next thing that is read is the reply.
+                reads = not conn.waiting.read_for(call, None if deadline == INFINITE else deadline)
+                if _interrupts.pending:
+                    checkpoint()
+            while not call.done and not call.wait(None, reads):
+                # The deadline may have been put off: see actorrpc.debugger.
+                if call.deadline <= _time.now() and call.expire():
+                    break
         except BaseException:
             if call is not None:
-                call.give_up()  # a signal handler may have raised before the wait had begun
+                call.give_up()  # a signal handler has raised
             raise
+        if call.error is not None:
+            try:
+                raise call.error
+            finally:
+                call.error = None
+        assert call.reply is not None
+        reply, call.reply = call.reply, None
+        if self.flights is not None:
+            self.flights.called(call, reply)
+        body = reply[6]
+        if (
+            reply[0] == _REPLY
+            and not reply[1]
+            and not reply[5]
+            and body[-1] == _STOP
+            and not self.interceptors
+        ):
+            # What Inbox.open_reply() would do, without the detour.
+            call.keep = None
+            try:
+                value = codec.unpickle(body)
+            except Exception as error:
+                value = outbound.open_carefully(body, peer, error)
+        else:
+            value = self.inbox.open_reply(call, reply)
+        if _interrupts.pending:
+            checkpoint()
+        return value
 
     @uninterruptible
     def _dispatch(

@@ -24,7 +24,7 @@ from actorrpc.futures import INTERRUPTED, WAITING, Future, interruption_point
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
-from actorrpc.wire.frames import CANCEL, REPLY, pack_frame
+from actorrpc.wire.frames import CANCEL, pack_frame
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
@@ -319,49 +319,6 @@ class Call:
         if not (self.done or self.stirred):
             _time.doze(lock, INFINITE if until is None else until)
         return False
-
-    def result(self) -> Any:
-        """Wait for the reply of a call without a future and return its value, or raise its error."""
-        conn = self.conn
-        reads = True
-        try:
-            if (
-                conn is not None
-                and WAITING.runner is None
-                and conn.state is not CLOSED
-                and not self.agent.scheduler.corked
-                and not self.agent.pool.queue
-            ):
-                # The path of most calls, without a detour: the next thing that is read is the reply.
-                reads = not conn.waiting.read_for(self, None if self.deadline == INFINITE else self.deadline)
-                if _interrupts.pending:
-                    checkpoint()
-            while not self.done and not self.wait(None, reads):
-                if (
-                    self.deadline <= _time.now() and self.expire()
-                ):  # it may have been put off: see actorrpc.debugger
-                    break
-        except BaseException:
-            self.give_up()
-            raise
-        if self.error is not None:
-            try:
-                raise self.error
-            finally:
-                self.error = None
-        assert self.reply is not None
-        reply, self.reply = self.reply, None
-        flights = self.agent.flights
-        if flights is not None:
-            flights.called(self, reply)
-        if reply[0] == REPLY and not reply[1] and not reply[5] and not self.agent.interceptors:
-            self.keep = None
-            value = self.agent.inbox.open_plain(reply[6], self.peer)
-        else:
-            value = self.agent.inbox.open_reply(self, reply)
-        if _interrupts.pending:
-            checkpoint()
-        return value
 
     @uninterruptible
     def give_up(self) -> None:

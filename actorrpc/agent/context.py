@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -22,6 +22,7 @@ __all__ = [
     "current_worker",
     "end_acting",
     "end_several",
+    "here",
     "on_fork",
     "process_worker",
     "set_worker",
@@ -85,7 +86,17 @@ class Worker:
         self.debugger: Any = None
 
 
-_process: Worker | None = None  # the worker that this process is; None where it is none, or has several
+class _Here:
+    """Where the process's worker stands, so that the path of every call finds it without a call."""
+
+    __slots__ = ("worker",)
+
+    def __init__(self) -> None:
+        #: the worker that this process is; None where it is none, or has several
+        self.worker: Worker | None = None
+
+
+here: Final = _Here()
 _members: list[Worker] = []  # where there are several: those, in the order in which they were made
 _acting: ContextVar[tuple[Worker, ...]] = ContextVar("actorrpc_acting_worker", default=())
 
@@ -95,24 +106,23 @@ on_fork: list[Callable[[Worker], None]] = []
 
 def current_worker() -> Worker | None:
     """Return the worker that the calling thread acts for."""
-    return _process if not _members else acting_worker() or _members[0]
+    return here.worker if not _members else acting_worker() or _members[0]
 
 
 def process_worker() -> Worker | None:
     """Return the worker that this process is; None where it is none, or has several."""
-    return _process
+    return here.worker
 
 
 def workers_here() -> tuple[Worker, ...]:
     """Return all workers that this process is."""
-    return tuple(_members) if _process is None else (_process,)
+    return tuple(_members) if here.worker is None else (here.worker,)
 
 
 def set_worker(worker: Worker | None) -> None:
     """Name the worker that this process is, or say that it is none any more. Does nothing where it has several."""
-    global _process
     if not _members:
-        _process = worker
+        here.worker = worker
 
 
 # -- several in one process ----------------------------------------------------------------------
@@ -120,15 +130,13 @@ def set_worker(worker: Worker | None) -> None:
 
 def add_several(worker: Worker) -> None:
     """Note a worker that this process is besides others. Threads act for different ones; for the first where they say nothing."""
-    global _process
-    _process = None
+    here.worker = None
     _members.append(worker)
 
 
 def end_several() -> None:
     """End what the first :func:`add_several` began."""
-    global _process
-    _process = None
+    here.worker = None
     _members.clear()
 
 

@@ -44,6 +44,7 @@ __all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "path_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
+_STOP: Final = outbound.STOP
 _pack = PREFIX.pack
 _CHARGED: Final = outbound.LANE | outbound.STREAM  # flags of messages that are bounded by their bytes
 _log = logging.getLogger("actorrpc")
@@ -136,8 +137,27 @@ class Executor:
                 answered = True
                 try:
                     try:
-                        value, answered = self._call(conn, frame, execution)
+                        if frame[1] & ~POST or frame[5]:
+                            opened = self._open_request(conn, frame, execution)
+                        elif frame[6][-1] != _STOP:
+                            opened = outbound.open_carefully(frame[6], peer)
+                        else:
+                            try:
+                                opened = codec.unpickle(frame[6])
+                            except Exception as error:
+                                opened = outbound.open_carefully(frame[6], peer, error)
+                        function, args, kwargs = opened
+                        execution.what = function
+                        if agent.interceptors or execution.header:
+                            value = self._intercepted(execution, function, args, kwargs)
+                        else:
+                            value = function(*args, **kwargs)
+                        opened = args = kwargs = None  # shared memory goes back with the answer
+                        if type(value) is Later or getattr(function, ASYNC_MARK, None) is not None:
+                            self._answer_later(conn, id, value, function, execution)
+                            answered = False
                     except BaseException as error:
+                        opened = args = kwargs = None
                         self._raised(conn, frame, error, execution)
                     else:
                         if agent.abandoned:
@@ -222,30 +242,15 @@ class Executor:
         else:
             self.fail(conn, frame.id, error, execution)
 
-    def _call(self, conn: Any, frame: Frame, execution: Execution) -> tuple[Any, bool]:
-        agent = self._agent
-        if not frame[1] & ~POST and not frame[5]:
-            function, args, kwargs = outbound.open_plain(frame[6], execution.peer)
-            execution.what = function
-        else:
-            function, args, kwargs = self._open_request(conn, frame, execution)
-            execution.what = function
-        interceptors: Sequence[Interceptor] = agent.interceptors
+    def _intercepted(
+        self, execution: Execution, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        interceptors: Sequence[Interceptor] = self._agent.interceptors
         if execution.header and not RIDERS.keys().isdisjoint(execution.header):
             interceptors = riding(interceptors, execution.header)
-        if interceptors:
-            if execution.header is None:
-                execution.header = {}
-            value = intercepted(interceptors, execution, function, args, kwargs)()
-        else:
-            value = function(*args, **kwargs)
-        if type(value) is Later:
-            self._answer_later(conn, frame.id, value.future, function, execution)
-            return None, False
-        if getattr(function, ASYNC_MARK, None) is not None:
-            self._answer_later(conn, frame.id, value, function, execution)
-            return None, False
-        return value, True
+        if execution.header is None:
+            execution.header = {}
+        return intercepted(interceptors, execution, function, args, kwargs)()
 
     def _open_request(self, conn: Any, frame: Frame, execution: Execution) -> Any:
         """Return ``(function, args, kwargs)`` of a request that is more than its body; fills in what its header says."""
@@ -285,7 +290,8 @@ class Executor:
             running.pop(id, None)
 
         execution.deferred = True
-        self.when_done(future_of(value, function), conn, execution, answer, fail)
+        future = value.future if type(value) is Later else future_of(value, function)
+        self.when_done(future, conn, execution, answer, fail)
 
     def when_done(
         self,

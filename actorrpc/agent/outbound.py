@@ -40,11 +40,13 @@ if TYPE_CHECKING:
     from actorrpc.transport.object_store import Segment
 
 __all__ = [
+    "STOP",
     "Assembly",
     "MessageContext",
     "begin_stream",
     "discard",
     "open_body",
+    "open_carefully",
     "open_plain",
     "post",
     "send",
@@ -62,7 +64,7 @@ _MEANING: Final = (
 _SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
 _SHARE_STEP_S: Final = 0.002
 _MAX_SHARED: Final = 2048  # segments in a message; a receiver keeps twice as many until they are named
-_STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
+STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
 class MessageContext:
@@ -347,16 +349,26 @@ class Unplaced:
 
 def open_plain(body: bytes, peer: Peer) -> Any:
     """Return the object of a message that carries nothing but its body. Most are a plain pickle."""
-    if body[-1] == _STOP:
+    if body[-1] == STOP:
         try:
             return codec.unpickle(body)
-        except (AttributeError, ImportError, TypeError):
-            pass  # the careful way knows other places to look, and says what is wrong
-        except RpcError:
-            raise
         except Exception as error:
-            # Not a second time: users' code may have run. Damaged bytes make pickle raise nearly anything.
-            raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error
+            return open_carefully(body, peer, error)
+    return open_carefully(body, peer)
+
+
+def open_carefully(body: bytes, peer: Peer, error: Exception | None = None) -> Any:
+    """Return the object of a message that carries nothing but its body; ``error``: what a first attempt has met.
+
+    Raises:
+        Exception: what rebuilding the object raises; ``error``, where it is no use to look further.
+    """
+    if error is not None and not isinstance(error, (AttributeError, ImportError, TypeError)):
+        if isinstance(error, RpcError):
+            raise error
+        # Not a second time: users' code may have run. Damaged bytes make pickle raise nearly anything.
+        raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error
+    # This way knows other places to look, and says what is wrong.
     return codec.decode(body, (), definitions=peer.definitions, context=MessageContext(peer))
 
 

@@ -152,6 +152,8 @@ class Peer:
         self.answered = DuplicateFilter()
         self.ids = itertools.count(1)
         self.streams = itertools.count(1)
+        #: contexts of messages that had nothing in them, to be used again: taking and putting one are atomic
+        self.contexts: list[Any] = []
         self.known: set[bytes] = set()
         self._known_bytes = 0
         self.definitions = definitions
@@ -329,7 +331,8 @@ class PeerTable:
         self._members = members
         self._replaced = replaced
         self._lock = threading.RLock()  # re-entrant: a signal handler may ask while the main thread has it
-        self._peers: dict[Any, Peer] = {}
+        #: by name, rank and WorkerInfo, those that have ended lately too; read without the lock, on the path of every call
+        self.known: dict[Any, Peer] = {}
         self._ended: deque[tuple[float, Peer]] = deque()
         self._settled = (
             0  # how many of them, from the oldest on, have been relieved of what they need no more
@@ -351,7 +354,7 @@ class PeerTable:
             WrongTypeError: workers are not named like that.
         """
         try:
-            peer = self._peers.get(to)
+            peer = self.known.get(to)
         except TypeError:  # not hashable, so not a worker either
             peer = None
         # 1.0 and True are found like rank 1, but nobody means them.
@@ -392,18 +395,18 @@ class PeerTable:
         peer = self.adopt(record)
         if peer.state == "alive":
             with self._lock:
-                self._peers[to] = peer
+                self.known[to] = peer
         return peer
 
     def adopt(self, record: WorkerRecord) -> Peer:
         """Return the peer for a record, making it if it is new. A new incarnation ends the old one."""
         with self._lock:
-            peer = self._peers.get(record.name)
+            peer = self.known.get(record.name)
             if peer is not None and peer.record.incarnation == record.incarnation:
                 return peer
         made = self.own if record.incarnation == self._own.incarnation else self._new(record)
         with self._lock:
-            old = self._peers.get(record.name)
+            old = self.known.get(record.name)
             if old is not None and old.record.incarnation == record.incarnation:
                 return old
             end = self._ends.get(record.incarnation)
@@ -411,16 +414,16 @@ class PeerTable:
                 made.state = made.ending = end.state
                 made.cause = end.cause
                 return made
-            self._peers[record.name] = made
-            self._peers[record.rank] = made
-            self._peers[made.info] = made
+            self.known[record.name] = made
+            self.known[record.rank] = made
+            self.known[made.info] = made
         if old is not None:
             self._replaced(old)
         return made
 
     def peers(self) -> list[Peer]:
         """Return every peer that there has been contact with, but for those forgotten. Takes no lock: fork hooks use it."""
-        return list({id(peer): peer for peer in list(self._peers.values())}.values())
+        return list({id(peer): peer for peer in list(self.known.values())}.values())
 
     # -- the end of one --------------------------------------------------------------------------------
 
@@ -445,8 +448,8 @@ class PeerTable:
         """Let go of a peer that has ended, and of all that is remembered of it: it was a visitor. Idempotent."""
         with self._lock:
             for known in (peer.name, peer.rank, peer.info):
-                if self._peers.get(known) is peer:
-                    del self._peers[known]
+                if self.known.get(known) is peer:
+                    del self.known[known]
             self._ends.pop(peer.record.incarnation, None)
             for place, (_, each) in enumerate(self._ended):
                 if each is peer:
@@ -463,8 +466,8 @@ class PeerTable:
             forgotten.append(peer)
         if forgotten:
             gone = {id(peer) for peer in forgotten}
-            for key in [key for key, peer in self._peers.items() if id(peer) in gone]:
-                del self._peers[key]
+            for key in [key for key, peer in self.known.items() if id(peer) in gone]:
+                del self.known[key]
         while len(self._ends) > _REMEMBERED:
             del self._ends[next(iter(self._ends))]
         settled: list[Peer] = []

@@ -167,7 +167,7 @@ class Pool:
             except IndexError:
                 return
             if isinstance(getattr(task, "__self__", None), Future):
-                self._run(task)
+                self._run_internal(task)
 
     def hand_out(self) -> None:
         """See to the queue, after messages were put there by a thread that will itself run the first of them."""
@@ -253,7 +253,18 @@ class Pool:
                         # Wake-ups may merge into one: the tick sees to what is left if this task blocks.
                         if not starvation.active:
                             starvation.poke()
-                    self._run(task)
+                    # How long work takes matters only where more of it is waiting.
+                    begun = _time.now() if queue else 0.0
+                    try:
+                        if type(task) is tuple:
+                            self._execute(task)
+                        else:
+                            task()
+                    except BaseException as error:
+                        self._raised(error)
+                    self.finished += 1
+                    if begun:
+                        self._mean += 0.125 * (min(_time.now() - begun, 1.0) - self._mean)
                     task = None  # an idle thread keeps no arguments, results or futures alive
                     continue
                 idle.add(me)
@@ -299,22 +310,17 @@ class Pool:
             self._width = max(_WIDTH, min(self._width, len(self.threads)))
             return True
 
-    def _run(self, task: Any) -> None:
-        crowd = len(self.queue)
-        begun = _time.now() if crowd else 0.0
+    @staticmethod
+    def _raised(error: BaseException) -> None:
+        # The thread is for others, too: what ends a program ends no thread of ours.
+        report(_log, error, "a task of the pool raised")
+
+    def _run_internal(self, task: Callable[[], object]) -> None:
         try:
-            if type(task) is tuple:
-                self._execute(task)
-            else:
-                task()
-        except (
-            BaseException
-        ) as error:  # the thread is for others, too: what ends a program ends no thread of ours
-            report(_log, error, "a task of the pool raised")
+            task()
+        except BaseException as error:
+            self._raised(error)
         self.finished += 1
-        if crowd:  # how long work takes matters only where more of it is waiting
-            took = _time.now() - begun
-            self._mean += 0.125 * (min(took, 1.0) - self._mean)
 
     # -- starvation ------------------------------------------------------------------------------
 
@@ -375,7 +381,7 @@ class Pool:
                 if task is None:
                     return
                 self._helped = _time.now()
-                self._run(task)
+                self._run_internal(task)
         finally:
             self._helpers -= 1
             self._leave(me)

@@ -19,7 +19,15 @@ from actorrpc import _time
 from actorrpc._exception_text import is_of_handler, say
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT, Execution
-from actorrpc.agent.context import Worker, current_worker, on_fork, process_worker, set_worker, workers_here
+from actorrpc.agent.context import (
+    Worker,
+    current_worker,
+    here,
+    on_fork,
+    process_worker,
+    set_worker,
+    workers_here,
+)
 from actorrpc.agent.peers import Listener, Peer, state_of
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, NotInitializedError, RpcError, WrongTypeError
@@ -490,7 +498,7 @@ def rpc_sync(
         there, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
         with calling("sync", func, there.agent, peer):
             return there.agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
-    worker = current_worker()
+    worker = here.worker or current_worker()
     if (
         worker is not None
         and worker.in_force
@@ -500,7 +508,10 @@ def rpc_sync(
         and callable(func)
     ):
         agent = worker.agent
-        return agent.ask(agent.peer(to), func, args or (), {}, worker.timeout)  # type: ignore[no-any-return]
+        peer = agent.known.get(to) if type(to) is str else None
+        if peer is None or peer.state != "alive":
+            peer = agent.peer(to)
+        return agent.ask(peer, func, args or (), {}, worker.timeout)  # type: ignore[no-any-return]
     worker, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     return worker.agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
 
@@ -525,7 +536,7 @@ def rpc_async(
             send(seen, to, func, args, kwargs, timeout)
         return seen
     future: Future[T] = Future()
-    worker = current_worker()
+    worker = here.worker or current_worker()
     # As in rpc_sync(): what _prepare() finds where there is nothing to check, without a function more on the path of every call.
     if (
         worker is not None
@@ -537,7 +548,10 @@ def rpc_async(
         and not INTERRUPTED
     ):
         agent = worker.agent
-        agent.call(agent.peer(to), func, args or (), {}, worker.timeout, future=future)
+        peer = agent.known.get(to) if type(to) is str else None
+        if peer is None or peer.state != "alive":
+            peer = agent.peer(to)
+        agent.call(peer, func, args or (), {}, worker.timeout, future=future)
     else:
         send(future, to, func, args, kwargs, timeout)
     return future

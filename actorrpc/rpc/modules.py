@@ -69,17 +69,11 @@ def on_owner(
     rref._check()
     agent, handle = references.agent, rref._handle
     peer = agent.self_peer if handle.owner == references.me else references.peer_of(handle.owner)
-    call = agent.call(
-        peer,
-        _with_value,
-        (handle.rref_id, function, args),
-        {},
-        references.default_timeout(),
-        future=future,
-        keep=rref,
-        label=label,
-    )
-    return call.result() if future is None else future
+    arguments, seconds = (handle.rref_id, function, args), references.default_timeout()
+    if future is None:
+        return agent.ask(peer, _with_value, arguments, {}, seconds, keep=rref, label=label)
+    agent.call(peer, _with_value, arguments, {}, seconds, future=future, keep=rref, label=label)
+    return future
 
 
 def _with_value(rref_id: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -50,7 +50,7 @@ def _hold(value: Any = None) -> Any:
 
 
 def _sync(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) -> Any:
-    return agent.call(agent.peer(to), function, args, {}, timeout).result()
+    return agent.ask(agent.peer(to), function, args, {}, timeout)
 
 
 def _later(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) -> Future[Any]:

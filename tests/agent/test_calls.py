@@ -48,11 +48,11 @@ def test_a_call_is_on_its_way_before_whoever_waits_for_it_does_something_else() 
     """What an actor's thread runs meanwhile may take long, or wait for what the call is to bring about."""
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        assert one.call(to, operator.add, (1, 2), {}, 20.0).result() == 3
+        assert one.ask(to, operator.add, (1, 2), {}, 20.0) == 3
         guest = _Guest(to.conn)
         WAITING.runner = cast(Any, guest)
         try:
-            assert one.call(to, operator.add, (1, 2), {}, 20.0).result() == 3
+            assert one.ask(to, operator.add, (1, 2), {}, 20.0) == 3
         finally:
             WAITING.runner = None
         assert guest.left == [0]

@@ -120,7 +120,7 @@ def test_a_worker_without_mailboxes_refuses_letters() -> None:
 def test_plain_calls_do_not_go_to_the_office() -> None:
     with agents(2) as (a0, a1):
         router = Router(a1)
-        assert a0.call(a0.peer("a1"), operator.add, (1, 2), {}, 10.0).result() == 3
+        assert a0.ask(a0.peer("a1"), operator.add, (1, 2), {}, 10.0) == 3
         assert router.places == []
 
 
@@ -137,7 +137,7 @@ def test_the_path_of_executions_travels_with_nested_calls() -> None:
     with agents(2) as (a0, _):
 
         def ask() -> Any:
-            return a0.call(a0.peer("a1"), _path_here, (), {}, 10.0).result()
+            return a0.ask(a0.peer("a1"), _path_here, (), {}, 10.0)
 
         assert ask() == ()
 

@@ -65,7 +65,7 @@ def test_calls_go_on_beside_posts(pair: list[Agent]) -> None:
     peer = a.peer(b.name)
     for n in range(200):
         post(a, peer, take, (n,), "take")
-    assert a.call(peer, max, (1, 2), {}, 30).result() == 2
+    assert a.ask(peer, max, (1, 2), {}, 30) == 2
     wait(200)
     assert sorted(arrived) == [("a0", n) for n in range(200)]
 
@@ -77,7 +77,7 @@ def test_a_failure_is_logged_where_it_happens(pair: list[Agent], caplog: pytest.
         post(a, a.peer(b.name), fail, (), "fail")
         wait(1)
         while not caplog.records:  # it is logged just after that
-            assert a.call(a.peer(b.name), max, (1, 2), {}, 30).result() == 2
+            assert a.ask(a.peer(b.name), max, (1, 2), {}, 30) == 2
     assert "what 'a0' has posted here failed" in caplog.text
     assert "ZeroDivisionError: as posted" in caplog.text
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_sent(pair: list[Agent]) -> None:
     peer = a.peer(b.name)
     with pytest.raises(SerializationError):
         post(a, peer, take, (threading.Lock(),), "take")
-    assert a.call(peer, max, (1, 2), {}, 30).result() == 2
+    assert a.ask(peer, max, (1, 2), {}, 30) == 2
     b.close()
     while peer.state == "alive":
         threading.Event().wait(0.001)

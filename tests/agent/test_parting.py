@@ -73,7 +73,7 @@ def _nothing() -> None:
 
 def _meet(first: Agent, second: Agent) -> None:
     for here, there in ((first, "a1"), (second, "a0")):
-        here.call(here.peer(there), _nothing, (), {}, 20.0).result()
+        here.ask(here.peer(there), _nothing, (), {}, 20.0)
 
 
 @contextmanager
@@ -277,7 +277,7 @@ def test_an_answer_counts_that_lies_in_the_other_connection_when_the_end_of_one_
         _meet(here, there)
         first = _conn(here, "a1")
         there.peer("a0").conn = None  # as if it had not heard of the first one when it dialled
-        there.call(there.peer("a0"), _nothing, (), {}, 20.0).result()
+        there.ask(there.peer("a0"), _nothing, (), {}, 20.0)
         (second,) = [each for each in here.peer("a1").conns if each is not first]
         future: Future[int] = Future()
         with first.read_lock:  # a pool thread that would read finds the lock taken

@@ -231,6 +231,7 @@ class _World:
         self.dice = dice = random.Random(seed)
         self.steps = steps = Steps(dice, dice.choice((0.0, 0.01, 0.03)), _FILES)
         self.calls: list[calls.Call] = []
+        self.latest: dict[int, calls.Call] = {}
         self.callers = 0
         self.weights: tuple[float, ...] = ()
         self.ways: list[Callable[[], object]] = [self.call, self._with_future, self._several, self._watcher]
@@ -254,6 +255,7 @@ class _World:
             resolve={"me": mine, "other": theirs}.get,  # type: ignore[arg-type]
             members=lambda: [mine, theirs],
         )
+        made.call = self._note_call  # type: ignore[method-assign]
         self.pool, self.peer = made.pool, made.peer("other")
         self.epoll = _Epoll(steps, made.pool.epoll)
         made.pool.epoll = cast(Any, self.epoll)
@@ -327,10 +329,16 @@ class _World:
         """Make a call; wait for it, where it has no future."""
         body = b"x" * (20_000 if not self.dice.randrange(12) else self.dice.choice((0, 300)))
         timeout = self.dice.choice((0, 0, 0, 2.0))
-        made = self.agent.call(self.peer, operator.add, (body,), {}, timeout, future=future)
+        if future is not None:
+            return self.agent.call(self.peer, operator.add, (body,), {}, timeout, future=future)
+        answer = self.agent.ask(self.peer, operator.add, (body,), {}, timeout)
+        assert answer == self.latest[threading.get_ident()].id
+        return answer
+
+    def _note_call(self, *arguments: Any, **named: Any) -> calls.Call:
+        made = agents_room.Agent.call(self.agent, *arguments, **named)
         self.calls.append(made)
-        if future is None:
-            assert made.result() == made.id
+        self.latest[threading.get_ident()] = made
         return made
 
     def caller(self) -> None:

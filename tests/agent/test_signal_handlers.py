@@ -60,7 +60,7 @@ def _signals(conn: Any, until: threading.Event) -> Iterator[None]:
 
 
 def _add(one: Agent, other: Agent, a: int = 1) -> Any:
-    return one.call(one.peer(other.name), operator.add, (a, 2), {}, 20.0)
+    return one.ask(one.peer(other.name), operator.add, (a, 2), {}, 20.0)
 
 
 def test_a_handler_may_wait_for_a_call_while_the_main_thread_does() -> None:
@@ -70,16 +70,16 @@ def test_a_handler_may_wait_for_a_call_while_the_main_thread_does() -> None:
 
     def handler() -> None:
         number = len(heard)
-        heard.append(_add(one, other, number).result() == number + 2)
+        heard.append(_add(one, other, number) == number + 2)
         if len(heard) >= 20:
             enough.set()
             gate.set()
 
     with agents(2) as (one, other), _handling(handler):
         to = one.peer(other.name)
-        assert _add(one, other).result() == 3
+        assert _add(one, other) == 3
         with _signals(to.conn, enough):
-            assert one.call(to, _pass, ("open",), {}, 25.0).result() == "open"
+            assert one.ask(to, _pass, ("open",), {}, 25.0) == "open"
         assert all(heard)
 
 
@@ -94,15 +94,15 @@ def test_handlers_may_interrupt_each_other_in_their_waits() -> None:
         if len(begun) >= 12:
             enough.set()
             gate.set()
-        passed.append(one.call(one.peer(other.name), _pass, ("nested",), {}, 25.0).result())
+        passed.append(one.ask(one.peer(other.name), _pass, ("nested",), {}, 25.0))
 
     with agents(2) as (one, other), _handling(handler):
         to = one.peer(other.name)
-        assert _add(one, other).result() == 3
+        assert _add(one, other) == 3
         with _signals(to.conn, enough):
-            assert one.call(to, _pass, ("nested",), {}, 25.0).result() == "nested"
+            assert one.ask(to, _pass, ("nested",), {}, 25.0) == "nested"
         assert passed == ["nested"] * len(begun)
-        assert _add(one, other).result() == 3
+        assert _add(one, other) == 3
 
 
 class _Interrupted:
@@ -123,12 +123,12 @@ class _Interrupted:
 
 def test_a_handler_that_comes_in_the_midst_of_sending_may_call_when_that_is_over() -> None:
     found: list[int] = []
-    with agents(2) as (one, other), _handling(lambda: found.append(_add(one, other).result())):
-        assert _add(one, other).result() == 3
+    with agents(2) as (one, other), _handling(lambda: found.append(_add(one, other))):
+        assert _add(one, other) == 3
         conn = one.peer(other.name).conn
         assert conn is not None
         conn.sock = cast(Any, _Interrupted(conn, found))
-        assert _add(one, other, 4).result() == 6
+        assert _add(one, other, 4) == 6
         assert found == [3]
 
 
@@ -143,12 +143,12 @@ def test_what_a_handler_raises_ends_the_wait_and_not_the_connection() -> None:
 
     with agents(2) as (one, other), _handling(handler):
         to = one.peer(other.name)
-        assert _add(one, other).result() == 3
+        assert _add(one, other) == 3
         conn = to.conn
         with _signals(conn, enough), pytest.raises(KeyError, match="of a handler"):
-            one.call(to, _pass, ("late",), {}, 25.0).result()
+            one.ask(to, _pass, ("late",), {}, 25.0)
         gate.set()
-        assert _add(one, other).result() == 3
+        assert _add(one, other) == 3
         assert to.conn is conn
         assert conn is not None
         assert conn.state is not CLOSED
@@ -168,7 +168,7 @@ def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
 
     with agents(2, lane=False) as (one, other), _handling(handler):
         to = one.peer(other.name)
-        assert _add(one, other).result() == 3
+        assert _add(one, other) == 3
         conn = to.conn
         reading = other.peer(one.name).conn
         assert reading is not None
@@ -189,13 +189,13 @@ def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Connection, "_wait_writable", interrupted)
             hold()
-            assert one.call(to, len, (data,), {}, 25.0).result() == len(data)
+            assert one.ask(to, len, (data,), {}, 25.0) == len(data)
             assert sent
             raises.append(True)
             hold()
             with pytest.raises(KeyError, match="of a handler"):
-                one.call(to, len, (data,), {}, 25.0).result()
-        assert one.call(to, len, (data,), {}, 25.0).result() == len(data)
+                one.ask(to, len, (data,), {}, 25.0)
+        assert one.ask(to, len, (data,), {}, 25.0) == len(data)
         assert to.conn is conn
         assert not other.peer(one.name).conn.assemblies
 
@@ -205,14 +205,14 @@ def test_threads_that_wait_while_the_main_one_reads_are_no_handlers() -> None:
     found: list[Any] = []
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        assert _add(one, other).result() == 3
+        assert _add(one, other) == 3
 
         def wait() -> None:
             until = threading.Event()
             while not to.conn.read_lock.locked():
                 until.wait(0.001)
             try:
-                found.append([_add(one, other, each).result() for each in range(20)])
+                found.append([_add(one, other, each) for each in range(20)])
             except BaseException as error:
                 found.append(error)
             finally:
@@ -220,7 +220,7 @@ def test_threads_that_wait_while_the_main_one_reads_are_no_handlers() -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        assert one.call(to, _pass, ("threads",), {}, 25.0).result() == "threads"
+        assert one.ask(to, _pass, ("threads",), {}, 25.0) == "threads"
         thread.join()
     assert found == [[each + 2 for each in range(20)]]
 

@@ -40,7 +40,7 @@ class Pair:
         self.callee.recorder = GraphRecorder(self.there)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self.caller.call(self.peer, function, args, {}, 30).result()
+        return self.caller.ask(self.peer, function, args, {}, 30)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[Context]:
@@ -188,7 +188,7 @@ def test_outside_of_a_context(pair: Pair, caplog: pytest.LogCaptureFixture) -> N
 
 def nested(peer_name: str, t: torch.Tensor) -> Any:
     agent = pair_of_test[0].callee
-    return agent.call(agent.peer(peer_name), double, (t,), {}, 30).result()
+    return agent.ask(agent.peer(peer_name), double, (t,), {}, 30)
 
 
 pair_of_test: list[Pair] = []
@@ -214,7 +214,7 @@ def test_nested_calls_are_in_the_context(pair: Pair) -> None:
 def test_a_call_to_oneself(pair: Pair) -> None:
     w = torch.ones(2, requires_grad=True)
     with pair.context() as mine:
-        result = pair.caller.call(pair.caller.self_peer, double, (w,), {}, 30).result()
+        result = pair.caller.ask(pair.caller.self_peer, double, (w,), {}, 30)
         assert len(mine.sends) == len(mine.receipts) == 2
         assert result.grad_fn in mine.receipts
 

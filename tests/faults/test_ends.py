@@ -76,7 +76,7 @@ def _nested(number: int, path: list[str], seconds: float) -> int:
     here, *rest = path
     agent = _names[here]
     _to = rest[0] if rest else here
-    return int(agent.call(agent.peer(_to), _nested, (number, rest, seconds), {}, 0.0).result())
+    return int(agent.ask(agent.peer(_to), _nested, (number, rest, seconds), {}, 0.0))
 
 
 class _Watched:
@@ -136,7 +136,7 @@ class _Round:
         sync = dice.random() < 0.2
         try:
             if sync:
-                agent.call(agent.peer(to.name), function, args, {}, timeout).result()
+                agent.ask(agent.peer(to.name), function, args, {}, timeout)
                 self.end("value", number)
                 return
             agent.call(agent.peer(to.name), function, args, {}, timeout, future=watched.future)

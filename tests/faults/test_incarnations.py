@@ -98,11 +98,11 @@ def test_an_address_that_a_later_life_has_is_no_question_of_keys() -> None:
         stack.callback(after.close)
         for what in (abs, str):
             with pytest.raises(PeerDiedError, match="a new life") as caught:
-                caller.call(peer, what, (-1,), {}, 20.0).result()
+                caller.ask(peer, what, (-1,), {}, 20.0)
             assert (caught.value.worker, caught.value.maybe_executed) == ("victim", False)
         new = caller.peer("victim")
         assert new is not peer
-        assert caller.call(new, abs, (-1,), {}, 20.0).result() == 1
+        assert caller.ask(new, abs, (-1,), {}, 20.0) == 1
 
 
 @pytest.mark.limit(1200 if NIGHTLY else 60)
@@ -131,7 +131,7 @@ def test_nothing_that_is_meant_for_a_life_reaches_another() -> None:
                         agent.call(each, _land, (incarnation,), {}, 20.0, future=future)
                         futures.append(future)
                     post(agent, each, _land, (incarnation,), "a post")
-                    assert agent.call(each, _land, (incarnation,), {}, 20.0).result() == incarnation
+                    assert agent.ask(each, _land, (incarnation,), {}, 20.0) == incarnation
                     agent.flush()
                 except RpcError as error:
                     outcomes[type(error).__name__] += 1

@@ -96,7 +96,7 @@ _WAYS: dict[str, tuple[Callable[[Agent, Agent, Future[int]], None], type[RpcErro
 def test_a_call_that_ends_on_its_callers_side(way: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     end, error = _WAYS[way]
     with agents(2) as (a, b):
-        assert a.call(a.peer("a1"), _note, (0,), {}, 0.0).result() == 0
+        assert a.ask(a.peer("a1"), _note, (0,), {}, 0.0) == 0
         conn = a.peer("a1").conn
         assert conn is not None
         arrived = threading.Event()
@@ -138,7 +138,7 @@ def test_a_call_that_is_refused_before_it_is_sent() -> None:
         b.close()
         _until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
         with pytest.raises(PeerDiedError) as dead:
-            a.call(a.peer("a1"), _note, (1,), {}, 0.0).result()
+            a.ask(a.peer("a1"), _note, (1,), {}, 0.0)
         assert dead.value.maybe_executed is False
         a.close()
         with pytest.raises(ShutdownError) as over:
@@ -150,7 +150,7 @@ def test_a_call_that_is_refused_before_it_is_sent() -> None:
 def test_a_call_that_its_worker_refuses() -> None:
     """Too late to be started, given up before its turn, or with no thread left for it."""
     with agents(2) as (a, b):
-        assert a.call(a.peer("a1"), abs, (-1,), {}, 0.0).result() == 1
+        assert a.ask(a.peer("a1"), abs, (-1,), {}, 0.0) == 1
         begun, go = threading.Event(), threading.Event()
         execute = b.pool._execute
 
@@ -219,7 +219,7 @@ def test_nested_calls_say_it_of_themselves() -> None:
             _entered.set()
             _release.wait()
             try:
-                b.call(b.peer("a0"), _note, (5,), {}, 0.0).result()
+                b.ask(b.peer("a0"), _note, (5,), {}, 0.0)
             except CancelledError as error:
                 ends.append(error)
             done.set()

@@ -564,11 +564,10 @@ def test_a_reply_is_data_as_well() -> None:
 
         server.executor.answer = answer  # type: ignore[method-assign]
         while replies:
-            call = caller.call(caller.peer("a1"), service.add, (1, 2), {}, 0)
             with pytest.raises(RefusedError, match=r"fire|a pickle"):
-                call.result()
+                caller.ask(caller.peer("a1"), service.add, (1, 2), {}, 0)
         server.executor.answer = original  # type: ignore[method-assign]
-        assert caller.call(caller.peer("a1"), service.add, (1, 2), {}, 0).result() == 3
+        assert caller.ask(caller.peer("a1"), service.add, (1, 2), {}, 0) == 3
         assert conn.state is not CLOSED
         assert not FIRED
 

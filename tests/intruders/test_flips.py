@@ -140,7 +140,7 @@ def _talk(agent: Agent, number: int) -> int:
     for turn in range(_CALLS):
         seed = (number * _CALLS + turn) * 2
         try:
-            got = agent.call(agent.peer("service"), _swap, (seed, _value(seed)), {}, 1.0).result()
+            got = agent.ask(agent.peer("service"), _swap, (seed, _value(seed)), {}, 1.0)
         except RpcError as error:  # and nothing else: that ends the test
             with _log.lock:
                 _log.ends[type(error).__name__] += 1
@@ -208,7 +208,7 @@ def test_a_connection_that_breaks_goes_on_sealed() -> None:
         _client(0, service, proxy.address, session_grace=10.0, heartbeat=2.0) as client,
     ):
         for seed in range(0, 160, 2):
-            got = client.call(client.peer("service"), _swap, (seed, _value(seed)), {}, 30.0).result()
+            got = client.ask(client.peer("service"), _swap, (seed, _value(seed)), {}, 30.0)
             assert _same(got, _value(seed + 1))
         conns = [*client.connector.connections(), *agent.connector.connections()]
         assert all(conn.seal is not None for conn in conns)
@@ -312,7 +312,7 @@ def _hear(number: int) -> int:
 
 def _ask(client: Agent, timeout: float, answered: list[int]) -> None:
     for number in range(1, 1000):
-        answered.append(client.call(client.peer("service"), _hear, (number,), {}, timeout).result())
+        answered.append(client.ask(client.peer("service"), _hear, (number,), {}, timeout))
 
 
 class _Attacks:
@@ -399,7 +399,7 @@ def test_without_seals_a_forged_call_is_executed() -> None:
         _client(0, service, between.address, frame_integrity=False, **_PATIENT) as client,
     ):
         for number in range(1, 30):
-            client.call(client.peer("service"), _hear, (number,), {}, 30.0).result()
+            client.ask(client.peer("service"), _hear, (number,), {}, 30.0)
     assert _heard.count(2) == 2
 
 

@@ -24,7 +24,7 @@ from tests.intruders.doors import WRONG, dialler, door, knock, reset, tcp_agents
 
 
 def _works(caller: Agent, callee: Agent) -> bool:
-    return bool(caller.call(caller.peer(callee.name), operator.add, (1, 2), {}, 20.0).result() == 3)
+    return bool(caller.ask(caller.peer(callee.name), operator.add, (1, 2), {}, 20.0) == 3)
 
 
 def _shakes_hands(sock: socket.socket, side: Dialler) -> bool:

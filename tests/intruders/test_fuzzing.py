@@ -351,7 +351,7 @@ def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> N
         typed = (RpcError, OSError, EOFError, type(None))
         assert not {(kind, text) for kind, text in ends if not issubclass(kind, typed)}
         assert any(issubclass(kind, ProtocolError) for kind, _ in ends)
-        assert pair[1].call(pair[1].peer("a0"), service.add, (1, 2), {}, 20.0).result() == 3
+        assert pair[1].ask(pair[1].peer("a0"), service.add, (1, 2), {}, 20.0) == 3
 
 
 @nightly

@@ -62,7 +62,7 @@ def _workers(
 
 
 def _add(agent: Agent, to: str = "a1", timeout: float = 30.0) -> Any:
-    return agent.call(agent.peer(to), operator.add, (1, 2), {}, timeout).result()
+    return agent.ask(agent.peer(to), operator.add, (1, 2), {}, timeout)
 
 
 def _address(agent: Agent) -> str:
@@ -368,7 +368,7 @@ def test_who_listens_hears_nothing(secure: bool) -> None:
         _workers(_PLAIN | options, options, through=lambda address: relay.before(address)) as (a0, _),
     ):
         # The relay stands before a1, which came last.
-        assert a0.call(a0.peer("a1"), operator.add, (_SECRET, b"!"), {}, 30.0).result() == _SECRET + b"!"
+        assert a0.ask(a0.peer("a1"), operator.add, (_SECRET, b"!"), {}, 30.0) == _SECRET + b"!"
         heard = bytes(relay.seen)
     assert len(heard) > 2 * len(_SECRET)
     pieces = [_SECRET[at : at + 8] for at in range(0, len(_SECRET), 8)]

@@ -17,6 +17,7 @@ import pytest
 from actorrpc.agent import outbound
 from actorrpc.agent.agent import Agent
 from actorrpc.errors import AuthenticationError, PeerDiedError, ProtocolError
+from actorrpc.futures import Future
 from actorrpc.wire import frames
 from actorrpc.wire.frames import PREFIX, pack_frame, pack_position
 from actorrpc.wire.keys import Key
@@ -34,8 +35,7 @@ def pair() -> Iterator[list[Agent]]:
 def _works(pair: list[Agent]) -> bool:
     """Whether the two still talk to each other."""
     return all(
-        bool(pair[i].call(pair[i].peer(f"a{1 - i}"), operator.add, (i, 1), {}, 0).result() == i + 1)
-        for i in (0, 1)
+        bool(pair[i].ask(pair[i].peer(f"a{1 - i}"), operator.add, (i, 1), {}, 0) == i + 1) for i in (0, 1)
     )
 
 
@@ -265,13 +265,14 @@ def test_the_end_of_a_connection_ends_its_calls() -> None:
     with agents(2, key=KEY) as pair:
         entered, gate = threading.Event(), threading.Event()
         _events.update(entered=entered, gate=gate)
-        call = pair[0].call(pair[0].peer("a1"), _enter, (), {}, 0)
+        answer: Future[Any] = Future()
+        pair[0].call(pair[0].peer("a1"), _enter, (), {}, 0, future=answer)
         pair[0].flush()
         pair[0].peer("a1").conn.flush()  # type: ignore[union-attr]
         entered.wait()
         pair[0].peer("a1").conn.close()  # type: ignore[union-attr]
         with pytest.raises(PeerDiedError) as caught:
-            call.result()
+            answer.wait(20)
         assert caught.value.maybe_executed
         gate.set()
         with pytest.raises(PeerDiedError):

@@ -308,7 +308,7 @@ def _call(agent: Agent, peer: Peer, argument: Any = None) -> Future[Any]:
 
 def test_idle_workers_hear_of_each_other() -> None:
     with agents(2, heartbeat=0.02) as (a0, a1):
-        assert a0.call(a0.peer("a1"), abs, (-1,), {}, 0).result() == 1
+        assert a0.ask(a0.peer("a1"), abs, (-1,), {}, 0) == 1
         conn = a0.peer("a1").conn
         assert conn is not None
         for _ in range(3):
@@ -319,7 +319,7 @@ def test_idle_workers_hear_of_each_other() -> None:
 
 def test_nobody_is_woken_where_nobody_is_connected() -> None:
     with agents(1, heartbeat=0.01) as (agent,):
-        assert agent.call(agent.self_peer, abs, (-1,), {}, 0).result() == 1
+        assert agent.ask(agent.self_peer, abs, (-1,), {}, 0) == 1
         _until(lambda: not agent.scheduler.pulse.active)
 
 

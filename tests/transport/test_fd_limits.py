@@ -304,7 +304,7 @@ def _call_one_that_is_full(rank: int, _size: int, directory: str) -> int:
         assert to.state == "alive"
         pair.say("refused")
         pair.hear("free")
-        assert agent.call(to, os.getpid, (), {}, 40.0).result() == to.record.pid
+        assert agent.ask(to, os.getpid, (), {}, 40.0) == to.record.pid
         pair.say("done")
         return 0
 
@@ -330,7 +330,7 @@ def test_who_is_at_the_door_in_vain_is_sent_away(monkeypatch: pytest.MonkeyPatch
         while second.connector.admission._resting:  # until then it sends away who else comes
             pause.wait(0.01)
         assert first.peer("a1").state == "alive"
-        assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
+        assert first.ask(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
 
 
 @pytest.mark.limit(15)
@@ -351,7 +351,7 @@ def test_a_guest_for_whose_connection_there_is_no_descriptor_hears_it(
                 LimitError, match=r"'a1' refused worker 'a0': no process of its host.*fs.file-max"
             ):
                 first.call(first.peer("a1"), os.getpid, (), {}, 60.0)
-        assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
+        assert first.ask(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
 
 
 def test_a_tensor_lane_for_which_there_was_no_descriptor_is_opened_later(
@@ -368,14 +368,14 @@ def test_a_tensor_lane_for_which_there_was_no_descriptor_is_opened_later(
 
         large = torch.ones(1 << 20)
         monkeypatch.setattr(first.connector, "dial", none)
-        assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
+        assert first.ask(to, torch.numel, (large,), {}, 10.0) == 1 << 20
         if not to.conn.local:
             pytest.skip("these connections have no shared memory")
         monkeypatch.setattr(first.connector, "dial", dial)
-        assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
+        assert first.ask(to, torch.numel, (large,), {}, 10.0) == 1 << 20
         assert to.conn.lender is None  # it is not tried with each tensor
         to.conn.lane_after = 0.0
-        assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
+        assert first.ask(to, torch.numel, (large,), {}, 10.0) == 1 << 20
         assert to.conn.lender is not None
 
 
@@ -397,7 +397,7 @@ def test_who_cannot_dial_says_which_limit_it_is(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(LimitError, match="RLIMIT_NOFILE"):
                 first.call(first.peer("a1"), os.getpid, (), {}, 10.0)
         assert first.peer("a1").state == "alive"
-        assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
+        assert first.ask(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
         assert len(second.peers()) == 1
 
 

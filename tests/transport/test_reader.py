@@ -29,7 +29,7 @@ def test_calls_are_served_whichever_way_answers_are_sent(
 
         def calls(caller: Any, sums: list[int]) -> None:
             for number in range(150):
-                sums.append(caller.call(caller.peer("a1"), operator.add, (number, 1), {}, 20.0).result())
+                sums.append(caller.ask(caller.peer("a1"), operator.add, (number, 1), {}, 20.0))
 
         sums: list[list[int]] = [[] for _ in range(4)]
         threads = [
@@ -51,7 +51,7 @@ def test_calls_are_served_whichever_way_answers_are_sent(
 
 def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered() -> None:
     with agents(2) as (a0, a1):
-        assert a0.call(a0.peer("a1"), operator.add, (1, 1), {}, 20.0).result() == 2
+        assert a0.ask(a0.peer("a1"), operator.add, (1, 1), {}, 20.0) == 2
         conn = a1.peer("a0").conn
         assert conn is not None
         with conn.read_lock:  # nobody else reads meanwhile

@@ -324,7 +324,7 @@ def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> Non
 def test_calls_that_are_taken_back_before_they_are_sent_leave_nothing_on_the_wire() -> None:
     with tcp_agents(2, frame_integrity=True) as (one, other):
         peer = one.peer(other.name)
-        assert one.call(peer, _echo, (1,), {}, 20.0).result() == 1
+        assert one.ask(peer, _echo, (1,), {}, 20.0) == 1
         conn = peer.conn
         assert conn is not None
         assert conn.seal is not None
@@ -333,7 +333,7 @@ def test_calls_that_are_taken_back_before_they_are_sent_leave_nothing_on_the_wir
             for future in futures:
                 one.call(peer, _echo, (2,), {}, 20.0, future=future)
             assert all(future.cancel() for future in futures)
-        assert one.call(peer, _echo, (3,), {}, 20.0).result() == 3
+        assert one.ask(peer, _echo, (3,), {}, 20.0) == 3
         assert peer.conn is conn
 
 
@@ -348,7 +348,7 @@ def test_one_side_that_wants_them_is_enough(wants: tuple[bool, bool]) -> None:
     with tcp_agents(2, each=each) as (a0, a1):
         value = torch.arange(1 << 20)
         for agent, other in ((a0, "a1"), (a1, "a0")):
-            assert torch.equal(agent.call(agent.peer(other), _echo, (value,), {}, 30.0).result(), value)
+            assert torch.equal(agent.ask(agent.peer(other), _echo, (value,), {}, 30.0), value)
         conns = [*a0.connector.connections(), *a1.connector.connections()]
         for conn in conns:
             assert (conn.seal is not None) == any(wants)
@@ -358,7 +358,7 @@ def test_one_side_that_wants_them_is_enough(wants: tuple[bool, bool]) -> None:
 def test_on_one_host_the_kernel_is_trusted() -> None:
     """Unix sockets and shared memory leave no host: nothing is sealed, also where it is wanted."""
     with agents(2, frame_integrity=True) as (a0, a1):
-        assert a0.call(a0.peer("a1"), _echo, (5,), {}, 30.0).result() == 5
+        assert a0.ask(a0.peer("a1"), _echo, (5,), {}, 30.0) == 5
         assert all(conn.seal is None for conn in (*a0.connector.connections(), *a1.connector.connections()))
 
 

@@ -83,7 +83,7 @@ def later(agent: Agent, to: str, function: Any, *args: Any, timeout: float = 0) 
 
 
 def sync(agent: Agent, to: str, function: Any, *args: Any, timeout: float = 0) -> Any:
-    return agent.call(agent.peer(to), function, args, {}, timeout).result()
+    return agent.ask(agent.peer(to), function, args, {}, timeout)
 
 
 @pytest.mark.parametrize("call", [sync, lambda *args, **more: later(*args, **more).wait()])

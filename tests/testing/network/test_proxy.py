@@ -472,9 +472,9 @@ def test_before_a_worker_that_runs() -> None:
         patch.setattr(api, "group", Group)
         with FaultProxy.before("a1") as proxy:
             peer = first.peer("a1")
-            assert first.call(peer, operator.add, (1, 2), {}, 20.0).result() == 3
+            assert first.ask(peer, operator.add, (1, 2), {}, 20.0) == 3
             tensor = torch.arange(100_000)  # through shared memory: its descriptor passes, too
-            assert first.call(peer, torch.sum, (tensor,), {}, 20.0).result() == tensor.sum()
+            assert first.ask(peer, torch.sum, (tensor,), {}, 20.0) == tensor.sum()
             assert proxy.connections == 2
             assert proxy.reset() == 2
             _until(lambda: peer.state != "alive")
