@@ -48,7 +48,7 @@ from actorrpc.errors import (
 )
 from actorrpc.flight_recorder import OWN, OWN_MODULES, FlightRecorder
 from actorrpc.futures import WAITING, Future, interruption_point
-from actorrpc.serialization import codec
+from actorrpc.serialization import by_value, codec
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
 from actorrpc.transport.connection import Connection
@@ -266,8 +266,15 @@ class Agent:
             for interceptor in self.interceptors:
                 interceptor.request_header(header, peer)
         try:
+            sent = function
+            if mail is None and type(function) is FunctionType and not by_value.modules:
+                number = peer.functions.numbers.get(function)
+                if number is None:
+                    sent = peer.functions.introduce(function, peer.same_main)
+                elif function.__globals__.get(function.__name__) is function:
+                    sent = number
             encoded = codec.encode_body(
-                (function, args, kwargs) if mail is None else (args, kwargs),
+                (sent, args, kwargs) if mail is None else (args, kwargs),
                 peer.same_main,
                 peer.known,
                 peer.device_map,
@@ -287,6 +294,8 @@ class Agent:
             call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future, made)
             call.keep = (keep, message.held) if message.held else keep
             call.mail = mail
+            if type(sent) is tuple:
+                call.introduces = sent
             if future is not None:
                 future._source = call
                 future.label = call  # put into words only when somebody asks
@@ -359,6 +368,8 @@ class Agent:
                 call.error = None
         assert call.reply is not None
         reply, call.reply = call.reply, None
+        if call.introduces is not None and reply[0] == _REPLY:
+            peer.functions.numbers[call.introduces[1]] = call.introduces[0]
         if self.flights is not None:
             self.flights.called(call, reply)
         body = reply[6]

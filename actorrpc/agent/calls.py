@@ -130,6 +130,7 @@ class Call:
 
     Attributes:
         made: when it was made, and ``thread`` the number of the thread that has made it.
+        introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
         size: bytes of what it carries, where that is more than its frame.
     """
 
@@ -144,6 +145,7 @@ class Call:
         "frame",
         "future",
         "id",
+        "introduces",
         "keep",
         "label",
         "lock",
@@ -196,6 +198,7 @@ class Call:
         self.charge = 0
         self.size = 0
         self.keep: Any = None
+        self.introduces: Any = None
 
     def __str__(self) -> str:
         return f"the call of {self.label} on {self.peer.name!r}"

@@ -86,7 +86,7 @@ class Worker:
         self.debugger: Any = None
 
 
-class _Here:
+class _ProcessWorker:
     """Where the process's worker stands, so that the path of every call finds it without a call."""
 
     __slots__ = ("worker",)
@@ -96,7 +96,7 @@ class _Here:
         self.worker: Worker | None = None
 
 
-here: Final = _Here()
+here: Final = _ProcessWorker()
 _members: list[Worker] = []  # where there are several: those, in the order in which they were made
 _acting: ContextVar[tuple[Worker, ...]] = ContextVar("actorrpc_acting_worker", default=())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +27,7 @@ from actorrpc.errors import (
     DeadlockError,
     LimitError,
     ProtocolError,
+    RefusedError,
     RpcError,
     RpcTimeoutError,
     SerializationError,
@@ -45,6 +47,7 @@ __all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "path_of"]
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
 _STOP: Final = outbound.STOP
+_modules: Final = sys.modules
 _pack = PREFIX.pack
 _CHARGED: Final = outbound.LANE | outbound.STREAM  # flags of messages that are bounded by their bytes
 _log = logging.getLogger("actorrpc")
@@ -147,6 +150,14 @@ class Executor:
                             except Exception as error:
                                 opened = outbound.open_carefully(frame[6], peer, error)
                         function, args, kwargs = opened
+                        if type(function) is int:
+                            try:
+                                module, name = peer.functions.names[function]
+                                function = getattr(_modules[module], name)
+                            except (KeyError, AttributeError, TypeError):
+                                function = peer.functions.find(function, peer.name)
+                        elif type(function) is tuple:
+                            function = self._learn(peer, function)
                         execution.what = function
                         if agent.interceptors or execution.header:
                             value = self._intercepted(execution, function, args, kwargs)
@@ -213,7 +224,10 @@ class Executor:
             _log.warning("request %d of %r came twice; it is executed once", frame.id, peer.name)
             return None
         try:
-            return self._open_request(conn, frame, execution)
+            function, args, kwargs = self._open_request(conn, frame, execution)
+            if type(function) is int:
+                function = peer.functions.find(function, peer.name)
+            return function, args, kwargs
         except BaseException as error:
             report(_log, error, "what %r has posted here failed", peer.name)
             return None
@@ -241,6 +255,11 @@ class Executor:
             report(_log, error, "what %r has posted here failed", execution.peer.name)
         else:
             self.fail(conn, frame.id, error, execution)
+
+    def _learn(self, peer: Peer, introduced: tuple[Any, ...]) -> Any:
+        if self._agent.record.data_only:
+            raise RefusedError("this worker takes data only: functions have no numbers here")
+        return peer.functions.learn(introduced)
 
     def _intercepted(
         self, execution: Execution, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

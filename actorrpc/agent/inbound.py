@@ -280,6 +280,8 @@ class Inbox:
         if future is None:
             call.end(frame, None)
             return
+        if call.introduces is not None and frame[0] == frames.REPLY:
+            peer.functions.numbers[call.introduces[1]] = call.introduces[0]
         flights = self._agent.flights
         if flights is not None:
             flights.called(call, frame)

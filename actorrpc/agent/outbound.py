@@ -459,7 +459,7 @@ def post(
     if current is not None and len(current.path) > 1:
         header = {"path": current.path[:-1]}
     try:
-        encoded = agent.encode((function, args, {}), message)
+        encoded = agent.encode((peer.functions.sent(function), args, {}), message)
         if record and (agent.recorder.live or (not isinstance(encoded, bytes) and encoded.grad)):
             header = recorded(agent.recorder, header, encoded, peer)
         if message.sent or message.objects:

@@ -30,6 +30,7 @@ from actorrpc._exception_text import say
 from actorrpc.agent.inbound import DuplicateFilter
 from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.serialization import codec
+from actorrpc.serialization.numbered_functions import NumberedFunctions
 from actorrpc.transport.failure_detector import FailureDetector
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord
@@ -157,6 +158,7 @@ class Peer:
         self.known: set[bytes] = set()
         self._known_bytes = 0
         self.definitions = definitions
+        self.functions = NumberedFunctions()
         self.dial_lock = threading.Lock()
         self.scan_at = float("inf")
         self.failure_detector = FailureDetector()
@@ -262,6 +264,7 @@ class Peer:
         self.cancelled = {}
         self.begun, self.answered = DuplicateFilter(), DuplicateFilter()
         self.definitions = None
+        self.functions = NumberedFunctions()
         self.device_map = self.answer_map = None
 
     def wake_all(self) -> None:

@@ -231,7 +231,7 @@ class _World:
         self.dice = dice = random.Random(seed)
         self.steps = steps = Steps(dice, dice.choice((0.0, 0.01, 0.03)), _FILES)
         self.calls: list[calls.Call] = []
-        self.latest: dict[int, calls.Call] = {}
+        self.made_by: dict[int, list[calls.Call]] = {}
         self.callers = 0
         self.weights: tuple[float, ...] = ()
         self.ways: list[Callable[[], object]] = [self.call, self._with_future, self._several, self._watcher]
@@ -331,14 +331,16 @@ class _World:
         timeout = self.dice.choice((0, 0, 0, 2.0))
         if future is not None:
             return self.agent.call(self.peer, operator.add, (body,), {}, timeout, future=future)
+        made_here = self.made_by.setdefault(threading.get_ident(), [])
+        first = len(made_here)  # calls that are served in its wait may make more
         answer = self.agent.ask(self.peer, operator.add, (body,), {}, timeout)
-        assert answer == self.latest[threading.get_ident()].id
+        assert answer == made_here[first].id
         return answer
 
     def _note_call(self, *arguments: Any, **named: Any) -> calls.Call:
         made = agents_room.Agent.call(self.agent, *arguments, **named)
         self.calls.append(made)
-        self.latest[threading.get_ident()] = made
+        self.made_by.setdefault(threading.get_ident(), []).append(made)
         return made
 
     def caller(self) -> None:

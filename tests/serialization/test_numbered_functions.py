@@ -1,0 +1,194 @@
+"""Functions go by a number once the other worker knows it; what is called stays what the name means."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import threading
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.outbound import post
+from actorrpc.agent.peers import Peer
+from actorrpc.errors import ProtocolError, RefusedError, SerializationError
+from actorrpc.futures import Future
+from actorrpc.serialization import numbered_functions
+from actorrpc.serialization.numbered_functions import NumberedFunctions
+from tests.agent.agents import agents
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def fail() -> None:
+    raise KeyError("of the function")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Agent, Peer, Peer]]:
+    """A worker that calls, the one that is called as it sees it, and itself as that one sees it."""
+    with agents(2) as (caller, callee):
+        caller.ask(caller.peer("a1"), operator.add, (1, 2), {}, 20.0)
+        yield caller, caller.peer("a1"), callee.peer("a0")
+
+
+@pytest.fixture
+def module() -> Iterator[Any]:
+    """A module with a function ``f``."""
+    made = ModuleType("numbered")
+    exec("def f():\n    return 'first'\n", made.__dict__)
+    sys.modules["numbered"] = made
+    yield made
+    sys.modules.pop("numbered", None)
+
+
+def test_a_function_goes_by_name_until_a_call_of_it_is_answered(pair: tuple[Agent, Peer, Peer]) -> None:
+    caller, to, back = pair
+    sent: list[int] = []
+    for _ in range(3):
+        before = to.conn.bytes_out  # type: ignore[union-attr]
+        assert caller.ask(to, add, (1, 2), {}, 20.0) == 3
+        sent.append(to.conn.bytes_out - before)  # type: ignore[union-attr]
+    assert sent[0] > sent[1] + len(__name__)
+    assert sent[1] == sent[2]
+    assert to.functions.numbers == {add: 0}
+    assert back.functions.names == {0: (__name__, "add")}
+
+
+def test_many_calls_at_once_introduce_a_function_under_one_number(pair: tuple[Agent, Peer, Peer]) -> None:
+    caller, to, back = pair
+    answers: list[Future[int]] = [Future() for _ in range(200)]
+    for number, answer in enumerate(answers):
+        caller.call(to, add, (number, 1), {}, 20.0, future=answer)
+    assert [answer.wait(20) for answer in answers] == list(range(1, 201))
+    assert to.functions.numbers == {add: 0}
+    assert list(back.functions.names) == [0]
+
+
+def test_a_call_that_fails_makes_no_number_known(pair: tuple[Agent, Peer, Peer]) -> None:
+    caller, to, _ = pair
+    for _ in range(2):
+        with pytest.raises(KeyError, match="of the function"):
+            caller.ask(to, fail, (), {}, 20.0)
+    assert to.functions.numbers == {}
+
+
+def test_only_what_goes_by_name_gets_a_number(pair: tuple[Agent, Peer, Peer], module: Any) -> None:
+    caller, to, _ = pair
+
+    def local() -> int:
+        return 1
+
+    @functools.wraps(add)
+    def wrapped(a: int, b: int) -> int:
+        return a * b
+
+    for function, arguments, value in (
+        (local, (), 1),
+        (lambda: 2, (), 2),
+        (operator.add, (1, 2), 3),
+        (functools.partial(add, 1), (3,), 4),
+        (int, ("5",), 5),
+    ):
+        for _ in range(2):
+            assert caller.ask(to, function, arguments, {}, 20.0) == value
+    assert to.functions.numbers == {}
+    assert to.functions.introduce(wrapped, False) is wrapped  # type: ignore[arg-type]
+    # Another function has taken the name.
+    stale = module.f
+    exec("def f():\n    return 'second'\n", module.__dict__)
+    assert to.functions.introduce(stale, False) is stale
+    # The main module's go by name where both run the same.
+    main = FunctionType(add.__code__, vars(sys.modules["__main__"]), "_tested")
+    main.__module__ = "__main__"
+    vars(sys.modules["__main__"])["_tested"] = main
+    try:
+        assert to.functions.introduce(main, False) is main
+    finally:
+        del vars(sys.modules["__main__"])["_tested"]
+
+
+def test_a_number_means_what_the_name_means_there_now(pair: tuple[Agent, Peer, Peer], module: Any) -> None:
+    caller, to, _ = pair
+    assert [caller.ask(to, module.f, (), {}, 20.0) for _ in range(2)] == ["first", "first"]
+    introduced = module.f
+    assert to.functions.numbers == {introduced: 0}
+    # Both workers are this process: with the name taken, the callee calls what has it, and the caller's function goes as itself.
+    exec("def f():\n    return 'second'\n", module.__dict__)
+    assert caller.ask(to, introduced, (), {}, 20.0) == "first"
+    assert caller.ask(to, module.f, (), {}, 20.0) == "second"
+    assert len(to.functions.numbers) == 2
+
+
+def test_a_name_that_the_callee_has_lost_fails_as_without_a_number(
+    pair: tuple[Agent, Peer, Peer], module: Any
+) -> None:
+    caller, to, back = pair
+    for _ in range(2):
+        assert caller.ask(to, module.f, (), {}, 20.0) == "first"
+    back.functions.names[0] = ("numbered", "gone")
+    with pytest.raises(Exception, match="gone") as with_number:
+        caller.ask(to, module.f, (), {}, 20.0)
+    assert isinstance(with_number.value, (AttributeError, SerializationError))
+    back.functions.names[0] = ("numbered_gone", "f")
+    with pytest.raises(Exception, match="numbered_gone"):
+        caller.ask(to, module.f, (), {}, 20.0)
+    back.functions.names[0] = ("numbered", "f")
+    assert caller.ask(to, module.f, (), {}, 20.0) == "first"
+
+
+def test_posts_use_a_number_that_is_known(pair: tuple[Agent, Peer, Peer], module: Any) -> None:
+    caller, to, _ = pair
+    module.posted = threading.Event()
+    exec("def note(is_post):\n    if is_post:\n        posted.set()\n", module.__dict__)
+    assert to.functions.sent(module.note) is module.note
+    caller.ask(to, module.note, (False,), {}, 20.0)
+    assert to.functions.sent(module.note) == 0
+    post(caller, to, module.note, (True,), "note")
+    assert module.posted.wait(20)
+
+
+def test_numbers_that_make_no_sense_are_refused(pair: tuple[Agent, Peer, Peer]) -> None:
+    caller, to, _ = pair
+    caller.ask(to, add, (1, 2), {}, 20.0)
+    to.functions.numbers[add] = 17
+    with pytest.raises(ProtocolError, match="number 17, which it has not introduced"):
+        caller.ask(to, add, (1, 2), {}, 20.0)
+    to.functions.numbers[add] = 0
+    assert caller.ask(to, add, (1, 2), {}, 20.0) == 3
+    table = NumberedFunctions()
+    for introduced in (
+        (1,),
+        ("x", add),
+        (True, add),
+        (-1, add),
+        (2 * numbered_functions.MOST, add),
+        (1, add, 2),
+    ):
+        with pytest.raises(ProtocolError, match="which function"):
+            table.learn(introduced)
+    assert table.names == {}
+
+
+def test_no_more_functions_than_so_many_get_a_number(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbered_functions, "MOST", 3)
+    for number in range(5):
+        exec(f"def f{number}():\n    return {number}\n", module.__dict__)
+    table = NumberedFunctions()
+    functions = [getattr(module, f"f{number}") for number in range(5)]
+    found = [table.introduce(each, False) for each in functions]
+    assert found == [(0, functions[0]), (1, functions[1]), (2, functions[2]), *functions[3:]]
+
+
+def test_workers_that_take_data_only_have_no_numbers() -> None:
+    with agents(2, data_only=True) as (caller, callee):
+        to = caller.peer("a1")
+        assert to.functions.introduce(add, to.same_main) is add  # type: ignore[arg-type]
+        with pytest.raises(RefusedError, match="no numbers here"):
+            callee.executor._learn(callee.peer("a0"), (0, add))
