@@ -192,6 +192,7 @@ class Encoded:
         "embeds",
         "grad",
         "inline",
+        "layouts",
         "outgoing",
         "reduced",
         "spans",
@@ -210,8 +211,9 @@ class Encoded:
         self.device_map = device_map
         self.inline = inline
         self.embeds = not inline and (device_map is None or "cpu" not in device_map)
-        self.embedded: set[int] = set()  # the storages whose bytes are in the pickle, or in a stack
-        self.stacks: dict[Any, Any] = {}  # by layout, the stack that takes more of it
+        self.embedded: set[int] = set()  # the storages whose bytes are in the pickle
+        self.layouts: dict[Any, int] = {}  # of small tensors behind the first few -> how many there are
+        self.stacks: dict[Any, list[Any]] = {}  # by sizes, the stacks that take more of them
         self.outgoing: Outgoing | None = None
         self.buffers: list[memoryview] | None = None
         self.reduced: dict[int, tuple[object, Any]] | None = None
@@ -219,7 +221,7 @@ class Encoded:
     def start_over(self) -> None:
         """Forget what was noted of tensors and buffers: the object is encoded once more, with all tensors in the table."""
         self.tensors, self.grad = [], False
-        self.embeds, self.embedded, self.stacks = False, set(), {}
+        self.embeds, self.embedded, self.layouts, self.stacks = False, set(), {}, {}
         self.outgoing = self.buffers = None
 
     @property
@@ -231,7 +233,7 @@ class Encoded:
 class _Decoding:
     """What hangs on the thread while a message is decoded."""
 
-    __slots__ = ("arrived", "context", "definitions", "stacks", "tensors")
+    __slots__ = ("arrived", "context", "definitions", "tensors")
 
     def __init__(
         self, context: object, definitions: DefinitionStore | None, tensors: list[Any] | None
@@ -240,7 +242,6 @@ class _Decoding:
         self.definitions = definitions
         self.tensors = tensors
         self.arrived: Sequence[list[Any]] = ()
-        self.stacks: dict[Any, list[Any]] = {}
 
 
 # -- reducers -----------------------------------------------------------------------------------
@@ -416,6 +417,12 @@ def _finish(
     max_buffers: int,
 ) -> Encoded:
     """Go on after the fast attempt: ``error`` has stopped it, or what ``pickler`` wrote is no mere body."""
+    if error is None and encoded.stacks:
+        assert encoded.outgoing is not None
+        try:
+            encoded.outgoing.close_stacks()
+        except SharedStorageError as shared:
+            error = shared
     if isinstance(error, SharedStorageError):
         encoded.start_over()
         return _encode(obj, encoded, remote_main, known, max_buffers)
