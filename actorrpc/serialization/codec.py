@@ -362,7 +362,8 @@ def encode_body(
 
     ``listed``: small tensors are something else, also where none of them requires grad.
     """
-    pickler, encoded = message.pickler, message.spare
+    pickler = message.pickler
+    encoded: Encoded | None = message.spare
     if (
         pickler is None
         or remote_main is None
@@ -398,8 +399,13 @@ def encode_body(
                 chunks.clear()
                 message.pickler = pickler
                 if encoded.tensors:
-                    encoded.body = body = body + _WITH_TENSORS
-                    return encoded if listed or encoded.grad else body
+                    body += _WITH_TENSORS
+                    if listed or encoded.grad:
+                        encoded.body = body
+                        return encoded
+                    encoded.tensors.clear()
+                    encoded.embedded.clear()
+                    encoded.layouts.clear()
                 if not device_map:
                     message.spare = encoded
                 encoded.context = None
@@ -619,11 +625,17 @@ _HEAD: Final = "QIIIIIB"
 _HEAD_SIZE: Final = struct.calcsize("<" + _HEAD)
 _ENTRY_SIZE: Final = struct.calcsize("<" + ENTRY)
 _read_head: Final = struct.Struct("<" + _HEAD).unpack_from
-_tails: Final = [struct.Struct("<" + ENTRY * count + _HEAD) for count in range(33)]
 
 
-def _tail(count: int) -> struct.Struct:
-    return _tails[count] if count < len(_tails) else struct.Struct("<" + ENTRY * count + _HEAD)
+class _Tails(dict[int, struct.Struct]):
+    """The structures of tables, by their number of storages. Those of small tables are kept."""
+
+    def __missing__(self, count: int) -> struct.Struct:
+        return struct.Struct("<" + ENTRY * count + _HEAD)
+
+
+_tails: Final = _Tails()
+_tails.update((count, _tails[count]) for count in range(33))
 
 
 def _with_table(
@@ -651,7 +663,7 @@ def _with_table(
     if len(spans) > max_buffers:
         raise LimitError(f"a message of {len(spans)} tensors and buffers: the limit is {max_buffers}")
     encoded.spans = spans
-    tail = (_tails[1] if count == 1 else _tail(count)).pack(
+    tail = _tails[count].pack(
         *numbers, len(body), len(named), len(buffers), count, len(holes), len(names), magic
     )
     if named or holes or names:
@@ -764,7 +776,7 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
         if missing:
             raise UnknownDefinitionError(missing)
     # Entries and head are one structure, so that a message is packed and unpacked in one go.
-    numbers = _tail(stored).unpack_from(body, entries)[: 3 * stored] if stored else ()
+    numbers = _tails[stored].unpack_from(body, entries)[: 3 * stored] if stored else ()
     names = bytes(body[names_at:entries])
     decoding.arrived = arrive(numbers, body[length:definitions_at], names, buffers[direct:last])
     if torch.is_inference_mode_enabled():
