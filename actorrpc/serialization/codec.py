@@ -395,9 +395,12 @@ def encode_body(
         if len(space) != count:
             late = by_value.has_late()
         if len(body) <= _KEEP_PICKLER and ((remote_main and not late) or not _find_main(body)):
-            if encoded.outgoing is None and encoded.buffers is None and encoded.reduced is None:
+            if encoded.buffers is None and encoded.reduced is None and not encoded.stacks:
                 chunks.clear()
                 message.pickler = pickler
+                if encoded.outgoing is not None:
+                    encoded.body = _with_table(body, chunks, encoded, _NOTHING, _MAX_BUFFERS)
+                    return encoded
                 if encoded.tensors:
                     body += _WITH_TENSORS
                     if listed or encoded.grad:
