@@ -408,7 +408,8 @@ def encode_body(
                         return encoded
                     encoded.tensors.clear()
                     encoded.embedded.clear()
-                    encoded.layouts.clear()
+                    if encoded.layouts:
+                        encoded.layouts.clear()
                 if not device_map:
                     message.spare = encoded
                 encoded.context = None
