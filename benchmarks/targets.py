@@ -27,7 +27,7 @@ _REFERENCE = (
     "a call by a reference makes a proxy and names its method: a score of Python functions more than rpc_sync"
 )
 _SMALL = "a tensor's header, its storage and its place in a segment are made and read in Python, on each side"
-_LIST = "torch's own accessors (data_ptr, stride, untyped_storage), of which each tensor needs some"
+_LIST = "a tensor with a storage of its own takes 0.8 us to make; its checks, its pickle and its end as much again, on each side"
 _ONE_TCP = "sender and receiver share the processor; a chunk's header and hand-over cost what the second processor hides"
 _MANY = (
     "16 callers take turns on the processors that one has to itself: with colder caches and more wake-ups a call costs its "

@@ -18,6 +18,7 @@ others; what it raises is logged there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
@@ -184,7 +185,7 @@ def send(
     if not spans and len(body) <= settings.chunk:
         _put(conn, call, kind, id, body, flags, remaining, chain, header)
         return True
-    sizes = [span.nbytes for span in spans]
+    sizes = list(map(_nbytes, spans))
     copied = sum(sizes)
     total = len(body) + copied
     _check(len(spans), total, settings)
@@ -435,6 +436,7 @@ def discard(conn: Connection | None, frame: Frame) -> None:
 
 
 _INFINITE: Final = float("inf")
+_nbytes: Final = attrgetter("nbytes")
 
 
 def post(

@@ -111,7 +111,10 @@ def names_main(chunks: Iterable[Any]) -> bool:
     Long bytes and texts are pieces of their own, and nothing to look through: other pieces of their size start with a
     frame, the first with the protocol before it.
     """
-    return any(find_main(chunk) is not None for chunk in chunks if len(chunk) < _LONG or chunk[0] in _STARTS)
+    for chunk in chunks:  # noqa: SIM110 - each step of a generator is a function more
+        if (len(chunk) < _LONG or chunk[0] in _STARTS) and find_main(chunk) is not None:
+            return True
+    return False
 
 
 def stop(pickler: Any, obj: Any) -> Any:

@@ -192,6 +192,7 @@ class Encoded:
         "embeds",
         "grad",
         "inline",
+        "layouts",
         "outgoing",
         "reduced",
         "spans",
@@ -210,8 +211,9 @@ class Encoded:
         self.device_map = device_map
         self.inline = inline
         self.embeds = not inline and (device_map is None or "cpu" not in device_map)
-        self.embedded: set[int] = set()  # the storages whose bytes are in the pickle, or in a stack
-        self.stacks: dict[Any, Any] = {}  # by layout, the stack that takes more of it
+        self.embedded: set[int] = set()  # the storages whose bytes are in the pickle
+        self.layouts: dict[Any, int] = {}  # of small tensors behind the first few -> how many there are
+        self.stacks: dict[Any, list[Any]] = {}  # by sizes, the stacks that take more of them
         self.outgoing: Outgoing | None = None
         self.buffers: list[memoryview] | None = None
         self.reduced: dict[int, tuple[object, Any]] | None = None
@@ -219,7 +221,7 @@ class Encoded:
     def start_over(self) -> None:
         """Forget what was noted of tensors and buffers: the object is encoded once more, with all tensors in the table."""
         self.tensors, self.grad = [], False
-        self.embeds, self.embedded, self.stacks = False, set(), {}
+        self.embeds, self.embedded, self.layouts, self.stacks = False, set(), {}, {}
         self.outgoing = self.buffers = None
 
     @property
@@ -231,7 +233,7 @@ class Encoded:
 class _Decoding:
     """What hangs on the thread while a message is decoded."""
 
-    __slots__ = ("arrived", "context", "definitions", "stacks", "tensors")
+    __slots__ = ("arrived", "context", "definitions", "tensors")
 
     def __init__(
         self, context: object, definitions: DefinitionStore | None, tensors: list[Any] | None
@@ -240,7 +242,6 @@ class _Decoding:
         self.definitions = definitions
         self.tensors = tensors
         self.arrived: Sequence[list[Any]] = ()
-        self.stacks: dict[Any, list[Any]] = {}
 
 
 # -- reducers -----------------------------------------------------------------------------------
@@ -361,7 +362,8 @@ def encode_body(
 
     ``listed``: small tensors are something else, also where none of them requires grad.
     """
-    pickler, encoded = message.pickler, message.spare
+    pickler = message.pickler
+    encoded: Encoded | None = message.spare
     if (
         pickler is None
         or remote_main is None
@@ -393,12 +395,21 @@ def encode_body(
         if len(space) != count:
             late = by_value.has_late()
         if len(body) <= _KEEP_PICKLER and ((remote_main and not late) or not _find_main(body)):
-            if encoded.outgoing is None and encoded.buffers is None and encoded.reduced is None:
+            if encoded.buffers is None and encoded.reduced is None and not encoded.stacks:
                 chunks.clear()
                 message.pickler = pickler
+                if encoded.outgoing is not None:
+                    encoded.body = _with_table(body, chunks, encoded, _NOTHING, _MAX_BUFFERS)
+                    return encoded
                 if encoded.tensors:
-                    encoded.body = body = body + _WITH_TENSORS
-                    return encoded if listed or encoded.grad else body
+                    body += _WITH_TENSORS
+                    if listed or encoded.grad:
+                        encoded.body = body
+                        return encoded
+                    encoded.tensors.clear()
+                    encoded.embedded.clear()
+                    if encoded.layouts:
+                        encoded.layouts.clear()
                 if not device_map:
                     message.spare = encoded
                 encoded.context = None
@@ -416,6 +427,12 @@ def _finish(
     max_buffers: int,
 ) -> Encoded:
     """Go on after the fast attempt: ``error`` has stopped it, or what ``pickler`` wrote is no mere body."""
+    if error is None and encoded.stacks:
+        assert encoded.outgoing is not None
+        try:
+            encoded.outgoing.close_stacks()
+        except SharedStorageError as shared:
+            error = shared
     if isinstance(error, SharedStorageError):
         encoded.start_over()
         return _encode(obj, encoded, remote_main, known, max_buffers)
@@ -612,11 +629,17 @@ _HEAD: Final = "QIIIIIB"
 _HEAD_SIZE: Final = struct.calcsize("<" + _HEAD)
 _ENTRY_SIZE: Final = struct.calcsize("<" + ENTRY)
 _read_head: Final = struct.Struct("<" + _HEAD).unpack_from
-_tails: Final = [struct.Struct("<" + ENTRY * count + _HEAD) for count in range(33)]
 
 
-def _tail(count: int) -> struct.Struct:
-    return _tails[count] if count < len(_tails) else struct.Struct("<" + ENTRY * count + _HEAD)
+class _Tails(dict[int, struct.Struct]):
+    """The structures of tables, by their number of storages. Those of small tables are kept."""
+
+    def __missing__(self, count: int) -> struct.Struct:
+        return struct.Struct("<" + ENTRY * count + _HEAD)
+
+
+_tails: Final = _Tails()
+_tails.update((count, _tails[count]) for count in range(33))
 
 
 def _with_table(
@@ -644,7 +667,7 @@ def _with_table(
     if len(spans) > max_buffers:
         raise LimitError(f"a message of {len(spans)} tensors and buffers: the limit is {max_buffers}")
     encoded.spans = spans
-    tail = (_tails[1] if count == 1 else _tail(count)).pack(
+    tail = _tails[count].pack(
         *numbers, len(body), len(named), len(buffers), count, len(holes), len(names), magic
     )
     if named or holes or names:
@@ -757,7 +780,7 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
         if missing:
             raise UnknownDefinitionError(missing)
     # Entries and head are one structure, so that a message is packed and unpacked in one go.
-    numbers = _tail(stored).unpack_from(body, entries)[: 3 * stored] if stored else ()
+    numbers = _tails[stored].unpack_from(body, entries)[: 3 * stored] if stored else ()
     names = bytes(body[names_at:entries])
     decoding.arrived = arrive(numbers, body[length:definitions_at], names, buffers[direct:last])
     if torch.is_inference_mode_enabled():

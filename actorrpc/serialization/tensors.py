@@ -15,7 +15,9 @@ import contextlib
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any, Final
 
 import torch
@@ -35,9 +37,13 @@ __all__ = [
 ]
 
 INLINE_BYTES: Final = 4096  # tensors up to this size ride in the body: a copy is cheaper than a section
-_FEW: Final = (
-    8  # small tensors of a message that are written each by itself; of further ones, those alike are stacked
-)
+# Of the small tensors of a message the first few are written each by itself, and of further ones the first few of a layout. Those
+# behind them are stacked, which pays from three members on.
+_FEW: Final = 8
+_ALIKE: Final = 3
+_PORTION: Final = (
+    16 << 10
+)  # bytes of a stack: not more than these does a tensor keep that is kept when its neighbours are not
 _AT_ONCE: Final = 32 << 10  # elements: of fewer, torch makes a stack on the calling thread alone
 _WASTE: Final = 64 << 10  # so many unused bytes may travel for a lone tensor's strides to stay as they are
 _PINNED: Final = 64 << 10  # from so many bytes on, what comes from a GPU goes into pinned memory
@@ -60,6 +66,23 @@ _CODES: Final[dict[torch.dtype, int]] = {d: code for code, d in enumerate(_DTYPE
 _QUANTISED: Final = _NAMES.index("qint8")  # codes from here on are only storages, never plain tensors
 _COMMON: Final = _NAMES.index("bfloat16")  # what torch stacks, in all of its versions: up to here,
 _COMPLEX_HALF: Final = _NAMES.index("complex32")  # but not without a warning
+
+
+def _find_arrays() -> tuple[Any, dict[torch.dtype, Any]]:
+    """Return numpy's function that makes an array on a buffer, and torch's dtypes that arrays have; none without numpy."""
+    try:
+        import numpy  # noqa: PLC0415 - torch does without as well
+
+        torch.from_numpy(numpy.zeros(1))
+    except (ImportError, RuntimeError):  # the latter: torch was built for another numpy
+        return None, {}
+    names = _NAMES[:_COMMON]
+    return numpy.frombuffer, {
+        dtype: numpy.dtype(name) for name in names if (dtype := getattr(torch, name)) is not torch.complex32
+    }
+
+
+_frombuffer, _ARRAYS = _find_arrays()
 
 
 class _Message(threading.local):
@@ -97,8 +120,9 @@ _get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_
 )
 _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(("PyBuffer_Release", ctypes.pythonapi))
 _READ: Final = 0x100
-_copy_out = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+_copy_out, _copy_writable = (
+    ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)((name, ctypes.pythonapi))
+    for name in ("PyBytes_FromStringAndSize", "PyByteArray_FromStringAndSize")
 )
 
 
@@ -144,12 +168,18 @@ _COMPACT: Final = 2  # the bytes are the one tensor's elements in order; its str
 _PLACED: Final = 4  # goes to a device: its name is in the list of names
 
 
+_FREED: Final = "a tensor's storage was freed or resized: it has no bytes to send"
+# For `map`: what all tensors of a list are asked.
+_untyped_storage, _storage_offset = torch.Tensor.untyped_storage, torch.Tensor.storage_offset
+_nbytes, _cdata = torch.UntypedStorage.nbytes, attrgetter("_cdata")
+
+
 class SharedStorageError(Exception):
     """Two tensors of a message share memory, and one of them is in the pickle: all are to be in the table."""
 
 
 # A storage of a message, as a list (an object costs a third of a microsecond): the range [low, high) of it
-# that is used, in bytes, and by whom. In place of a storage: the members of a stack.
+# that is used, in bytes, and by whom. In place of a storage: a stack, and then its bytes.
 _STORAGE, _LOW, _HIGH, _USED, _LONE, _DEVICE = range(6)
 
 
@@ -166,7 +196,7 @@ class Outgoing:
 
     __slots__ = ("_device_map", "_embedded", "by_storage", "cpu", "pieces")
 
-    def __init__(self, device_map: Mapping[str, str] | None, embedded: Container[int] = ()) -> None:
+    def __init__(self, device_map: Mapping[str, str] | None, embedded: Set[int] = frozenset()) -> None:
         self.by_storage: dict[int, int] = {}
         self._device_map = device_map
         self._embedded = embedded
@@ -228,6 +258,32 @@ class Outgoing:
             )
         return target
 
+    def close_stacks(self) -> None:
+        """Copy what is in stacks, having looked at the storages of all of it at once: at each by itself takes a third longer.
+
+        Raises:
+            SharedStorageError: one of them is another tensor's as well.
+            SerializationError: a storage is shorter than its tensor says (it was freed or resized).
+        """
+        keys = set(self._embedded)
+        expected = len(keys)
+        stacks = [piece for piece in self.pieces if type(piece[_STORAGE]) is _Stack]
+        for piece in stacks:
+            members = piece[_STORAGE].members
+            storages = list(map(_untyped_storage, members))
+            keys.update(map(_cdata, storages))
+            expected += len(members)
+            size = members[0].nbytes
+            if any(map(_storage_offset, members)) or set(map(_nbytes, storages)) != {size}:
+                for t, storage in zip(members, storages, strict=True):
+                    if t.storage_offset() * t.itemsize + size > storage.nbytes():
+                        raise SerializationError(_FREED)
+        if len(keys) != expected or not keys.isdisjoint(self.by_storage):
+            raise SharedStorageError
+        with torch.no_grad():
+            for piece in stacks:
+                piece[_STORAGE] = _joined(piece[_STORAGE].members)
+
     def finish(self, spans: list[TensorSpan], inline: bool) -> tuple[list[int], bytes, bytes]:
         """Append to ``spans`` what travels by itself; return the table's numbers, inline bytes, device names.
 
@@ -238,12 +294,12 @@ class Outgoing:
         small = []
         names = b""
         for storage, low, high, used, lone, device in self.pieces:
-            if type(storage) is list:
-                small.append(_stack(storage))
-                numbers += (_IN_BODY, len(small[-1]), 0)
+            if type(storage) is bytes:
+                small.append(storage)
+                numbers += (_IN_BODY, len(storage), 0)
                 continue
             if high > storage.nbytes():
-                raise SerializationError("a tensor's storage was freed or resized: it has no bytes to send")
+                raise SerializationError(_FREED)
             low &= -_ALIGN
             kind, size = 0, high - low
             if lone is not None and used * 2 < size and size - used > _WASTE:
@@ -284,13 +340,12 @@ def _on_cpu(t: torch.Tensor) -> torch.Tensor:
     return t.cpu()
 
 
-def _stack(members: list[torch.Tensor]) -> bytes:
+def _joined(members: list[torch.Tensor]) -> bytes:
     """Return the bytes of tensors of one layout, one after the other."""
     parts = []
     most = (_AT_ONCE - 1) // members[0].numel()
     for at in range(0, len(members), most):
-        with torch.no_grad():
-            part = torch.stack(members[at : at + most])
+        part = torch.stack(members[at : at + most])
         parts.append(_copy_out(part.data_ptr(), part.nbytes))
     return b"".join(parts)
 
@@ -318,6 +373,8 @@ _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torc
 _MKLDNN: Final[torch.layout] = getattr(torch, "_mkldnn")  # noqa: B009 - torch's stubs do not know it
 
 _dispatch_keys = torch._C._dispatch_keys
+_TensorGuards: Final[Any] = torch._C._dynamo.guards.TensorGuards  # torch's stubs know its arguments in part
+_unbind_copy: Final[Any] = torch.unbind_copy  # they say that this one returns nothing
 _PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> flags of a tensor that _describe can take, or -1
 
 
@@ -385,13 +442,25 @@ def _part(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    encoding = message.encoding
+    stacks = encoding.stacks
+    if stacks:
+        try:
+            shape = t.shape
+        except RuntimeError:  # a nested tensor has none
+            shape = None
+        for fits, append, rebuild in stacks.get(shape, ()):
+            if fits(t) and not t.__dict__:
+                append(t)
+                encoding.tensors.append(t)
+                taken: tuple[Any, ...] = rebuild
+                return taken
     keys = _dispatch_keys(t).raw_repr()
     flags = _PLAIN.get(keys)
     if flags is None:
         flags = _classify(t, keys)
-    encoding = message.encoding
     encoding.tensors.append(t)
-    rebuild: tuple[Any, ...] | None = None
+    made: tuple[Any, ...] | None = None
     if flags == 0 and encoding.embeds and 0 < (size := t.nbytes) <= INLINE_BYTES and t.is_contiguous():
         # By its bytes: most messages with a tensor need no table then.
         storage = t.untyped_storage()
@@ -402,33 +471,24 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
         if (
             (out is None or key not in out.by_storage)
             and t.storage_offset() * t.itemsize + size <= storage.nbytes()
-            and (
-                1 not in shape or t.stride() == _packed(shape)
-            )  # any step will do where there is one element
+            # Any step will do where there is one element.
+            and (1 not in shape or t.stride() == _packed(shape))
         ):
-            encoding.embedded.add(key)
             code = _CODES[t.dtype]
             if t.requires_grad:
                 code |= _GRAD
                 encoding.grad = True
-            if len(encoding.tensors) > _FEW:
-                layout = code, shape
-                stack = encoding.stacks.get(layout)
-                if stack is not None:
-                    append, rebuild = stack if stack is not _ALONE else _new_stack(encoding, layout)
-                    append(t)
-                elif code & 0xFF <= _COMMON and code & 0xFF != _COMPLEX_HALF:
-                    encoding.stacks[layout] = _ALONE
-            if rebuild is None:
-                rebuild = embedded, (bytearray(_memory_view(t.data_ptr(), size, _READ)), code, *shape)
-    if rebuild is None:
-        rebuild = (
-            (tensor, _describe(_outgoing(), t, flags)) if flags >= 0 else _reduce_special(_outgoing(), t)
-        )
+            if len(encoding.tensors) > _FEW and code & 0xFF <= _COMMON and code & 0xFF != _COMPLEX_HALF:
+                made = _begin_stack(encoding, t, code, shape)
+            if made is None:
+                encoding.embedded.add(key)
+                made = embedded, (_copy_writable(t.data_ptr(), size), code, *shape)
+    if made is None:
+        made = (tensor, _describe(_outgoing(), t, flags)) if flags >= 0 else _reduce_special(_outgoing(), t)
     attributes = t.__dict__
     if attributes:
-        return (*rebuild[:2], attributes, None, None, set_attributes)
-    return rebuild
+        return (*made[:2], attributes, None, None, set_attributes)
+    return made
 
 
 def _packed(shape: Sequence[int]) -> tuple[int, ...]:
@@ -439,22 +499,39 @@ def _packed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
-_ALONE: Final[
-    Any
-] = ()  # stands for the stack of a layout while there is one tensor of it, which is written by itself
+class _Stack:
+    """Small tensors of a message that are alike: their bytes lie behind the pickle, one after the other.
 
-
-def _new_stack(encoding: Any, layout: tuple[int, torch.Size]) -> tuple[Callable[[torch.Tensor], None], Any]:
-    """Begin a stack; return what adds a tensor, and what each of them is reduced to.
-
-    That is the same object for all of them: the pickle has it once, and refers to it.
+    In the pickle it is an iterator, and each of its tensors what ``next`` takes from that: always the same pair, which the
+    pickle has once, and refers to.
     """
+
+    __slots__ = ("_layout", "members")
+
+    def __init__(self, index: int, code: int, shape: torch.Size) -> None:
+        self._layout = index, code, *shape
+        self.members: list[torch.Tensor] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return stacked, self._layout
+
+
+def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -> tuple[Any, ...] | None:
+    """Begin a stack with a tensor; return what it is reduced to, or None for the first few that are like it."""
+    layout = code, shape
+    alike = encoding.layouts.get(layout, 0)
+    if alike < _ALIKE:
+        encoding.layouts[layout] = alike + 1
+        return None
     pieces = _outgoing().pieces
-    members: list[torch.Tensor] = []
-    rebuild = stacked, ((len(pieces), layout[0], *layout[1]),)
-    pieces.append([members, 0, 0, 0, None, ""])
-    stack = encoding.stacks[layout] = members.append, rebuild
-    return stack
+    stack = _Stack(len(pieces), code, shape)
+    pieces.append([stack, 0, 0, 0, None, ""])
+    stack.members.append(t)
+    # One step of torch's compares all that matters: the kind of tensor, its dtype, sizes, strides, whether it requires grad.
+    fits = _TensorGuards(t, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    rebuild = next, (stack,)
+    encoding.stacks.setdefault(shape, []).append((fits, stack.members.append, rebuild))
+    return rebuild
 
 
 def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
@@ -593,6 +670,9 @@ def _storage(piece: list[Any]) -> torch.UntypedStorage:
     return storage
 
 
+_STRIDED: Final = {code: d for code, d in enumerate(_DTYPES[:_QUANTISED]) if d is not None}
+
+
 def _dtype(code: int, end: int = _QUANTISED) -> torch.dtype:
     dtype = _DTYPES[code] if 0 <= code < end else None
     if dtype is None:
@@ -602,7 +682,7 @@ def _dtype(code: int, end: int = _QUANTISED) -> torch.dtype:
 
 def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:
     """Build a strided tensor; nothing that the peer wrote is believed."""
-    dtype = _dtype(code & 0xFF)
+    dtype = _STRIDED.get(code & 0xFF) or _dtype(code & 0xFF)  # the latter raises
     rank = len(geometry) >> 1
     shape, stride = geometry[:rank], geometry[rank:]
     if index == -1 or isinstance(index, str):
@@ -610,7 +690,8 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
             raise ProtocolError(f"a tensor of sizes {shape} without a storage")
         with _placing(device := "cpu" if index == -1 else str(index)):
             return _marked(torch.empty_strided(shape, stride, dtype=dtype, device=device), code)
-    piece = _piece(index)
+    arrived: list[list[Any]] = message.decoding.arrived
+    piece = arrived[index] if 0 <= index < len(arrived) else _piece(index)  # the latter raises
     data, low, kind, device, first = piece
     size = dtype.itemsize
     start = offset * size - low
@@ -660,14 +741,20 @@ def tensor(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
     t = _build(index, code, offset, *geometry)
     if code & _GRAD:
         t.requires_grad_(True)
-    return _arrives(t)
+    tensors = message.decoding.tensors
+    if tensors is not None:
+        tensors.append(t)
+    return t
 
 
 def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
     """Rebuild a small tensor whose elements lie in the pickle, in order (wire format)."""
-    dtype = _dtype(code & 0xFF)
-    count, left = divmod(len(data), dtype.itemsize)
-    if type(data) is not bytearray or left or (shape and min(shape) <= 0) or math.prod(shape) != count:
+    dtype = _STRIDED.get(code & 0xFF) or _dtype(code & 0xFF)  # the latter raises
+    if (
+        type(data) is not bytearray
+        or len(data) != math.prod(shape) * dtype.itemsize
+        or (shape and min(shape) <= 0)
+    ):
         raise ProtocolError(f"a tensor of sizes {shape} in {len(data)} bytes")
     t = torch.frombuffer(data, dtype=dtype)
     if len(shape) != 1:
@@ -675,40 +762,17 @@ def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
         t.resize_(*shape or _SCALAR)
     if code & _GRAD:
         t.requires_grad_(True)
-    return _arrives(t)
+    tensors = message.decoding.tensors
+    if tensors is not None:
+        tensors.append(t)
+    return t
 
 
 _SCALAR: Final[Any] = ((),)
 
 
-# A stack of a message being decoded, as a list: where its next member begins, its bytes, and what all members have in common.
-_NEXT: Final = 0
-
-
-def stacked(layout: tuple[int, ...]) -> torch.Tensor:
-    """Rebuild the next one of the small tensors of a stack, which are alike (wire format).
-
-    The layout names the stack, and says what its members are.
-    """
-    decoding = message.decoding
-    stack = decoding.stacks.get(layout)
-    if stack is None:
-        stack = decoding.stacks[layout] = _open_stack(*layout)
-    start, data, size, dtype, shape, grad = stack
-    end = stack[_NEXT] = start + size
-    if end > len(data):
-        raise ProtocolError(f"a stack of {len(data)} bytes has no tensor at {start}")
-    t = torch.frombuffer(data[start:end], dtype=dtype)
-    if shape is not None:
-        t.resize_(*shape)
-    if grad:
-        t.requires_grad_(True)
-    if decoding.tensors is not None:
-        decoding.tensors.append(t)
-    return t
-
-
-def _open_stack(index: int, code: int, *shape: int) -> list[Any]:
+def stacked(index: int, code: int, *shape: int) -> Iterator[torch.Tensor]:
+    """Give out the small tensors of a stack, which are alike, in turn (wire format)."""
     dtype = _dtype(code & 0xFF)
     size = math.prod(shape) * dtype.itemsize
     piece = _piece(index)
@@ -717,7 +781,30 @@ def _open_stack(index: int, code: int, *shape: int) -> list[Any]:
         raise ProtocolError(f"tensors of sizes {shape} in a stack of {len(data)} bytes")
     # It is taken once, and each byte of it: nobody makes much of a short message by taking it again in other sizes.
     piece[_DATA] = b""
-    return [0, data, size, dtype, None if len(shape) == 1 else shape or _SCALAR, code & _GRAD]
+    found: Iterator[torch.Tensor] = chain.from_iterable(_unstack(data, size, dtype, shape))
+    if code & _GRAD:
+        found = map(_require_grad, found)
+    return found if message.decoding.tensors is None else map(_arrives, found)
+
+
+_require_grad: Final = methodcaller("requires_grad_")
+
+
+def _unstack(
+    data: bytearray, size: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Iterator[Iterable[torch.Tensor]]:
+    """Give out the members of a stack, a portion at a time: not many before they are asked for."""
+    step = size * max(1, _PORTION // size)
+    # An array of arrays without sizes would give out numbers.
+    array_dtype = _ARRAYS.get(dtype) if shape else None
+    for at in range(0, len(data), step):
+        part = data[at : at + step]
+        if array_dtype is not None:
+            # Each is a storage of its own, made in half of the time that torch takes for a copy.
+            yield map(torch.from_numpy, _frombuffer(part, array_dtype).reshape(-1, *shape))
+        else:
+            yield _unbind_copy(torch.frombuffer(part, dtype=dtype).view(-1, *shape))
+    raise ProtocolError(f"a stack of {len(data)} bytes has no more tensors")
 
 
 def parameter(requires_grad: bool, index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:

@@ -264,21 +264,18 @@ class ForkGuard(Generic[K]):
     that none of them is left. The owner's lock must be held for every call, except in the child.
     """
 
-    __slots__ = ("_pins", "_pipes")
+    __slots__ = ("_pins", "_pipes", "holds")
 
     def __init__(self) -> None:
         self._pins: list[_Pin[K]] = []
         self._pipes: dict[int, tuple[int, int]] = {}  # by the thread that forks
+        #: whether any loan that died is held back
+        self.holds = False
 
     @property
     def forking(self) -> bool:
         """Whether a fork is under way, so that it cannot be said yet what the child inherits."""
         return bool(self._pipes)
-
-    @property
-    def holds(self) -> bool:
-        """Whether any loan that died is held back."""
-        return any(pin.dead for pin in self._pins)
 
     def before(self) -> None:
         """Prepare for a fork by this thread."""
@@ -304,6 +301,7 @@ class ForkGuard(Generic[K]):
         for pin in self._pins:
             if loan in pin.loans:
                 pin.dead.append(loan)
+                self.holds = True
                 return True
         return False
 
@@ -318,13 +316,14 @@ class ForkGuard(Generic[K]):
             return []
         ended = [pin for pin in self._pins if pin.fd in gone]
         self._pins = [pin for pin in self._pins if pin.fd not in gone]
+        self.holds = any(pin.dead for pin in self._pins)
         for pin in ended:
             _close(pin.fd)
         return [loan for pin in ended for loan in pin.dead]
 
     def close(self) -> None:
         """Hold nothing back any more."""
-        pins, self._pins = self._pins, []
+        pins, self._pins, self.holds = self._pins, [], False
         for pin in pins:
             _close(pin.fd)
 

@@ -26,7 +26,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from operator import add, attrgetter
+from typing import Any, Final, NamedTuple
 
 from actorrpc import _time
 from actorrpc._limits import explain_memory
@@ -62,6 +63,7 @@ _ANNOUNCEMENT = struct.Struct(
 _NO_OBJECT = bytes(16)
 _PLACEMENT = struct.Struct("<QQI")  # segment, loan, count; the sizes follow
 _MAX_SIZE = 1 << 47
+_nbytes = attrgetter("nbytes")
 _ONE_FD = socket.CMSG_LEN(array("i").itemsize)
 # As plain numbers: combining members of an enum takes longer than what is asked of the kernel.
 _DONTWAIT: Final = int(socket.MSG_DONTWAIT)
@@ -82,8 +84,7 @@ def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), end
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where buffers were placed."""
 
     segment_id: int
@@ -180,7 +181,7 @@ class Lender:
 
         The copy is made when this returns. Thread-safe.
         """
-        sizes = tuple([span.nbytes for span in spans])
+        sizes = tuple(map(_nbytes, spans))
         offsets, need = layout(sizes)
         if need < self.threshold or need > self._limit or self._closed:
             return None
@@ -190,7 +191,8 @@ class Lender:
                 return None
             self._busy = True
             try:
-                self._settle()
+                if self._handed_back:
+                    self._settle()
                 segment = self._pick(need, dropped)
                 if segment is None:
                     self._refused += 1
@@ -201,7 +203,8 @@ class Lender:
                 self._placed_bytes += need
             finally:
                 self._busy = False
-        _unmap(dropped)
+        if dropped:
+            _unmap(dropped)
         if segment.memory is None and not self._create(segment, need):
             return None
         placement = Placement(segment.number, loan, offsets, sizes)
@@ -492,15 +495,16 @@ class Borrower:
         except LimitError:  # what was lent goes back unseen
             self._loans.returned.append((segment_id, loan))
             raise
-        for offset, size in zip(offsets, sizes, strict=True):
-            if offset < 0 or size < 0 or offset + size > segment.size:
+        ends = list(map(add, offsets, sizes))
+        for offset, size, end in zip(offsets, sizes, ends, strict=True):
+            if offset < 0 or size < 0 or end > segment.size:
                 raise ProtocolError(f"{size} bytes at {offset} are not within a segment of {segment.size}")
         if loan <= 0 or segment.loan:
             raise ProtocolError(f"segment {segment_id} is lent as {loan} while its loan {segment.loan} lives")
         segment.loan = loan
         self.taken_bytes += sum(sizes)
         whole = self._loans.lend(segment.memory, segment.address, segment.size, (segment_id, loan))
-        return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+        return list(map(whole.__getitem__, map(slice, offsets, ends)))
 
     def take_objects(self, numbers: Iterable[Any]) -> list[Segment | RpcError]:
         """Return the segments that a frame names: they were announced before it. One that cannot be had is the error.
