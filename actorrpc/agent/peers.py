@@ -3,7 +3,7 @@
 **Peer**: its connections, and the calls that are in flight both ways. ``pending`` maps call numbers to calls made to the peer
 that are not over; taking a call out of it (``dict.pop``, atomic) is the right to end it. ``running`` maps the peer's numbers to
 its calls that are being executed here. ``dial_lock`` guards the making of connections and is held while dialling; no other lock
-is held when it is taken. ``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
+is held when it is taken. ``_credit``'s lock guards ``charged`` and is a leaf. Nothing calls out under either.
 
 **PeerTable**: which peer a name, a rank or a WorkerInfo means, and which have ended. One that has ended stays for a while: calls
 to it fail and say why, and what it sent last can still be opened. The last ``KEPT`` are kept, without what only a living peer
@@ -167,7 +167,8 @@ class Peer:
         # Device here -> device there, for what is sent to this peer: for answers, the caller's map comes first, reversed.
         self.device_map, self.answer_map = _device_maps(own, record)
         # -- back-pressure
-        self._credit = threading.Condition()  # re-entrant: the collector may run user code here
+        self._credit_lock = threading.RLock()  # re-entrant: the collector may run user code here
+        self._credit = threading.Condition(self._credit_lock)
         self.waiting = 0
         self.charged = 0
         self.window = window
@@ -185,14 +186,14 @@ class Peer:
     def charge(self, call: Any, size: int) -> None:
         """Count ``size`` bytes of a call as sent and unread."""
         call.charge = size
-        with self._credit:
+        with self._credit_lock:  # not the condition: that enters and leaves in Python
             self.charged += size
 
     def release(self, call: Any) -> None:
         """Count a call's bytes as read; idempotent. Wakes those who wait for room."""
         size = call.charge
         if size:
-            with self._credit:
+            with self._credit_lock:
                 size, call.charge = call.charge, 0
                 self.charged -= size
         if self.waiting:

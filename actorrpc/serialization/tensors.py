@@ -373,7 +373,9 @@ _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torc
 _MKLDNN: Final[torch.layout] = getattr(torch, "_mkldnn")  # noqa: B009 - torch's stubs do not know it
 
 _dispatch_keys = torch._C._dispatch_keys
-_TensorGuards: Final[Any] = torch._C._dynamo.guards.TensorGuards  # torch's stubs know its arguments in part
+# torch's compiler knows tensors that are alike by it. It is no public part of torch: without it, nothing is stacked.
+_guards: Final[Any] = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards: Final[Any] = getattr(_guards, "TensorGuards", None)
 _unbind_copy: Final[Any] = torch.unbind_copy  # they say that this one returns nothing
 _PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> flags of a tensor that _describe can take, or -1
 
@@ -520,7 +522,7 @@ def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -
     """Begin a stack with a tensor; return what it is reduced to, or None for the first few that are like it."""
     layout = code, shape
     alike = encoding.layouts.get(layout, 0)
-    if alike < _ALIKE:
+    if alike < _ALIKE or _TensorGuards is None:
         encoding.layouts[layout] = alike + 1
         return None
     pieces = _outgoing().pieces

@@ -396,6 +396,15 @@ def test_a_stack_arrives_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         assert arrived.untyped_storage().nbytes() == arrived.nbytes
 
 
+def test_without_what_torch_has_for_its_compiler_nothing_is_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.full((2, 3), float(n)) for n in range(40)]
+    stacked = len(encode(tensors).body)
+    monkeypatch.setattr(tensors_module, "_TensorGuards", None)
+    assert len(encode(tensors).body) > stacked
+    for sent, arrived in zip(tensors, trip(tensors), strict=True):
+        same(sent, arrived)
+
+
 def test_a_freed_storage_in_a_stack_is_refused() -> None:
     for free in (0, 8):
         tensors = [torch.ones(4) for _ in range(40)]
