@@ -12,7 +12,7 @@ import logging
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,7 +21,7 @@ from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
-from actorrpc.agent.hooks import RIDERS, Interceptor, answer_header, intercepted, recorded, riding
+from actorrpc.agent.hooks import RIDERS, answer_header, intercepted, recorded, riding
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -35,7 +35,7 @@ from actorrpc.errors import (
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.wire.frames import CREDIT, FAILURE, POST, PREFIX, REPLY, Frame, pack_frame
+from actorrpc.wire.frames import FAILURE, POST, PREFIX, REPLY, Frame, pack_frame
 from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ class Executor:
                         elif type(function) is tuple:
                             function = self._learn(peer, function)
                         execution.what = function
-                        if agent.interceptors or execution.header:
+                        header = execution.header
+                        if agent.interceptors or (header and not RIDERS.keys().isdisjoint(header)):
                             value = self._intercepted(execution, function, args, kwargs)
                         else:
                             value = function(*args, **kwargs)
@@ -264,11 +265,9 @@ class Executor:
     def _intercepted(
         self, execution: Execution, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        interceptors: Sequence[Interceptor] = self._agent.interceptors
-        if execution.header and not RIDERS.keys().isdisjoint(execution.header):
-            interceptors = riding(interceptors, execution.header)
         if execution.header is None:
             execution.header = {}
+        interceptors = riding(self._agent.interceptors, execution.header)
         return intercepted(interceptors, execution, function, args, kwargs)()
 
     def _open_request(self, conn: Any, frame: Frame, execution: Execution) -> Any:
@@ -290,8 +289,8 @@ class Executor:
         agent.inbox.arrived(message, header)
         opened = outbound.open_body(conn, frame, header, message, agent.recorder)
         if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= outbound.CHARGED):
-            # Its bytes no longer count as unread. Leaves with the answer, or by itself soon.
-            conn.outbox.append(pack_frame(CREDIT, frame.id))
+            # Its bytes no longer count as unread: the answer says so, or where that takes longer a frame of its own.
+            conn.credits[frame.id] = None
             agent.scheduler.soon(conn)
         if message.received:
             agent.confirm(message.received, execution)
@@ -361,6 +360,8 @@ class Executor:
             and execution.peer.same_main is not None
         ):
             body = _dumps(value, 5)
+            if conn.credits:
+                conn.credits.pop(id, None)
             conn.outbox.append(_pack(len(body), 0, REPLY, 0, INFINITE, id, 0) + body)
             if agent.flights is not None:
                 agent.flights.executed(execution, False)
@@ -467,10 +468,10 @@ class Executor:
             return True
         if conn.state is CLOSED:
             return False
-        if header is None and isinstance(encoded, bytes) and len(encoded) <= agent.settings.chunk:
-            conn.outbox.append(_pack(len(encoded), 0, kind, 0, INFINITE, id, 0) + encoded)
-            return True
         try:
+            if header is None and isinstance(encoded, bytes) and len(encoded) <= agent.settings.chunk:
+                conn.outbox.append(_pack(len(encoded), 0, kind, 0, INFINITE, id, 0) + encoded)
+                return True
             return outbound.send(agent, conn, kind, id, encoded, remaining=INFINITE, chain=0, header=header)
         except RpcError as error:
             if conn.state is CLOSED or kind == FAILURE:
@@ -478,3 +479,6 @@ class Executor:
             data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(conn.peer.same_main))
             outbound.send(agent, conn, FAILURE, id, data, remaining=INFINITE, chain=0, header=None)
             return False
+        finally:
+            if conn.credits:  # not before: a large answer may take its time
+                conn.credits.pop(id, None)

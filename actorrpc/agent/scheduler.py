@@ -101,15 +101,18 @@ class Scheduler:
         return busy
 
     def soon(self, conn: Connection) -> None:
-        """Send what is in the outbox soon, if nothing takes it along before."""
+        """Send what is in the outbox, and the credit that is owed, soon, if nothing takes it along before."""
         self._laden[conn] = None
-        self._soon.poke()
+        if not self._soon.active:
+            self._soon.poke()
 
     def _send_laden(self) -> bool:
         busy = False
         while self._laden:
             conn, _ = self._laden.popitem()
             busy = True
+            while conn.credits:
+                conn.outbox.append(pack_frame(frames.CREDIT, conn.credits.popitem()[0]))
             if conn.outbox:
                 conn.flush()
         return busy
@@ -130,7 +133,8 @@ class Scheduler:
 
     def keep_trim(self) -> None:
         """Have memory kept for reuse given back to the system when it is not used any more."""
-        self._trimming.poke()
+        if not self._trimming.active:
+            self._trimming.poke()
 
     def keep_objects(self) -> None:
         """Have shared memory given back to the system whose objects nobody reads any more."""

@@ -130,6 +130,8 @@ class Connection(StateMachine):
         self.lane_failed = False
         self.lane_after = 0.0  # when opening a tensor lane may be tried again
         self.assemblies: dict[int, Any] = {}
+        #: large requests that have been taken up, of which the other side has not been told
+        self.credits: dict[int, None] = {}
         #: one entry for each batch that was read and is not delivered yet; put in under the read lock
         self.undelivered: deque[None] = deque()
         #: bytes that have gone over its sockets, those of them that were chunks, and those that have come; counted under

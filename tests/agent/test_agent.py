@@ -123,6 +123,35 @@ def test_a_pending_table_is_empty_when_all_calls_are_over(pair: list[Agent]) -> 
     assert not b.peer("a0").cancelled
 
 
+def test_an_answer_is_credit_and_a_call_that_takes_longer_has_a_frame_of_it(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    to, came, control = a.peer("a1"), [], Inbox.control
+
+    def note(inbox: Inbox, conn: Connection, frame: Frame) -> Frame | None:
+        if frame.kind == frames.CREDIT:
+            came.append(frame.id)
+        return control(inbox, conn, frame)
+
+    monkeypatch.setattr(Inbox, "control", note)
+    large = torch.zeros(100_000)
+    with monkeypatch.context() as still:
+        still.setattr(b.scheduler._soon, "active", True)  # the clock does not look meanwhile
+        assert _sync(a, "a1", torch.numel, large) == 100_000
+        assert to.charged == 0
+        b.scheduler._send_laden()
+    future = _later(a, "a1", _hold, large)
+    a.flush()
+    _entered.acquire()
+    while to.charged:
+        assert _sync(a, "a1", operator.add, 1, 1) == 2
+    assert not future.done()
+    _gate.set()
+    assert future.wait().equal(large)
+    assert len(came) == 1
+
+
 def test_values_go_with_their_futures_without_a_collection(pair: list[Agent]) -> None:
     """No cycle keeps a value: large tensors would pile up until the collector runs."""
     a, _ = pair
