@@ -28,6 +28,8 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from actorrpc import _time
 from actorrpc.actors.host.envelope import GRACE_S
 from actorrpc.actors.refs.object_ref import StoredResult
@@ -198,8 +200,8 @@ INFINITE: Final = float("inf")
 _MARGIN_S: Final = 1.0  # for the way there and back
 _ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), complex})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
-_init: Final = Future.__init__
 _finish: Final = Future._finish
+_set_result: Final = torch._C.Future.set_result
 
 
 class CallState(enum.Enum):
@@ -212,19 +214,17 @@ class CallState(enum.Enum):
 
 
 class ResultFuture(Future[Any]):
-    """The result of a call of an actor's method. Thread-safe, as every Future."""
+    """The result of a call of an actor's method. Thread-safe, as every Future.
 
-    __slots__ = ("_number", "_pending", "_route", "_template")
+    A route makes it, and says then whose it is: a constructor of its own would be one more step of every call.
+    """
 
     _then_class = Future
-
-    def __init__(self, route: Route, template: CallTemplate, number: int) -> None:
-        _init(self)
-        # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
-        self._route: Route | None = route
-        self._template: CallTemplate | None = template
-        self._number = number
-        self._pending: PendingCall | None = None
+    # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
+    _route: Route | None = None
+    _template: CallTemplate | None = None
+    _pending: PendingCall | None = None
+    _number: int
 
     @property
     def state(self) -> CallState:
@@ -262,7 +262,21 @@ class ResultFuture(Future[Any]):
             queue.flying.pop(self._number, None)
             if queue.barrier is not None:
                 queue.passed(self._number)
-        _finish(self, value, error, submit)
+        if error is not None:
+            _finish(self, value, error, submit)
+            return
+        # What that does for a value: a step less of every call.
+        self._value = value
+        self._done = True
+        _set_result(self, value)
+        self._source = None
+        if self._parked:
+            self._wake()
+        if self._callbacks:
+            if submit is None:
+                self._run_callbacks()
+            else:
+                submit(self._run_callbacks)
 
     def cancel(self) -> bool:
         """Give the call up; False if it was over.

@@ -197,8 +197,7 @@ class _Gate:
         self._left = [None] * count
         self._fails = fails
         self._values = values
-        for future in different:
-            _stand_by(self, future)
+        _stand_by(self, different)
         _flush(different)
 
     def ended(self, future: Future[Any]) -> None:
@@ -245,8 +244,7 @@ class _Gate:
                 return
             fetches[fetch] = None
         self._left.extend([None] * (len(fetches) - 1))  # they count in the place of the one
-        for fetch in fetches:
-            _stand_by(self, fetch)
+        _stand_by(self, fetches)
         _flush(fetches)
 
     def open(self) -> None:
@@ -275,7 +273,7 @@ class _Watch:
     def arm(self, future: Future[Any]) -> None:
         """Watch a future."""
         self.future = future
-        _stand_by(self, future)
+        _stand_by(self, (future,))
 
     def ended(self, _: Future[Any]) -> None:
         """Tell the stream."""
@@ -287,12 +285,13 @@ class _Watch:
         _flush([self.future])
 
 
-def _stand_by(waiter: _Gate | _Watch, future: Future[Any]) -> None:
-    """Have a waiter be told, once, when a future is complete."""
-    future._parked.append(waiter)
-    # It may have told all of its waiters before the line above.
-    if future._done and _stand_aside(waiter, future):
-        waiter.ended(future)
+def _stand_by(waiter: _Gate | _Watch, futures: Iterable[Future[Any]]) -> None:
+    """Have a waiter be told, once, when each of these futures is complete."""
+    for future in futures:
+        future._parked.append(waiter)
+        # It may have told all of its waiters before the line above.
+        if future._done and _stand_aside(waiter, future):
+            waiter.ended(future)
 
 
 def _stand_aside(waiter: _Gate | _Watch, future: Future[Any]) -> bool:
