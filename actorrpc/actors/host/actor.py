@@ -152,7 +152,9 @@ class HostedActor:
             todo = self.mailbox.put(entry, queue)
             if todo is not None:
                 for runner in todo.wake:
-                    runner.wake()
+                    # What its wake() does, as it is idle.
+                    if runner.shared or threading.get_ident() != runner.ident:
+                        self.runners.call(runner)
                 if todo.start:
                     self.carry_out(todo)
                 return

@@ -251,18 +251,8 @@ class ActorThread(Carrier):
         WAITING.runner = self
         follow_torch()
         self._context = copy_context()
-        threads = self._threads
         try:
-            while True:
-                threads.on[self] = _time.now()
-                goes_on = self._turn()
-                threads.on.pop(self, None)
-                if not goes_on:
-                    return
-                if threads.ready:
-                    self._hand_over()
-                else:
-                    self._sleep()
+            self._turn()
         finally:
             self._leave()
             WAITING.runner = None
@@ -284,7 +274,7 @@ class ActorThread(Carrier):
             self._leave()
 
     def _turn(self, lent: Carrier | None = None) -> bool:
-        """Run what the queue has; False where the runner is at its end.
+        """Run what the queue has, and, on a thread of its own, what comes later; False where the runner is at its end.
 
         Where the thread is lent, another one may have the runner as soon as the mailbox has said that there is nothing to do:
         from then on nothing of the runner is changed here.
@@ -293,29 +283,41 @@ class ActorThread(Carrier):
         mailbox, run = hosted.mailbox, hosted.executor.run
         entry: Entry | None = None
         try:
-            entry, todo = mailbox.take(queue, self)
-            if lent is not None and entry is not None:
-                self.carrier, self.ident = lent, lent.ident
             while True:
-                if todo is not None:
-                    hosted.carry_out(todo)
-                if entry is None:
-                    return not mailbox.closed
-                begun = _time.now() if threads.ready or len(threads.on) > 1 else 0.0
                 if lent is None:
-                    self._grad = torch.is_grad_enabled()
-                    run(entry, self)
+                    threads.on[self] = _time.now()
+                entry, todo = mailbox.take(queue, self)
+                if lent is not None and entry is not None:
+                    self.carrier, self.ident = lent, lent.ident
+                while True:
+                    if todo is not None:
+                        hosted.carry_out(todo)
+                    if entry is None:
+                        break
+                    begun = _time.now() if threads.ready or len(threads.on) > 1 else 0.0
+                    if lent is None:
+                        self._grad = torch.is_grad_enabled()
+                        run(entry, self)
+                    else:
+                        if torch.is_grad_enabled() is not self._grad:
+                            torch._C._set_grad_enabled(self._grad)
+                        self._context.run(run, entry, self)
+                        self._grad = torch.is_grad_enabled()
+                    entry = None
+                    if begun:
+                        threads.took(_time.now() - begun)
+                    entry, todo = mailbox.turn(queue, self)
+                    if hosted.ending is not None:
+                        hosted.ending()
+                if lent is not None:
+                    return not mailbox.closed
+                threads.on.pop(self, None)
+                if mailbox.closed:
+                    return False
+                if threads.ready:
+                    self._hand_over()
                 else:
-                    if torch.is_grad_enabled() is not self._grad:
-                        torch._C._set_grad_enabled(self._grad)
-                    self._context.run(run, entry, self)
-                    self._grad = torch.is_grad_enabled()
-                entry = None
-                if begun:
-                    threads.took(_time.now() - begun)
-                entry, todo = mailbox.turn(queue, self)
-                if hosted.ending is not None:
-                    hosted.ending()
+                    self._sleep()
         except BaseException as error:
             hosted.broken(error, entry)
             return False
