@@ -33,6 +33,7 @@ from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
 from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted, riding
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
+from actorrpc.serialization import codec
 from actorrpc.wire.frames import MAIL
 
 if TYPE_CHECKING:
@@ -125,7 +126,14 @@ class ActorExecutor:
                                 del entry.sealed  # see Envelope.unseal
                             except AttributeError:
                                 raise self._given_up(entry) from None
-                            args, kwargs = outbound.open_plain(frame.body, peer)
+                            body = frame.body
+                            if body[-1] == outbound.STOP:
+                                try:
+                                    args, kwargs = codec.unpickle(body)
+                                except Exception as met:
+                                    args, kwargs = outbound.open_carefully(body, peer, met)
+                            else:
+                                args, kwargs = outbound.open_carefully(body, peer)
                             hosted.calls += 1
                             method = getattr(hosted.instance, name)
                             if not callable(method):
@@ -141,7 +149,10 @@ class ActorExecutor:
                     finally:
                         if agent.abandoned:  # before a lock that another thread held as this one forked
                             agent.end_fork(self.label(entry), sys.exc_info()[1])
-                        runner.leave()
+                        found = runner.under_way.pop(entry, None)
+                        if found is not RUNS or runner.hunted:
+                            runner.leave(entry, found)
+                        runner.running = None
                         running.pop(execution.chain, None)
                     if value is not _NOTHING:
                         if (

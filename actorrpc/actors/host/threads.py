@@ -147,7 +147,10 @@ class ActorThread(Carrier):
         shared: that one is lent.
         under_way: what runs here, the innermost last, and whether it is to be interrupted. Guarded by ``_interrupts``, as the
             delivery of an interruption is against the end of what it is for; that is a leaf, and re-entrant, as the collector
-            may run there, and finalisers call us. What begins to run is put in without it: one step.
+            may run there, and finalisers call us. What begins to run is put in without it, and what is over taken out: one step.
+        hunted: somebody may have looked whether to interrupt what runs here, since this was last seen to. Who looks says so
+            before; who has taken out what is over looks here after that, and sees to it under the lock (:meth:`leave`): so either
+            the one finds nothing to interrupt, or the other hears of it.
     """
 
     def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
@@ -158,6 +161,7 @@ class ActorThread(Carrier):
         self.carrier: Carrier = self
         self.shared = False
         self.under_way: dict[Entry, str] = {}
+        self.hunted = False
         self._grad = True  # the mode of autograd that the actor has between its calls
         self._hosted = hosted
         self.queue = queue
@@ -314,10 +318,15 @@ class ActorThread(Carrier):
                 threads.on.pop(self, None)
                 if mailbox.closed:
                     return False
+                conn = self.caller
                 if threads.ready:
                     self._hand_over()
-                else:
-                    self._sleep()
+                elif conn is None or (frames := conn.answering.attend(self)) is None:
+                    conn = None
+                    self._doze()
+                elif frames:
+                    threads.agent.deliver(conn, frames, True)
+                    frames = None
         except BaseException as error:
             hosted.broken(error, entry)
             return False
@@ -428,6 +437,7 @@ class ActorThread(Carrier):
         """
         time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
         with self._interrupts:
+            self.hunted = True  # before the look
             if self.under_way.get(entry) not in (RUNS, _WANTED):
                 return
             if self.running is entry and bears_interruption(sys._current_frames().get(self.ident)):
@@ -483,13 +493,16 @@ class ActorThread(Carrier):
         self.under_way[entry] = state
         self._unwanted()
 
-    def leave(self) -> None:
-        """Note that what runs is over. An interruption that was on its way for it arrives here or never."""
-        entry: Any = self.running
+    def leave(self, entry: Entry, found: str | None) -> None:
+        """See to the interruption of what is over, where there may be one. One that was on its way for it arrives here or never.
+
+        Args:
+            found: what it was when it was taken out of ``under_way``.
+        """
         try:
             with self._interrupts:
-                self.running = None
-                found = self.under_way.pop(entry, None)
+                self.hunted = False
+                found = self.under_way.pop(entry, found)
                 if found == _STRUCK:
                     # Not delivered yet, or just now. Taken back by being delivered here: where it is replaced by
                     # none, CPython 3.11 checks for one at every step of every thread ever after, and a traced
@@ -500,8 +513,7 @@ class ActorThread(Carrier):
                 elif found == _WANTED:
                     self._unwanted()
         except Interrupted:
-            self.running = None
-            if self.under_way.pop(entry, None) == _WANTED:
+            if self.under_way.pop(entry, found) == _WANTED:
                 self._unwanted()
 
     def _unwanted(self) -> None:
