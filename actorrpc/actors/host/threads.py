@@ -149,7 +149,7 @@ class ActorThread(Carrier):
             delivery of an interruption is against the end of what it is for; that is a leaf, and re-entrant, as the collector
             may run there, and finalisers call us. What begins to run is put in without it, and what is over taken out: one step.
         hunted: somebody may have looked whether to interrupt what runs here, since this was last seen to. Who looks says so
-            before; who has taken out what is over looks here after that, and sees to it under the lock (:meth:`leave`): so either
+            before; who has taken out what is over looks here after that, and settles it under the lock (:meth:`leave`): so either
             the one finds nothing to interrupt, or the other hears of it.
     """
 
