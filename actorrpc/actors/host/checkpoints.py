@@ -183,7 +183,9 @@ class Checkpoints:
         return self._put(*made, kept) or kept
 
     def _make(self) -> tuple[int, Snapshot] | None:
-        spec = self._spec
+        hosted = self._hosted
+        is_kept = hosted.state == "alive" and hosted.executor.keeps_state  # as of nearly all that come here
+        spec = hosted.spec if is_kept else self._spec
         if spec is None:
             return None
         number = next(self._numbers)
@@ -191,7 +193,7 @@ class Checkpoints:
             return None
         try:
             hooks.reach("actor.checkpointing")
-            return number, Snapshot.of(self._hosted.instance.checkpoint())
+            return number, Snapshot.of(hosted.instance.checkpoint())
         except Exception as error:
             raise CheckpointError(
                 f"the method of actor {self._hosted.title} has run, and what it has done is not kept for a next incarnation: "

@@ -143,7 +143,12 @@ class ActorExecutor:
                             if type(value) is Later or getattr(method, ASYNC_MARK, None) is not None:
                                 value = self._returned(entry, method, value)
                             elif self.keeps_state:
-                                value = self._kept(entry, runner, value)
+                                if runner.queue.waiting and runner.depth == 1 and type(value) in _FIXED:
+                                    # An object that can change is not held: those that go on might change it.
+                                    if self.checkpoints.hold(entry, value):
+                                        value = _NOTHING
+                                else:
+                                    self.checkpoints.save()
                         else:
                             value = self._call(entry, execution)
                     finally:
@@ -323,17 +328,6 @@ class ActorExecutor:
         if keeps and self.hosted.spec is not None and self.hosted.spec.info.has_checkpoint:
             self.checkpoints.save()
         return value
-
-    def _kept(self, entry: Envelope, runner: ActorThread, value: Any) -> Any:
-        """Return what a method has returned, when the state is kept; ``_NOTHING``: it is answered then, and others go on.
-
-        An object that can change is not held: those that go on might change it.
-        """
-        if not runner.queue.waiting or runner.depth > 1 or type(value) not in _FIXED:
-            self.checkpoints.save()
-            return value
-
-        return _NOTHING if self.checkpoints.hold(entry, value) else value
 
     def _method(self, name: str) -> tuple[Any, str]:
         assert self.hosted.spec is not None
