@@ -539,7 +539,7 @@ class HostedActor:
         return self.over
 
     def _end_if_idle(self) -> None:
-        if self._intake is None and not self.executor.checkpoints.holds and self.mailbox.close_if_idle():
+        if self._intake is None and not self.executor.checkpoints.waiting and self.mailbox.close_if_idle():
             self._end_now()
 
     def _end_now(self) -> None:

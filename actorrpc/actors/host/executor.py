@@ -143,9 +143,14 @@ class ActorExecutor:
                             if type(value) is Later or getattr(method, ASYNC_MARK, None) is not None:
                                 value = self._returned(entry, method, value)
                             elif self.keeps_state:
-                                if runner.queue.waiting and runner.depth == 1 and type(value) in _FIXED:
+                                checkpoints, more = self.checkpoints, runner.queue.waiting > 0
+                                if (
+                                    (more or checkpoints.waiting)
+                                    and runner.depth == 1
+                                    and type(value) in _FIXED
+                                ):
                                     # An object that can change is not held: those that go on might change it.
-                                    if self.checkpoints.hold(entry, value):
+                                    if checkpoints.hold(entry, value, more):
                                         value = _NOTHING
                                 else:
                                     self.checkpoints.save()
