@@ -14,8 +14,8 @@ share threads: a runner that has something to do is lent one (:class:`SharedThre
 of its own serves an actor whose code keeps something by thread; but with it every call costs a switch of threads (1 000 actors
 of one worker in turn: 13 000 calls/s, where each has a thread; 40 000, where all but eight share).
 
-Both sleep on the connection of their last caller (``ServerTurn.attend``), and so read the next call themselves; where
-somebody else reads that, on a lock of their own (:meth:`Carrier._doze`).
+Both sleep (:meth:`Carrier._sleep`) on the connection of their last caller, and so read the next call themselves; where
+somebody else reads that, on a lock of their own.
 """
 
 from __future__ import annotations
@@ -77,10 +77,15 @@ class Carrier:
         """Say whether there is something to do that nobody has woken it for."""
         return bool(self._threads.ready)
 
-    def _doze(self) -> None:
-        """Wait for work where the connection of the last caller cannot be attended."""
+    def _sleep(self) -> None:
+        """Wait for work, where it is most likely to come from: the connection of the last caller."""
         conn = self.caller
         if conn is not None:
+            frames = conn.answering.attend(self)
+            if frames is not None:
+                if frames:
+                    self._threads.agent.deliver(conn, frames, True)
+                return
             if conn.outbox:
                 conn.flush(True)
             if conn.state is CLOSED:
@@ -272,11 +277,7 @@ class ActorThreads:
             self._idle[carrier] = None
         self._reading.add(carrier.ident)
         try:
-            conn = carrier.caller
-            if conn is None or (frames := conn.answering.attend(carrier)) is None:
-                carrier._doze()
-            elif frames:
-                self.agent.deliver(conn, frames, True)
+            carrier._sleep()
         finally:
             self._reading.discard(carrier.ident)
             with self._lock:

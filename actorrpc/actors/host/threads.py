@@ -318,15 +318,10 @@ class ActorThread(Carrier):
                 threads.on.pop(self, None)
                 if mailbox.closed:
                     return False
-                conn = self.caller
                 if threads.ready:
                     self._hand_over()
-                elif conn is None or (frames := conn.answering.attend(self)) is None:
-                    conn = None
-                    self._doze()
-                elif frames:
-                    threads.agent.deliver(conn, frames, True)
-                    frames = None
+                else:
+                    self._sleep()
         except BaseException as error:
             hosted.broken(error, entry)
             return False
