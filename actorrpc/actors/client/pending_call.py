@@ -219,11 +219,13 @@ class ResultFuture(Future[Any]):
     A route makes it, and says then whose it is: a constructor of its own would be one more step of every call.
     """
 
+    __slots__ = ("_number", "_pending", "_route", "_template")
+
     _then_class = Future
     # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
-    _route: Route | None = None
-    _template: CallTemplate | None = None
-    _pending: PendingCall | None = None
+    _route: Route | None
+    _template: CallTemplate | None
+    _pending: PendingCall | None
     _number: int
 
     @property

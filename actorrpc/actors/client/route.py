@@ -219,7 +219,10 @@ class Route:
             return self._call_carefully(method, options, args, kwargs, refs, timeout)
         number = queue.next_number()
         future = ResultFuture()
-        future._route, future._template, future._number = self, template, number
+        future._route = self
+        future._template = template
+        future._number = number
+        future._pending = None
         queue.flying[number] = future
         try:
             queue.send(
@@ -322,7 +325,8 @@ class Route:
 
     def _future(self, template: CallTemplate) -> ResultFuture:
         future = ResultFuture()
-        future._route, future._template, future._number = self, template, self._queue.next_number()
+        future._route, future._template, future._pending = self, template, None
+        future._number = self._queue.next_number()
         return future
 
     def again(
