@@ -218,11 +218,16 @@ class Route:
         ):
             return self._call_carefully(method, options, args, kwargs, refs, timeout)
         number = queue.next_number()
+        seconds = template.seconds if timeout is None else timeout
         future = ResultFuture()
         future._route = self
         future._template = template
         future._number = number
         future._pending = None
+        if template.returns:
+            kept = PendingCall.hold(args, kwargs, cheaply=True)
+            if kept is not None:
+                PendingCall(future, kept, False, seconds, 0)
         queue.flying[number] = future
         try:
             queue.send(
@@ -230,7 +235,7 @@ class Route:
                 None,
                 args,
                 kwargs,
-                template.seconds if timeout is None else timeout,
+                seconds,
                 future=future,
                 label=template.label,
                 # Many large results at a time would fill this process: then they are kept after all.
@@ -239,7 +244,8 @@ class Route:
                 else template.kept_mail,
             )
         except PeerDiedError:
-            # Its actor cannot come back (else the template were not plain): the queue puts this into words.
+            # The queue sends it when the actor lives again, or puts this into words.
+            future.label = f"the call of {template.label}"
             queue.bounced(future)
         except BaseException as error:
             queue.dropped(future)

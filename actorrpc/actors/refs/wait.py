@@ -24,7 +24,7 @@ from actorrpc.actors.refs.object_ref import ATOMS, SOLE, ObjectRef, StoredResult
 from actorrpc.actors.refs.progress_bar import progress_bar
 from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.errors import RpcTimeoutError
-from actorrpc.futures import INTERRUPTED, Future, interruption_point
+from actorrpc.futures import INTERRUPTED, Future, generation, interruption_point
 from actorrpc.rpc.rref import RRef
 from actorrpc.validation import wait_limit
 
@@ -288,10 +288,12 @@ class _Watch:
 def _stand_by(waiter: _Gate | _Watch, futures: Iterable[Future[Any]]) -> None:
     """Have a waiter be told, once, when each of these futures is complete."""
     for future in futures:
-        future._parked.append(waiter)
-        # It may have told all of its waiters before the line above.
-        if future._done and _stand_aside(waiter, future):
-            waiter.ended(future)
+        if not future._done:
+            future._parked.append(waiter)
+            # It may have told all of its waiters before the line above.
+            if not future._done or not _stand_aside(waiter, future):
+                continue
+        waiter.ended(future)
 
 
 def _stand_aside(waiter: _Gate | _Watch, future: Future[Any]) -> bool:
@@ -457,7 +459,14 @@ def _get_all(items: list[Any], until: float, timeout: float | None, copy: bool |
 
 
 def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
-    futures = [_start(item, "get()", True) for item in items]
+    futures: list[Future[Any]] = []
+    born = generation()
+    for item in items:
+        future = item._future if type(item) is ObjectRef else None
+        if future is None or future._done or future._born != born:  # otherwise there is nothing to be seen to
+            future = _start(item, "get()", True)
+        futures.append(future)
+    item = future = None
     try:
         found = _values(items, futures, until, timeout)
         values = []
