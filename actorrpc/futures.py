@@ -303,6 +303,16 @@ class Future(torch.futures.Future[T], Generic[T]):
             _base_set_unwrap(self, _unwrapping(report))
             _base_set_result(self, _twin(error))
         self._source = None
+        if self._parked:
+            self._wake()
+        if self._callbacks:
+            if submit is None:
+                self._run_callbacks()
+            else:
+                submit(self._run_callbacks)
+
+    def _wake(self) -> None:
+        """Tell those that wait: it is complete."""
         while self._parked:
             try:
                 waiter = self._parked.pop()
@@ -315,11 +325,6 @@ class Future(torch.futures.Future[T], Generic[T]):
                 waiter.release()
             except RuntimeError:  # its runner has stirred it in this moment
                 pass
-        if self._callbacks:
-            if submit is None:
-                self._run_callbacks()
-            else:
-                submit(self._run_callbacks)
 
     def _run_callbacks(self) -> None:
         while self._callbacks:

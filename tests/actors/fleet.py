@@ -37,6 +37,7 @@ from actorrpc.futures import Future
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.buffers import BufferPool
 from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord, new_incarnation
+from tests.actors.entries import Call
 
 __all__ = ["Counter", "FakeRRef", "Resident", "Worker", "World"]
 
@@ -308,7 +309,7 @@ class Resident:
 
     def post(self, caller: Worker, header: dict[str, Any], args: Any, answer: Any, id: int) -> None:
         """Take a call."""
-        entry = Entry(
+        entry = Call(
             caller,
             (caller, header, args, answer),
             place=header.get("place", id),

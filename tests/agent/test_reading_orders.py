@@ -186,6 +186,7 @@ class _Guest(threads_module.ActorThread):
         self._world = world
         self._parked = cast(Any, Lock(world.steps, "orders"))
         self._parked._lock.acquire()
+        self.called = functools.partial(self._parked.acquire, False)
         self.caller = world.conn
         self.orders: deque[str] = self.work  # type: ignore[assignment]
         self.posted = 0

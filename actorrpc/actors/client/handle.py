@@ -133,6 +133,7 @@ P = ParamSpec("P")
 Out = TypeVar("Out")
 Style = Literal["rpc_sync", "rpc_async", "remote"]
 
+_new_ref: Final = ObjectRef.__new__
 _ASK_S: Final = 30.0  # how long a supervisor may take to answer
 
 # What the runtime itself asks of an actor, through its mailbox. No class has methods of such names.
@@ -208,11 +209,15 @@ class _RemoteCall(_LikeItsMethod):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         info = self._info
-        info.check(args, kwargs)
-        again = None if self._simple else self._route.again(info, self._sent, args, kwargs)
-        future = self._route.call(info, self._sent, args, kwargs, refs=True)
+        signature = info.signature
+        if kwargs or not signature.least <= len(args) <= signature.most:
+            signature.check(args, kwargs)
         if self._simple:
-            return ObjectRef(future)
+            ref: ObjectRef[Any] = _new_ref(ObjectRef)
+            ref._future = self._route.call(info, self._sent, args, kwargs, refs=True)
+            return ref
+        again = self._route.again(info, self._sent, args, kwargs)
+        future = self._route.call(info, self._sent, args, kwargs, refs=True)
         return shaped(future, info, self._options, route=self._route, again=again)
 
     def __repr__(self) -> str:

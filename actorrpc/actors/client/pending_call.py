@@ -28,6 +28,8 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from actorrpc import _time
 from actorrpc.actors.host.envelope import GRACE_S
 from actorrpc.actors.refs.object_ref import StoredResult
@@ -58,7 +60,9 @@ class CallTemplate:
 
     Attributes:
         peer: where it lives; None where that is not known yet.
-        plain: nothing has to be kept of a call once it is sent.
+        plain: nothing has to be kept of a call once it is sent, but for ``returns``.
+        returns: the actor may come to life again, and a call that did not run is then made again; its arguments are kept for
+            that, where they are such as nobody can change.
         tries: how often a call that may have run is made again; -1: for ever.
         impatient: a call fails, rather than waits, while the actor is being restarted.
     """
@@ -78,6 +82,7 @@ class CallTemplate:
         "plain",
         "refs",
         "retried",
+        "returns",
         "seconds",
         "tries",
     )
@@ -110,7 +115,8 @@ class CallTemplate:
         if seconds is None:
             seconds = 0.0 if refs else queue.runtime.references.default_timeout()
         self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
-        self.plain = not tries and not queue.restarts and queue.max_pending < 0
+        self.plain = not tries and queue.max_pending < 0
+        self.returns = queue.restarts
         self.mail: MailHeader | None = None
         self.kept_mail: MailHeader | None = None
         #: large results come with the reply
@@ -198,8 +204,8 @@ INFINITE: Final = float("inf")
 _MARGIN_S: Final = 1.0  # for the way there and back
 _ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), complex})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
-_init: Final = Future.__init__
 _finish: Final = Future._finish
+_set_result: Final = torch._C.Future.set_result
 
 
 class CallState(enum.Enum):
@@ -212,19 +218,19 @@ class CallState(enum.Enum):
 
 
 class ResultFuture(Future[Any]):
-    """The result of a call of an actor's method. Thread-safe, as every Future."""
+    """The result of a call of an actor's method. Thread-safe, as every Future.
+
+    A route makes it, and says then whose it is: a constructor of its own would be one more step of every call.
+    """
 
     __slots__ = ("_number", "_pending", "_route", "_template")
 
     _then_class = Future
-
-    def __init__(self, route: Route, template: CallTemplate, number: int) -> None:
-        _init(self)
-        # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
-        self._route: Route | None = route
-        self._template: CallTemplate | None = template
-        self._number = number
-        self._pending: PendingCall | None = None
+    # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
+    _route: Route | None
+    _template: CallTemplate | None
+    _pending: PendingCall | None
+    _number: int
 
     @property
     def state(self) -> CallState:
@@ -262,7 +268,21 @@ class ResultFuture(Future[Any]):
             queue.flying.pop(self._number, None)
             if queue.barrier is not None:
                 queue.passed(self._number)
-        _finish(self, value, error, submit)
+        if error is not None:
+            _finish(self, value, error, submit)
+            return
+        # What that does for a value: a step less of every call.
+        self._value = value
+        self._done = True
+        _set_result(self, value)
+        self._source = None
+        if self._parked:
+            self._wake()
+        if self._callbacks:
+            if submit is None:
+                self._run_callbacks()
+            else:
+                submit(self._run_callbacks)
 
     def cancel(self) -> bool:
         """Give the call up; False if it was over.

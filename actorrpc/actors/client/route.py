@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.call_queue import CallQueue
-from actorrpc.actors.client.pending_call import PendingCall, ResultFuture
+from actorrpc.actors.client.pending_call import CallTemplate, PendingCall, ResultFuture
 from actorrpc.actors.client.supervisor_client import ask
 from actorrpc.actors.refs.arguments import has_refs, pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -213,11 +213,21 @@ class Route:
             template is None
             or template.options is not options
             or not template.plain
-            or ((args or kwargs) and has_refs(args, kwargs))
+            or ObjectRef in map(type, args)
+            or (kwargs and has_refs(args, kwargs))
         ):
             return self._call_carefully(method, options, args, kwargs, refs, timeout)
         number = queue.next_number()
-        future = ResultFuture(self, template, number)
+        seconds = template.seconds if timeout is None else timeout
+        future = ResultFuture()
+        future._route = self
+        future._template = template
+        future._number = number
+        future._pending = None
+        if template.returns:
+            kept = PendingCall.hold(args, kwargs, cheaply=True)
+            if kept is not None:
+                PendingCall(future, kept, False, seconds, 0)
         queue.flying[number] = future
         try:
             queue.send(
@@ -225,7 +235,7 @@ class Route:
                 None,
                 args,
                 kwargs,
-                template.seconds if timeout is None else timeout,
+                seconds,
                 future=future,
                 label=template.label,
                 # Many large results at a time would fill this process: then they are kept after all.
@@ -234,7 +244,8 @@ class Route:
                 else template.kept_mail,
             )
         except PeerDiedError:
-            # Its actor cannot come back (else the template were not plain): the queue puts this into words.
+            # The queue sends it when the actor lives again, or puts this into words.
+            future.label = f"the call of {template.label}"
             queue.bounced(future)
         except BaseException as error:
             queue.dropped(future)
@@ -287,8 +298,7 @@ class Route:
                 actor_id=self.actor_id,
                 method=method.name,
             )
-        number = queue.next_number()
-        future = ResultFuture(self, template, number)
+        future = self._future(template)
         future.label = f"the call of {template.label}"
         unresolved = False
         if (args or kwargs) and has_refs(args, kwargs):
@@ -317,6 +327,12 @@ class Route:
         except SerializationError as error:
             method.signature.name_argument(error)
             raise
+        return future
+
+    def _future(self, template: CallTemplate) -> ResultFuture:
+        future = ResultFuture()
+        future._route, future._template, future._pending = self, template, None
+        future._number = self._queue.next_number()
         return future
 
     def again(
@@ -380,8 +396,8 @@ class Route:
             return error
         if lives:  # again
             return queue.unavailable(template, True)
-        number = queue.next_number()
-        future = queue.flying[number] = ResultFuture(self, template, number)
+        future = self._future(template)
+        queue.flying[future._number] = future
         future.label = f"the stream of {template.label}"
         if future._claim():
             future._finish(None, error)

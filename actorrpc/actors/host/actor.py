@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -131,44 +131,20 @@ class HostedActor:
 
     # -- messages -----------------------------------------------------------------------------------
 
-    def post(self, entry: Envelope) -> None:
-        """Put a message into the mailbox. Called in the order of the wire, maybe under a connection's read lock."""
-        entry.hosted = self
-        entry.peer.running[entry.frame.id] = entry
-        if self._intake is not None:
-            with self._lock:
-                if self._intake is not None:
-                    self._intake.append(entry)
-                    return
-        queue = self._plans.get(entry.header.get("method", ""))
-        if (
-            queue is not None
-            and queue.idle
-            and not entry.path
-            and entry.ready
-            and "group" not in entry.header
-        ):
-            # What _put does, where a runner waits for the call: there is nothing else to be seen to.
-            todo = self.mailbox.put(entry, queue)
-            if todo is not None:
-                for runner in todo.wake:
-                    runner.wake()
-                if todo.start:
-                    self.carry_out(todo)
-                return
-            self._refuse_gone(entry)
-            return
-        self._put(entry)
+    def post(self, entry: Envelope, *, held: bool = False) -> None:
+        """Put a message into the mailbox. Called in the order of the wire, maybe under a connection's read lock.
 
-    def construct(self, entry: Envelope) -> None:
-        """Put the message that makes the actor into the mailbox, before all others."""
-        entry.hosted = self
-        entry.peer.running[entry.frame.id] = entry
-        todo = self.mailbox.put(entry, self.mailbox.queues[""])
-        if todo is not None:
-            self.carry_out(todo)
-
-    def _put(self, entry: Envelope) -> None:
+        Args:
+            held: it came before the actor was there, and has been held since.
+        """
+        if not held:
+            entry.hosted = self
+            entry.peer.running[entry.frame.id] = entry
+            if self._intake is not None:
+                with self._lock:
+                    if self._intake is not None:
+                        self._intake.append(entry)
+                        return
         header = entry.header
         name = header.get("method", "")
         queue = self._plans.get(name)
@@ -178,18 +154,32 @@ class HostedActor:
         if todo is None:
             self._refuse_gone(entry)
             return
-        if todo is not NOTHING:
-            self.carry_out(todo)
+        for runner in todo.wake:
+            # One that is idle, and has read the message itself, is about to look.
+            if entry.slot is not None or runner.shared or threading.get_ident() != runner.ident:
+                runner.wake()
+        if todo.start:
+            self._start(todo.start)
         if (
             queue.running
             and queue.limit == 1
             and (queue.is_async or (self.threads and self.threads[0].waits))
         ):
-            self.runtime.registry.deadlocks.poke()
+            looks = self.runtime.registry.deadlocks.looks
+            if not looks.active:
+                looks.poke()
         if entry.slot is not None and not entry.slot.waiting:  # type: ignore[attr-defined]
             self.agent.clock.after(_AGAIN_S, partial(self._look_after, entry, _AGAIN_S))
         if entry.whole and "unresolved" in header:
             self.agent.submit(partial(self._resolve, entry))
+
+    def construct(self, entry: Envelope) -> None:
+        """Put the message that makes the actor into the mailbox, before all others."""
+        entry.hosted = self
+        entry.peer.running[entry.frame.id] = entry
+        todo = self.mailbox.put(entry, self.mailbox.queues[""])
+        if todo is not None:
+            self.carry_out(todo)
 
     def _lane_of(self, name: str, group: str | None) -> GroupQueue:
         assert self.spec is not None
@@ -266,7 +256,10 @@ class HostedActor:
         """Wake and start what a step of the mailbox has named. Starts nothing on this thread."""
         for runner in todo.wake:
             runner.wake()
-        for queue in todo.start:
+        self._start(todo.start)
+
+    def _start(self, queues: Sequence[GroupQueue]) -> None:
+        for queue in queues:
             if queue.is_async:
                 loop = self.loops.get(queue.name)
                 if loop is None:
@@ -487,7 +480,7 @@ class HostedActor:
                 self.state = "alive"
             # Others see that there is no intake any more when what came before them is in the mailbox.
             for entry in self._intake or ():
-                self._put(entry)
+                self.post(entry, held=True)
             self._intake = None
 
     # -- the end ---------------------------------------------------------------------------------------
@@ -546,7 +539,7 @@ class HostedActor:
         return self.over
 
     def _end_if_idle(self) -> None:
-        if self._intake is None and not self.executor.checkpoints.holds and self.mailbox.close_if_idle():
+        if self._intake is None and not self.executor.checkpoints.waiting and self.mailbox.close_if_idle():
             self._end_now()
 
     def _end_now(self) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from actorrpc import _time
@@ -59,6 +60,8 @@ class Carrier:
         self._threads = threads
         self._parked = threading.Lock()
         self._parked.acquire()
+        #: see reader.ServingThread
+        self.called = partial(self._parked.acquire, False)
 
     def rouse(self) -> None:
         """End the thread's sleep, or its next one."""
@@ -69,10 +72,6 @@ class Carrier:
         conn = self.attends
         if conn is not None:
             conn.wake()
-
-    def called(self) -> bool:
-        """See reader.ServingThread."""
-        return self._parked.acquire(False)
 
     def _has_come(self) -> bool:
         """Say whether there is something to do that nobody has woken it for."""

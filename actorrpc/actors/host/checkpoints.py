@@ -2,13 +2,13 @@
 
 An answer leaves when the supervisor has the state behind it: what a caller has been told survives the death of the actor,
 by any caller. That costs the call a round trip to the supervisor's worker; where that is the actor's own, nothing
-is sent. The actor's thread waits for that, or on its event loop the coroutine alone; where other calls wait for the thread,
-it goes on with those, and the answer is held until then (:meth:`Checkpoints.hold`).
+is sent. The actor's thread waits for that, or on its event loop the coroutine alone; where other calls wait for the thread, or
+their answers for a checkpoint, it goes on, and the answer is held until then (:meth:`Checkpoints.hold`).
 
 Checkpoints are numbered when they are begun, before the actor is asked: threads and coroutines of one actor ask for
 theirs at the same time, and the supervisor may take them up in any order. One that has come answers for all with lower numbers:
 what they have is in it. So few are on their way at a time, and of those that are made meanwhile only the last is sent: when one
-has come, when ``_GATHERED`` answers wait for it, or after a millisecond.
+has come, when ``_GATHERED`` answers wait for it, when no call waits for the thread any more, or after a millisecond.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Checkpoints:
         self._lock = threading.RLock()
         self._flying = 0  # on their way
         self._next: tuple[int, Snapshot] | None = None  # to be sent when one of those has come
-        # Who waits until the state is kept, or it is known why it is not, by number: a future, or a call and its answer.
-        self._waiting: dict[int, Future[bool] | tuple[Envelope, Any]] = {}
+        #: who waits until the state is kept, or it is known why it is not, by number: a future, or a call and its answer
+        self.waiting: dict[int, Future[bool] | tuple[Envelope, Any]] = {}
         self._tick = Tick(hosted.agent.clock, _GATHER_S, self._gathered)
 
     @property
@@ -83,11 +83,6 @@ class Checkpoints:
         """Whether the actor's state is kept."""
         return self._spec is not None
 
-    @property
-    def holds(self) -> bool:
-        """Whether there are answers that wait for a checkpoint."""
-        return bool(self._waiting)
-
     def save(self) -> None:
         """Save the state after a call that has not raised, on the thread that has run it."""
         kept = self._begin()
@@ -102,10 +97,10 @@ class Checkpoints:
             with self._keeping():
                 self._confirm(await kept)
 
-    def hold(self, entry: Envelope, value: Any) -> bool:
+    def hold(self, entry: Envelope, value: Any, more: bool) -> bool:
         """Save the state, and have a call answered when it is kept; False where none is due: it is answered at once.
 
-        Does not wait. The call is answered, or refused, on whichever thread hears of it.
+        Does not wait. The call is answered, or refused, on whichever thread hears of it. ``more``: other calls wait.
         """
         made = self._make()
         if made is None:
@@ -113,9 +108,9 @@ class Checkpoints:
         number = made[0]
         self._hosted.executor.answered_later[entry] = None
         with self._lock:
-            self._waiting[number] = entry, value
+            self.waiting[number] = entry, value
             last = made if self._next is None or self._next[0] < number else self._next
-            sends = len(self._waiting) >= _GATHERED and self._flying < _FLYING
+            sends = (len(self.waiting) >= _GATHERED or not more) and self._flying < _FLYING
             self._next = None if sends else last
             self._flying += sends
         if sends:
@@ -183,7 +178,9 @@ class Checkpoints:
         return self._put(*made, kept) or kept
 
     def _make(self) -> tuple[int, Snapshot] | None:
-        spec = self._spec
+        hosted = self._hosted
+        is_kept = hosted.state == "alive" and hosted.executor.keeps_state  # as of nearly all that come here
+        spec = hosted.spec if is_kept else self._spec
         if spec is None:
             return None
         number = next(self._numbers)
@@ -191,7 +188,7 @@ class Checkpoints:
             return None
         try:
             hooks.reach("actor.checkpointing")
-            return number, Snapshot.of(self._hosted.instance.checkpoint())
+            return number, Snapshot.of(hosted.instance.checkpoint())
         except Exception as error:
             raise CheckpointError(
                 f"the method of actor {self._hosted.title} has run, and what it has done is not kept for a next incarnation: "
@@ -205,7 +202,7 @@ class Checkpoints:
     def _put(self, number: int, state: Snapshot, kept: Future[bool]) -> Future[bool] | None:
         """Have a checkpoint sent; return the call that sends it, where one does now."""
         with self._lock:
-            self._waiting[number] = kept
+            self.waiting[number] = kept
             if self._next is None or self._next[0] < number:
                 self._next = None
             if self._flying >= _FLYING:
@@ -242,7 +239,7 @@ class Checkpoints:
             later, self._next = self._next, None
             if later is None:
                 self._flying -= 1
-            over = [self._waiting.pop(each) for each in sorted(self._waiting) if each <= number]
+            over = [self.waiting.pop(each) for each in sorted(self.waiting) if each <= number]
         if later is not None:
             _ = self._send(*later)
         error: BaseException | None = None

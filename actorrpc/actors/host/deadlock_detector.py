@@ -86,7 +86,9 @@ class DeadlockDetector:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._tick = Tick(runtime.agent.clock, _LOOK_S, self._look)
+        self.looks = Tick(runtime.agent.clock, _LOOK_S, self._look)
+        #: has the detector look soon: an actor for which calls wait waits itself
+        self.poke = self.looks.poke
         self._pauses: set[int] = set()  # of streams, when we looked last
         self._seen: dict[object, list[Call | Stall]] = {}  # who waited, and for what, when we looked last
         #: the circles that were broken here last: when, by ``_time.now()``, and what the error said
@@ -95,10 +97,6 @@ class DeadlockDetector:
     def note(self, error: DeadlockError) -> None:
         """Remember a circle that is broken now."""
         self.found.append((_time.now(), str(error)))
-
-    def poke(self) -> None:
-        """Have the detector look soon: an actor for which calls wait waits itself."""
-        self._tick.poke()
 
     def _look(self) -> bool:
         self._pauses = _look_at_streams(self._runtime, self._pauses)

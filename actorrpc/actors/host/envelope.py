@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc import _time
-from actorrpc.actors.host.mailbox import NEW, Entry
+from actorrpc.actors.host.mailbox import Entry
 from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
-from actorrpc.agent.executor import path_of
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
@@ -18,10 +16,13 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.wire.frames import Frame
 
-__all__ = ["GRACE_S", "Envelope"]
+__all__ = ["GRACE_S", "UNUSUAL", "Envelope"]
 
 GRACE_S: Final = 5.0
 """How long a coroutine that is cancelled may take to clean up, and make calls for it."""
+
+UNUSUAL: Final = frozenset({"place", "priority", "unordered", "unresolved"})
+"""The fields of a header that say how a call is treated in its mailbox."""
 
 _CALLER: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
 
@@ -34,60 +35,37 @@ class Envelope(Entry):
         opened: ``(args, kwargs)`` where they had to be looked at before their turn, or the error of an argument.
     """
 
-    __slots__ = (
-        "arrived",
-        "circles",
-        "conn",
-        "deadline",
-        "execution",
-        "frame",
-        "given_up",
-        "header",
-        "hosted",
-        "opened",
-        "peer",
-        "sealed",
-        "sole",
-        "stopped",
-        "suspected",
-        "task",
-        "whole",
-    )
+    # Most have few things of their own, and take the rest from the class. ActorRegistry.take makes them.
+    conn: Any
+    peer: Peer
+    frame: Frame
+    header: Header
+    hosted: HostedActor | None = None
+    arrived: float
+    deadline: float
+    whole = True
+    sealed: bool
+    opened: Any = None
+    execution: Execution | None = None
+    task: asyncio.Task[Any] | None = None
+    given_up = False  # it is not to run, if it does not yet
+    stopped = False  # its coroutine has been told to end
+    sole = False  # nobody but us has the result
+    circles: dict[int, float] | None = None  # see deadlocks
+    suspected = 0  # the execution that seems to wait for this call, which waits for it
 
-    def __init__(self, conn: Any, peer: Peer, frame: Frame, header: Header, whole: bool) -> None:
-        chain = frame.chain
-        # What Entry.__init__ does, without the detour: this is on the path of every call.
-        self.caller = peer, chain >> CALLER_BIT & _CALLER
-        self.payload = None
-        self.path = path_of(header, chain) if chain >> FRAME_BIT else ()
+    @property
+    def caller(self) -> object:
+        """Who called; calls of equal callers keep their order."""
+        return self.peer, self.frame.chain >> CALLER_BIT & _CALLER
+
+    def heed(self, header: Header) -> None:
+        """Take from the header what few have: see :data:`UNUSUAL`."""
+        self.ready = self.ready and "unresolved" not in header
         self.priority = int(header.get("priority", 0))
-        self.ready = whole and "unresolved" not in header
         self.loose = bool(header.get("unordered"))
-        again = header.get("place")
-        self.place = frame.id if again is None else int(again)
-        self.again = again is not None
-        self.number = 0
-        self.state = NEW
-        self.parked = False
-        self.queue = None
-        self.slot = None
-        self.conn = conn
-        self.peer = peer
-        self.frame = frame
-        self.header = header
-        self.arrived = _time.now()
-        self.deadline = self.arrived + frame.remaining
-        self.execution: Execution | None = None
-        self.opened: Any = None  # (args, kwargs), or the error of an argument
-        self.task: asyncio.Task[Any] | None = None
-        self.hosted: HostedActor | None = None
-        self.whole = whole
-        self.sealed = True
-        self.given_up = False  # it is not to run, if it does not yet
-        self.stopped = False  # its coroutine has been told to end
-        self.sole = False  # nobody but us has the result
-        self.circles: dict[int, float] | None = None  # see deadlocks
-        self.suspected = 0  # the execution that seems to wait for this call, which waits for it
+        if "place" in header:
+            self.place, self.again = int(header["place"]), True
 
     def unseal(self) -> bool:
         """Win the right to open the message, or to give back what is in it; exactly one caller ever does."""

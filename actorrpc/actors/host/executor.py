@@ -33,6 +33,7 @@ from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
 from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted, riding
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
+from actorrpc.serialization import codec
 from actorrpc.wire.frames import MAIL
 
 if TYPE_CHECKING:
@@ -125,7 +126,14 @@ class ActorExecutor:
                                 del entry.sealed  # see Envelope.unseal
                             except AttributeError:
                                 raise self._given_up(entry) from None
-                            args, kwargs = outbound.open_plain(frame.body, peer)
+                            body = frame.body
+                            if body[-1] == outbound.STOP:
+                                try:
+                                    args, kwargs = codec.unpickle(body)
+                                except Exception as met:
+                                    args, kwargs = outbound.open_carefully(body, peer, met)
+                            else:
+                                args, kwargs = outbound.open_carefully(body, peer)
                             hosted.calls += 1
                             method = getattr(hosted.instance, name)
                             if not callable(method):
@@ -135,13 +143,26 @@ class ActorExecutor:
                             if type(value) is Later or getattr(method, ASYNC_MARK, None) is not None:
                                 value = self._returned(entry, method, value)
                             elif self.keeps_state:
-                                value = self._kept(entry, runner, value)
+                                checkpoints, more = self.checkpoints, runner.queue.waiting > 0
+                                if (
+                                    (more or checkpoints.waiting)
+                                    and runner.depth == 1
+                                    and type(value) in _FIXED
+                                ):
+                                    # An object that can change is not held: those that go on might change it.
+                                    if checkpoints.hold(entry, value, more):
+                                        value = _NOTHING
+                                else:
+                                    self.checkpoints.save()
                         else:
                             value = self._call(entry, execution)
                     finally:
                         if agent.abandoned:  # before a lock that another thread held as this one forked
                             agent.end_fork(self.label(entry), sys.exc_info()[1])
-                        runner.leave()
+                        found = runner.under_way.pop(entry, None)
+                        if found is not RUNS or runner.hunted:
+                            runner.leave(entry, found)
+                        runner.running = None
                         running.pop(execution.chain, None)
                     if value is not _NOTHING:
                         if (
@@ -312,17 +333,6 @@ class ActorExecutor:
         if keeps and self.hosted.spec is not None and self.hosted.spec.info.has_checkpoint:
             self.checkpoints.save()
         return value
-
-    def _kept(self, entry: Envelope, runner: ActorThread, value: Any) -> Any:
-        """Return what a method has returned, when the state is kept; ``_NOTHING``: it is answered then, and others go on.
-
-        An object that can change is not held: those that go on might change it.
-        """
-        if not runner.queue.waiting or runner.depth > 1 or type(value) not in _FIXED:
-            self.checkpoints.save()
-            return value
-
-        return _NOTHING if self.checkpoints.hold(entry, value) else value
 
     def _method(self, name: str) -> tuple[Any, str]:
         assert self.hosted.spec is not None

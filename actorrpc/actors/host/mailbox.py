@@ -49,59 +49,33 @@ class WaitingBystanders(Protocol):
 
 
 class Entry:
-    """One call in a mailbox.
+    """One call in a mailbox, as far as that goes.
 
     Attributes:
-        caller: who called; calls of equal callers keep their order.
         place: grows with each call of a caller.
         again: it is the repetition of the call that had its ``place``, and goes before its caller's later calls.
         path: the executions that it descends from.
         ready: its arguments are here.
         loose: it may overtake, and be overtaken by, other calls of its caller while its arguments are on their way.
-        payload: whatever runs it.
     """
 
-    __slots__ = (
-        "again",
-        "caller",
-        "loose",
-        "number",
-        "parked",
-        "path",
-        "payload",
-        "place",
-        "priority",
-        "queue",
-        "ready",
-        "slot",
-        "state",
-    )
+    # Of the class, as one is made for each call, and most differ in few things.
+    path: tuple[int, ...] = ()
+    priority = 0
+    ready = True
+    loose = False
+    place = 0
+    again = False
+    number = 0
+    state: str = NEW
+    parked = False
+    queue: GroupQueue | None = None
+    slot: ThreadSlot | None = None
 
-    def __init__(
-        self,
-        caller: object,
-        payload: Any = None,
-        *,
-        path: tuple[int, ...] = (),
-        priority: int = 0,
-        ready: bool = True,
-        loose: bool = False,
-        place: int = 0,
-        again: bool = False,
-    ) -> None:
-        self.caller = caller
-        self.place = place
-        self.again = again
-        self.payload = payload
-        self.path = path
-        self.priority = priority
-        self.ready = ready
-        self.loose = loose
-        self.number = 0
-        self.state = NEW
-        self.parked = False
-        self.queue: GroupQueue | None = None
-        self.slot: ThreadSlot | None = None
+    @property
+    def caller(self) -> object:
+        """Who called; calls of equal callers keep their order."""
+        raise NotImplementedError
 
     def __lt__(self, other: Entry) -> bool:
         if self.number == other.number and self.priority == other.priority:
@@ -462,7 +436,21 @@ class Mailbox:
         """
         with self._lock:
             if queue.waiting and (queue.running < queue.limit or (queue.yielding and not queue.full)):
-                entry = queue.next()
+                fresh = queue._fresh
+                entry = fresh[0] if fresh and not (queue._heap or queue._held) else None
+                if (
+                    entry is not None
+                    and entry.ready
+                    and entry.state is NEW
+                    and not entry.path
+                    and entry.slot is None
+                ):
+                    # What GroupQueue.next does for most entries.
+                    fresh.popleft()
+                    entry.state = TAKEN
+                    queue.waiting -= 1
+                else:
+                    entry = queue.next()
                 if entry is not None:
                     queue.running += 1
                     if queue.idle and slot in queue.idle:

@@ -19,10 +19,10 @@ from actorrpc.actors.context import current, runtime
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.deadlock_detector import DeadlockDetector
-from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.envelope import UNUSUAL, Envelope
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Later, path_of
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
 from actorrpc.wire.frames import MAIL, Frame
@@ -78,25 +78,42 @@ class ActorRegistry:
 
     # -- the router (agent.mail.MailRouter) ------------------------------------------------------
 
-    def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+    def take(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool = True) -> None:
         """See agent.mail.MailRouter."""
-        header = self._headers.get(frame.extra)
-        if header is not None and frame.id not in peer.running:
-            hosted = self._table.get(header["mailbox"])
-            if hosted is not None:  # the path of most calls
-                hosted.post(Envelope(conn, peer, frame, header, True))
+        if frame.id in peer.running:
+            announced = peer.running.get(frame.id)
+            if type(announced) is Envelope and not announced.whole:
+                announced.whole = True
+                if announced.hosted is not None:
+                    announced.hosted.arrived(announced, conn, frame)
                 return
-        announced = peer.running.get(frame.id)
-        if type(announced) is Envelope and not announced.whole:
-            announced.whole = True
-            if announced.hosted is not None:
-                announced.hosted.arrived(announced, conn, frame)
-            return
-        self._drop(conn, peer, frame, True)
+        header = self._headers.get(frame.extra)
+        if header is None:
+            header = self._new_header(frame, whole)
+        entry = Envelope()
+        entry.conn = conn
+        entry.peer = peer
+        entry.frame = frame
+        entry.header = header
+        entry.place = frame.id
+        entry.arrived = arrived = _time.now()
+        entry.deadline = arrived + frame.remaining
+        entry.sealed = True
+        if not whole:
+            entry.whole = entry.ready = False
+        if frame.chain >> FRAME_BIT:
+            entry.path = path_of(header, frame.chain)
+        if not UNUSUAL.isdisjoint(header):
+            entry.heed(header)
+        hosted = self._table.get(header["mailbox"])
+        if hosted is not None:
+            hosted.post(entry)
+        else:
+            self._create_or_refuse(entry)
 
     def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
         """See agent.mail.MailRouter."""
-        self._drop(conn, peer, frame, False)
+        self.take(conn, peer, frame, False)
 
     def abandon(self, peer: Peer, id: int) -> None:
         """See agent.mail.MailRouter."""
@@ -104,33 +121,32 @@ class ActorRegistry:
         if type(entry) is Envelope:
             self._agent.submit(entry.cancel)
 
-    def _drop(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool) -> None:
-        header = self._headers.get(frame.extra)
-        if header is None:
-            header = unpack_header(frame.extra)
-            if not isinstance(header.get("mailbox"), int):
-                raise ProtocolError("a message names no actor")
-            if whole and len(frame.extra) < _SHORT and not frame.flags & ~MAIL:
-                # Calls of one method have equal headers. Nobody changes one.
-                if len(self._headers) >= _HEADERS:
-                    self._headers.clear()
-                self._headers[frame.extra] = header
+    def _new_header(self, frame: Frame, whole: bool) -> Header:
+        header = unpack_header(frame.extra)
+        if not isinstance(header.get("mailbox"), int):
+            raise ProtocolError("a message names no actor")
+        if whole and len(frame.extra) < _SHORT and not frame.flags & ~MAIL:
+            # Calls of one method have equal headers. Nobody changes one.
+            if len(self._headers) >= _HEADERS:
+                self._headers.clear()
+            self._headers[frame.extra] = header
+        return header
+
+    def _create_or_refuse(self, entry: Envelope) -> None:
+        """See to a message whose actor is not here."""
+        header = entry.header
         instance_id: int = header["mailbox"]
-        entry = Envelope(conn, peer, frame, header, whole)
-        hosted = self._table.get(instance_id)
-        if hosted is not None:
-            hosted.post(entry)
-            return
+        hosted: HostedActor | None = None
         if header.get("creates"):
             with self._lock:
                 if not self._closed:
                     hosted = self._table[instance_id] = HostedActor(self._runtime, instance_id, self._runners)
-            if hosted is not None:
-                hosted.construct(entry)
-                return
-        if whole:
+        if hosted is not None:
+            hosted.construct(entry)
+        elif entry.whole:
             error = HostedActorGoneError(instance_id, self._ended.get(instance_id, ""))
-            peer.running[frame.id] = entry  # a worker that is to leave when nothing runs answers it before
+            # A worker that is to leave when nothing runs answers it before.
+            entry.peer.running[entry.frame.id] = entry
             self._agent.submit(partial(self._refuse, entry, error))
 
     def _refuse(self, entry: Envelope, error: HostedActorGoneError) -> None:

@@ -147,7 +147,10 @@ class ActorThread(Carrier):
         shared: that one is lent.
         under_way: what runs here, the innermost last, and whether it is to be interrupted. Guarded by ``_interrupts``, as the
             delivery of an interruption is against the end of what it is for; that is a leaf, and re-entrant, as the collector
-            may run there, and finalisers call us. What begins to run is put in without it: one step.
+            may run there, and finalisers call us. What begins to run is put in without it, and what is over taken out: one step.
+        hunted: somebody may have looked whether to interrupt what runs here, since this was last seen to. Who looks says so
+            before; who has taken out what is over looks here after that, and settles it under the lock (:meth:`leave`): so either
+            the one finds nothing to interrupt, or the other hears of it.
     """
 
     def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
@@ -158,6 +161,7 @@ class ActorThread(Carrier):
         self.carrier: Carrier = self
         self.shared = False
         self.under_way: dict[Entry, str] = {}
+        self.hunted = False
         self._grad = True  # the mode of autograd that the actor has between its calls
         self._hosted = hosted
         self.queue = queue
@@ -251,18 +255,8 @@ class ActorThread(Carrier):
         WAITING.runner = self
         follow_torch()
         self._context = copy_context()
-        threads = self._threads
         try:
-            while True:
-                threads.on[self] = _time.now()
-                goes_on = self._turn()
-                threads.on.pop(self, None)
-                if not goes_on:
-                    return
-                if threads.ready:
-                    self._hand_over()
-                else:
-                    self._sleep()
+            self._turn()
         finally:
             self._leave()
             WAITING.runner = None
@@ -284,7 +278,7 @@ class ActorThread(Carrier):
             self._leave()
 
     def _turn(self, lent: Carrier | None = None) -> bool:
-        """Run what the queue has; False where the runner is at its end.
+        """Run what the queue has, and, on a thread of its own, what comes later; False where the runner is at its end.
 
         Where the thread is lent, another one may have the runner as soon as the mailbox has said that there is nothing to do:
         from then on nothing of the runner is changed here.
@@ -293,29 +287,41 @@ class ActorThread(Carrier):
         mailbox, run = hosted.mailbox, hosted.executor.run
         entry: Entry | None = None
         try:
-            entry, todo = mailbox.take(queue, self)
-            if lent is not None and entry is not None:
-                self.carrier, self.ident = lent, lent.ident
             while True:
-                if todo is not None:
-                    hosted.carry_out(todo)
-                if entry is None:
-                    return not mailbox.closed
-                begun = _time.now() if threads.ready or len(threads.on) > 1 else 0.0
                 if lent is None:
-                    self._grad = torch.is_grad_enabled()
-                    run(entry, self)
+                    threads.on[self] = _time.now()
+                entry, todo = mailbox.take(queue, self)
+                if lent is not None and entry is not None:
+                    self.carrier, self.ident = lent, lent.ident
+                while True:
+                    if todo is not None:
+                        hosted.carry_out(todo)
+                    if entry is None:
+                        break
+                    begun = _time.now() if threads.ready or len(threads.on) > 1 else 0.0
+                    if lent is None:
+                        self._grad = torch.is_grad_enabled()
+                        run(entry, self)
+                    else:
+                        if torch.is_grad_enabled() is not self._grad:
+                            torch._C._set_grad_enabled(self._grad)
+                        self._context.run(run, entry, self)
+                        self._grad = torch.is_grad_enabled()
+                    entry = None
+                    if begun:
+                        threads.took(_time.now() - begun)
+                    entry, todo = mailbox.turn(queue, self)
+                    if hosted.ending is not None:
+                        hosted.ending()
+                if lent is not None:
+                    return not mailbox.closed
+                threads.on.pop(self, None)
+                if mailbox.closed:
+                    return False
+                if threads.ready:
+                    self._hand_over()
                 else:
-                    if torch.is_grad_enabled() is not self._grad:
-                        torch._C._set_grad_enabled(self._grad)
-                    self._context.run(run, entry, self)
-                    self._grad = torch.is_grad_enabled()
-                entry = None
-                if begun:
-                    threads.took(_time.now() - begun)
-                entry, todo = mailbox.turn(queue, self)
-                if hosted.ending is not None:
-                    hosted.ending()
+                    self._sleep()
         except BaseException as error:
             hosted.broken(error, entry)
             return False
@@ -426,6 +432,7 @@ class ActorThread(Carrier):
         """
         time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
         with self._interrupts:
+            self.hunted = True  # before the look
             if self.under_way.get(entry) not in (RUNS, _WANTED):
                 return
             if self.running is entry and bears_interruption(sys._current_frames().get(self.ident)):
@@ -481,13 +488,16 @@ class ActorThread(Carrier):
         self.under_way[entry] = state
         self._unwanted()
 
-    def leave(self) -> None:
-        """Note that what runs is over. An interruption that was on its way for it arrives here or never."""
-        entry: Any = self.running
+    def leave(self, entry: Entry, found: str | None) -> None:
+        """See to the interruption of what is over, where there may be one. One that was on its way for it arrives here or never.
+
+        Args:
+            found: what it was when it was taken out of ``under_way``.
+        """
         try:
             with self._interrupts:
-                self.running = None
-                found = self.under_way.pop(entry, None)
+                self.hunted = False
+                found = self.under_way.pop(entry, found)
                 if found == _STRUCK:
                     # Not delivered yet, or just now. Taken back by being delivered here: where it is replaced by
                     # none, CPython 3.11 checks for one at every step of every thread ever after, and a traced
@@ -498,8 +508,7 @@ class ActorThread(Carrier):
                 elif found == _WANTED:
                     self._unwanted()
         except Interrupted:
-            self.running = None
-            if self.under_way.pop(entry, None) == _WANTED:
+            if self.under_way.pop(entry, found) == _WANTED:
                 self._unwanted()
 
     def _unwanted(self) -> None:

@@ -18,14 +18,7 @@ __all__ = ["has_refs", "pack_arguments", "resolve"]
 
 def has_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Say whether there are ObjectRefs at top level."""
-    for each in args:
-        if type(each) is ObjectRef:
-            return True
-    if kwargs:
-        for each in kwargs.values():
-            if type(each) is ObjectRef:
-                return True
-    return False
+    return ObjectRef in map(type, args) or ObjectRef in map(type, kwargs.values())
 
 
 def pack_arguments(

@@ -24,7 +24,7 @@ from actorrpc.actors.refs.object_ref import ATOMS, SOLE, ObjectRef, StoredResult
 from actorrpc.actors.refs.progress_bar import progress_bar
 from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.errors import RpcTimeoutError
-from actorrpc.futures import INTERRUPTED, Future, interruption_point
+from actorrpc.futures import INTERRUPTED, Future, generation, interruption_point
 from actorrpc.rpc.rref import RRef
 from actorrpc.validation import wait_limit
 
@@ -197,8 +197,7 @@ class _Gate:
         self._left = [None] * count
         self._fails = fails
         self._values = values
-        for future in different:
-            _stand_by(self, future)
+        _stand_by(self, different)
         _flush(different)
 
     def ended(self, future: Future[Any]) -> None:
@@ -245,8 +244,7 @@ class _Gate:
                 return
             fetches[fetch] = None
         self._left.extend([None] * (len(fetches) - 1))  # they count in the place of the one
-        for fetch in fetches:
-            _stand_by(self, fetch)
+        _stand_by(self, fetches)
         _flush(fetches)
 
     def open(self) -> None:
@@ -275,7 +273,7 @@ class _Watch:
     def arm(self, future: Future[Any]) -> None:
         """Watch a future."""
         self.future = future
-        _stand_by(self, future)
+        _stand_by(self, (future,))
 
     def ended(self, _: Future[Any]) -> None:
         """Tell the stream."""
@@ -287,11 +285,14 @@ class _Watch:
         _flush([self.future])
 
 
-def _stand_by(waiter: _Gate | _Watch, future: Future[Any]) -> None:
-    """Have a waiter be told, once, when a future is complete."""
-    future._parked.append(waiter)
-    # It may have told all of its waiters before the line above.
-    if future._done and _stand_aside(waiter, future):
+def _stand_by(waiter: _Gate | _Watch, futures: Iterable[Future[Any]]) -> None:
+    """Have a waiter be told, once, when each of these futures is complete."""
+    for future in futures:
+        if not future._done:
+            future._parked.append(waiter)
+            # It may have told all of its waiters before the line above.
+            if not future._done or not _stand_aside(waiter, future):
+                continue
         waiter.ended(future)
 
 
@@ -458,7 +459,14 @@ def _get_all(items: list[Any], until: float, timeout: float | None, copy: bool |
 
 
 def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
-    futures = [_start(item, "get()", True) for item in items]
+    futures: list[Future[Any]] = []
+    born = generation()
+    for item in items:
+        future = item._future if type(item) is ObjectRef else None
+        if future is None or future._done or future._born != born:  # otherwise there is nothing to be seen to
+            future = _start(item, "get()", True)
+        futures.append(future)
+    item = future = None
     try:
         found = _values(items, futures, until, timeout)
         values = []

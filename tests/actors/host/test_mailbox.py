@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from actorrpc.actors.host.mailbox import Entry, GroupQueue, Mailbox, Wakeups
+from tests.actors.entries import Call
 
 
 class Seat:
@@ -118,7 +119,7 @@ class World:
     def make(self, path: tuple[int, ...] = ()) -> None:
         pick = self.random
         ready = pick.random() < 0.8
-        entry = Entry(
+        entry = Call(
             pick.choice("abc"),
             path=path,
             priority=pick.choice([0, 0, 0, 5, -1]),
@@ -140,7 +141,7 @@ class World:
         """Make a call again. What waits for its arguments waits for this one from now on, where it is of the same caller."""
         assert failed.queue is not None
         ready = self.random.random() < 0.8
-        entry = Entry(
+        entry = Call(
             failed.caller,
             priority=failed.priority,
             ready=ready,
@@ -254,11 +255,11 @@ def _run_all(mailbox: Mailbox, queue: GroupQueue) -> list[Any]:
 def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
-    slow = Entry("a", "a1", ready=False)
-    for entry in (slow, Entry("a", "a2"), Entry("b", "b1")):
+    slow = Call("a", "a1", ready=False)
+    for entry in (slow, Call("a", "a2"), Call("b", "b1")):
         mailbox.put(entry, queue)
     assert _run_all(mailbox, queue) == ["b1"]
-    mailbox.put(Entry("a", "a3"), queue)
+    mailbox.put(Call("a", "a3"), queue)
     mailbox.ready(slow)
     assert _run_all(mailbox, queue) == ["a1", "a2", "a3"]
 
@@ -266,9 +267,9 @@ def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
 def test_a_cancelled_call_lets_those_behind_it_go() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
-    slow = Entry("a", "a1", ready=False)
+    slow = Call("a", "a1", ready=False)
     mailbox.put(slow, queue)
-    mailbox.put(Entry("a", "a2"), queue)
+    mailbox.put(Call("a", "a2"), queue)
     assert _run_all(mailbox, queue) == []
     assert mailbox.cancel(slow) is not None
     assert mailbox.cancel(slow) is None
@@ -278,15 +279,15 @@ def test_a_cancelled_call_lets_those_behind_it_go() -> None:
 def test_a_call_that_is_made_again_goes_before_those_that_wait_for_it() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
-    mailbox.put(Entry("a", "a1", place=1), queue)
-    user = Entry("a", "a2", place=2, ready=False)
-    for entry in (user, Entry("b", "b1", place=7), Entry("a", "a3", place=3)):
+    mailbox.put(Call("a", "a1", place=1), queue)
+    user = Call("a", "a2", place=2, ready=False)
+    for entry in (user, Call("b", "b1", place=7), Call("a", "a3", place=3)):
         mailbox.put(entry, queue)
     assert _run_all(mailbox, queue) == ["a1", "b1"]
     assert queue.heads() == [user]
-    slow = Entry("a", "a1 again", place=1, again=True, ready=False)
+    slow = Call("a", "a1 again", place=1, again=True, ready=False)
     mailbox.put(slow, queue)
-    mailbox.put(Entry("b", "b2", place=8), queue)
+    mailbox.put(Call("b", "b2", place=8), queue)
     assert _run_all(mailbox, queue) == ["b2"]
     mailbox.ready(slow)
     assert _run_all(mailbox, queue) == ["a1 again"]
@@ -294,7 +295,7 @@ def test_a_call_that_is_made_again_goes_before_those_that_wait_for_it() -> None:
     assert _run_all(mailbox, queue) == ["a2", "a3"]
     # Two of them keep the order of the originals, whichever comes first.
     for place in (5, 4, 6):
-        mailbox.put(Entry("a", place, place=place, again=place < 6), queue)
+        mailbox.put(Call("a", place, place=place, again=place < 6), queue)
     assert _run_all(mailbox, queue) == [4, 5, 6]
 
 
@@ -306,22 +307,22 @@ def test_where_several_run_at_a_time_whatever_is_ready_runs() -> None:
         (mailbox.queues["one"], []),
         (mailbox.async_lanes[""], ["a2"]),
     ):
-        mailbox.put(Entry("a", "a1", ready=False), queue)
-        mailbox.put(Entry("a", "a2"), queue)
+        mailbox.put(Call("a", "a1", ready=False), queue)
+        mailbox.put(Call("a", "a2"), queue)
         assert _run_all(mailbox, queue) == ran
     mailbox.configure({"": 2}, {}, reentrant=True, yielding=False, loose=False)
-    mailbox.put(Entry("a", "a3"), mailbox.queues[""])
-    mailbox.put(Entry("b", "b1", ready=False), mailbox.queues[""])
-    mailbox.put(Entry("b", "b2"), mailbox.queues[""])
+    mailbox.put(Call("a", "a3"), mailbox.queues[""])
+    mailbox.put(Call("b", "b1", ready=False), mailbox.queues[""])
+    mailbox.put(Call("b", "b2"), mailbox.queues[""])
     assert _run_all(mailbox, mailbox.queues[""]) == ["a3"]
 
 
 def test_loose_calls_overtake() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
-    slow = Entry("a", "a1", ready=False, loose=True)
+    slow = Call("a", "a1", ready=False, loose=True)
     mailbox.put(slow, queue)
-    mailbox.put(Entry("a", "a2", loose=True), queue)
+    mailbox.put(Call("a", "a2", loose=True), queue)
     assert _run_all(mailbox, queue) == ["a2"]
     mailbox.ready(slow)
     assert _run_all(mailbox, queue) == ["a1"]
@@ -331,22 +332,22 @@ def test_priority_comes_first_and_arrival_second() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
     for number, priority in enumerate([0, 1, 0, 7, 1, -3]):
-        mailbox.put(Entry(number, (priority, number), priority=priority), queue)
+        mailbox.put(Call(number, (priority, number), priority=priority), queue)
     assert _run_all(mailbox, queue) == [(7, 3), (1, 1), (1, 4), (0, 0), (0, 2), (-3, 5)]
 
 
 def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
-    todo = mailbox.put(Entry("a", "outer"), queue)
+    todo = mailbox.put(Call("a", "outer"), queue)
     assert todo is not None
     assert todo.start == (queue,)
     slot = Seat(World(0, {"": 1}), queue)
     outer, _ = mailbox.take(queue, slot)
     assert outer is not None
     mailbox.running[17] = slot
-    mailbox.put(Entry("b", "sibling", path=(16,)), queue)
-    todo = mailbox.put(Entry("b", "inner", path=(3, 17)), queue)
+    mailbox.put(Call("b", "sibling", path=(16,)), queue)
+    todo = mailbox.put(Call("b", "inner", path=(3, 17)), queue)
     assert todo is not None
     assert todo.wake == (slot,)
     inner = mailbox.take_nested(slot)
@@ -358,12 +359,12 @@ def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
 def test_what_was_left_for_a_station_comes_back_in_order() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
-    mailbox.put(Entry("a", "outer"), queue)
+    mailbox.put(Call("a", "outer"), queue)
     slot = Seat(World(0, {"": 1}), queue)
     mailbox.take(queue, slot)
     mailbox.running[17] = slot
-    mailbox.put(Entry("b", "inner", path=(17,)), queue)
-    mailbox.put(Entry("b", "next"), queue)
+    mailbox.put(Call("b", "inner", path=(17,)), queue)
+    mailbox.put(Call("b", "next"), queue)
     mailbox.running.pop(17, None)
     mailbox.done(queue, slot)
     assert _run_all(mailbox, queue) == ["inner", "next"]
@@ -372,11 +373,11 @@ def test_what_was_left_for_a_station_comes_back_in_order() -> None:
 def test_without_reentrancy_a_descendant_queues() -> None:
     mailbox = Mailbox({"": 1}, reentrant=False)
     queue = mailbox.queues[""]
-    mailbox.put(Entry("a", "outer"), queue)
+    mailbox.put(Call("a", "outer"), queue)
     slot = Seat(World(0, {"": 1}), queue)
     mailbox.take(queue, slot)
     mailbox.running[17] = slot
-    mailbox.put(Entry("b", "inner", path=(17,)), queue)
+    mailbox.put(Call("b", "inner", path=(17,)), queue)
     assert not slot.work
     assert mailbox.counts() == (1, 1)
 
@@ -384,8 +385,8 @@ def test_without_reentrancy_a_descendant_queues() -> None:
 def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
     mailbox = Mailbox({"": 1}, yielding=True)
     queue = mailbox.queues[""]
-    mailbox.put(Entry("a", 1), queue)
-    mailbox.put(Entry("a", 2), queue)
+    mailbox.put(Call("a", 1), queue)
+    mailbox.put(Call("a", 2), queue)
     first, _ = mailbox.take(queue)
     assert first is not None
     assert mailbox.take(queue)[0] is None
@@ -402,31 +403,31 @@ def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
 def test_a_closed_mailbox_takes_nothing_and_gives_everything_back() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
-    entries = [Entry("a", 1), Entry("b", 2, ready=False), Entry("c", 3, priority=2)]
+    entries = [Call("a", 1), Call("b", 2, ready=False), Call("c", 3, priority=2)]
     for entry in entries:
         mailbox.put(entry, queue)
     left, _ = mailbox.close()
     assert {entry.payload for entry in left} == {1, 2, 3}
-    assert mailbox.put(Entry("a", 4), queue) is None
+    assert mailbox.put(Call("a", 4), queue) is None
     assert mailbox.take(queue) == (None, None)
 
 
 def test_a_mailbox_closes_by_itself_only_where_nothing_waits_or_runs() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
-    mailbox.put(Entry("a", 1), queue)
+    mailbox.put(Call("a", 1), queue)
     assert not mailbox.close_if_idle()  # it waits
     entry, _ = mailbox.take(queue)
     assert entry is not None
     assert not mailbox.close_if_idle()  # it runs
-    assert mailbox.put(Entry("a", 2), queue) is not None
+    assert mailbox.put(Call("a", 2), queue) is not None
     assert mailbox.take(queue)[0] is None
     mailbox.done(queue)
     assert not mailbox.close_if_idle()
     assert mailbox.take(queue)[0] is not None
     mailbox.done(queue)
     assert mailbox.close_if_idle()
-    assert mailbox.put(Entry("a", 3), queue) is None
+    assert mailbox.put(Call("a", 3), queue) is None
 
 
 def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
@@ -436,14 +437,14 @@ def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
     first, second = object(), object()
     for runner in (first, second):
         assert mailbox.take(queue, runner) == (None, None)
-    todo = mailbox.put(Entry("a", "a1"), queue)
+    todo = mailbox.put(Call("a", "a1"), queue)
     assert todo is not None
     assert todo.wake == (second,)
     entry, _ = mailbox.take(queue, first)
     assert entry is not None
     assert mailbox.take(queue, second) == (None, None)
     for number in range(2):
-        todo = mailbox.put(Entry("b", number), queue)
+        todo = mailbox.put(Call("b", number), queue)
         assert todo is not None
         assert first not in todo.wake
         assert bool(todo.wake) != bool(todo.start)
@@ -453,7 +454,7 @@ def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
 def test_a_glance_shows_the_one_that_has_waited_longest() -> None:
     mailbox = Mailbox({"": 1, "io": 1})
     queue = mailbox.queues[""]
-    first, blocked, urgent = Entry("a"), Entry("b", ready=False), Entry("c", priority=5)
+    first, blocked, urgent = Call("a"), Call("b", ready=False), Call("c", priority=5)
     for entry in (first, blocked, urgent):
         mailbox.put(entry, queue)
 

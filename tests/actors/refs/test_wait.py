@@ -60,15 +60,13 @@ def test_a_large_result_that_comes_as_it_is_looked_for(monkeypatch: pytest.Monke
     late: Future[Any] = Future()
     here: Future[Any] = Future()
     here.set_result(1)
-    start = wait_module._start
+    values = wait_module._values
 
-    def starting(item: Any, what: str, final: bool) -> Future[Any]:
-        found = start(item, what, final)
-        if found is late:
-            late.set_result(_kept([7] * 3))
-        return found
+    def looked_for(items: list[Any], futures: list[Future[Any]], *rest: Any) -> list[Future[Any]]:
+        late.set_result(_kept([7] * 3))
+        return values(items, futures, *rest)
 
-    monkeypatch.setattr(wait_module, "_start", starting)
+    monkeypatch.setattr(wait_module, "_values", looked_for)
     assert get([ObjectRef(here)] * others + [ObjectRef(late)]) == [1] * others + [[7] * 3]
 
 
