@@ -353,10 +353,8 @@ class Agent:
                 reads = not conn.waiting.read_for(call, None if deadline == INFINITE else deadline)
                 if _interrupts.pending:
                     checkpoint()
-            while not call.done and not call.wait(None, reads):
-                # The deadline may have been put off: see actorrpc.debugger.
-                if call.deadline <= _time.now() and call.expire():
-                    break
+            while not call.done:
+                call.drive(None, reads)
         except BaseException:
             if call is not None:
                 call.give_up()  # a signal handler has raised
@@ -465,7 +463,10 @@ class Agent:
                 or len(conn.outbox) >= settings.cork_frames
             ):
                 if idle and not call.future._callbacks and conn.expect():
-                    self.scheduler.expect(conn)
+                    scheduler = self.scheduler
+                    scheduler.expecting[conn] = None
+                    if not scheduler.expected.active:
+                        scheduler.expected.poke()
                 conn.flush()
             elif conn not in self.scheduler.corked:
                 self.cork(conn)

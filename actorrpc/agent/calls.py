@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.peers import Peer
-    from actorrpc.futures import NestedRunner
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
@@ -230,64 +229,62 @@ class Call:
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def wait(self, deadline: float | None, reads: bool = True) -> bool:
-        """Wait until the call is over or the deadline has passed; say whether it is over.
+    def drive(self, deadline: float | None, reads: bool = True) -> None:
+        """Wait until the call is over or the deadline has passed; where the call's own has, end it.
 
         ``reads``: read the connection for it, as long as only replies come.
         """
-        agent = self.agent
+        agent, conn = self.agent, self.conn
         if agent.scheduler.corked:
             agent.flush()
         until = self.deadline if deadline is None or deadline > self.deadline else deadline
         bounded = None if until == INFINITE else until
         runner = WAITING.runner
-        if runner is not None and not self.done:
-            runner.begin_wait(self.stir, self)
-            try:
-                return self._wait(bounded, runner, reads)
-            finally:
-                runner.end_wait()
-        return self._wait(bounded, None, reads)
-
-    def _wait(self, bounded: float | None, runner: NestedRunner | None, reads: bool) -> bool:
-        agent = self.agent
-        conn = self.conn
-        while not self.done:
-            if runner is not None:
-                self.stirred = False
-                if INTERRUPTED:
-                    interruption_point()
-                if runner.work:
-                    if conn is not None and conn.outbox:
-                        conn.flush()  # this call is there, where it was left to be sent by the thread that waits for its reply
-                    runner.serve()
-                    continue
-            if agent.pool.queue and agent.pool.is_member():
-                agent.pool.kick()  # what is queued must not wait for a thread that waits
-            foreign = (
-                conn.waiting.read_for(self, bounded)
-                if reads and conn is not None and conn.state is not CLOSED
-                else None
-            )
-            if _interrupts.pending:
-                checkpoint()
-            if WAITING.posts:
-                agent.executor.run_posts(WAITING.posts)
+        if runner is not None:
             if self.done:
-                return True
-            if bounded is not None and _time.now() >= bounded:
-                return False
-            if foreign is None:
-                if conn is not None and conn.outbox:
-                    conn.flush()
-            if foreign is None:
-                if self._park(bounded):
-                    return True
-            elif foreign:
-                # Somebody calls us while we wait: from here on the pool reads, so that no call waits for this
-                # thread.
-                reads = False
-        return True
+                return
+            runner.begin_wait(self.stir, self)
+        try:
+            while not self.done:
+                if runner is not None:
+                    self.stirred = False
+                    if INTERRUPTED:
+                        interruption_point()
+                    if runner.work:
+                        if conn is not None and conn.outbox:
+                            conn.flush()  # this call is there, where the thread that waits for its reply is to send it
+                        runner.serve()
+                        continue
+                if agent.pool.queue and agent.pool.is_member():
+                    agent.pool.kick()  # what is queued must not wait for a thread that waits
+                foreign = (
+                    conn.waiting.read_for(self, bounded)
+                    if reads and conn is not None and conn.state is not CLOSED
+                    else None
+                )
+                if _interrupts.pending:
+                    checkpoint()
+                if WAITING.posts:
+                    agent.executor.run_posts(WAITING.posts)
+                if self.done:
+                    return
+                if bounded is not None and _time.now() >= bounded:
+                    break
+                if foreign is None:
+                    if conn is not None and conn.outbox:
+                        conn.flush()
+                    if self._park(bounded):
+                        return
+                elif foreign:
+                    # Somebody calls us while we wait: from here on the pool reads, so that no call waits for this
+                    # thread.
+                    reads = False
+        finally:
+            if runner is not None:
+                runner.end_wait()
+        # It may have been put off meanwhile: see actorrpc.debugger.
+        if not self.done and self.deadline <= _time.now():
+            self.expire()
 
     def stir(self) -> None:
         """Have the thread that waits look around: there is something else for it to do."""
@@ -336,13 +333,6 @@ class Call:
         reply, self.reply = self.reply, None
         if reply is not None:
             self.agent.inbox.discard(self.conn, reply)
-
-    def drive(self, deadline: float | None) -> None:
-        """Make progress on behalf of the call's future until it is complete or the deadline has passed."""
-        if self.wait(deadline):
-            return
-        if self.deadline <= _time.now():
-            self.expire()
 
     def flush(self) -> None:
         """Send what is still gathered, and have the pool read the reply: somebody is going to wait, elsewhere."""

@@ -90,6 +90,7 @@ class Inbox:
     def control(self, conn: Connection, frame: Frame) -> Frame | None:
         """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
         kind = frame.kind
+        mail: Frame | None = None
         if kind == frames.REQUEST or kind in _REPLIES:
             if frame.flags & frames.OBJECTS:
                 frame = self._with_objects(conn, frame)
@@ -104,24 +105,27 @@ class Inbox:
                 elif frame.flags & frames.MAIL and frame.id not in self._sender(conn).begun:
                     self._agent.post.announce(conn, self._sender(conn), frame)
                 return None
-            if frame.flags & frames.MAIL:
-                self._take(conn, frame)
-                return None
-            return frame
-        if kind == frames.CHUNK:
+            if not frame.flags & frames.MAIL:
+                return frame
+            mail = frame
+        elif kind == frames.CHUNK:
             begun = conn.assemblies.get(frame.id)
-            if begun is None:
+            if begun is None or not begun.arrived(frame.chain, frame.flags):
                 return None
-            if begun.arrived(frame.chain, frame.flags):
-                del conn.assemblies[frame.id]
-                whole: Frame | None = begun.frame
-                if whole is None:
-                    return None
-                whole = whole._replace(buffers=begun.buffers)
-                if whole.flags & frames.MAIL:
-                    self._take(conn, whole)
-                    return None
+            del conn.assemblies[frame.id]
+            whole: Frame | None = begun.frame
+            if whole is None:
+                return None
+            whole = whole._replace(buffers=begun.buffers)
+            if not whole.flags & frames.MAIL:
                 return whole
+            mail = whole
+        if mail is not None:
+            peer = conn.peer or self._sender(conn)
+            if peer.begun.first(mail.id):
+                self._agent.post.take(conn, peer, mail)
+            else:
+                _log.warning("message %d of %r came twice; it is delivered once", mail.id, peer.name)
             return None
         if kind == frames.UNREAD:
             kind, size = frame.buffers
@@ -201,13 +205,6 @@ class Inbox:
             call.fail(error, self._agent.pool.submit)
         if not frame.flags & outbound.STREAM:  # of those, nothing has been placed
             self._agent.pool.submit(partial(self.discard, conn, frame))
-
-    def _take(self, conn: Connection, mail: Frame) -> None:
-        peer = conn.peer or self._sender(conn)
-        if peer.begun.first(mail.id):
-            self._agent.post.take(conn, peer, mail)
-        else:
-            _log.warning("message %d of %r came twice; it is delivered once", mail.id, peer.name)
 
     @staticmethod
     def _sender(conn: Connection) -> Peer:
@@ -305,7 +302,11 @@ class Inbox:
         except BaseException as caught:
             error = caught
             error.__traceback__ = None
-        if future._claim():
+        try:
+            del future._unclaimed  # Future._claim(), without the call
+        except AttributeError:
+            pass
+        else:
             # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
             # itself when it is done with the batch.
             future._finish(

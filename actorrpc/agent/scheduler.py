@@ -46,8 +46,9 @@ class Scheduler:
         clock, settings = agent.clock, agent.settings
         self.corked: dict[Connection, None] = {}
         self._cork = Tick(clock, settings.cork_us * 1e-6, self._uncork)
-        self._expecting: dict[Connection, None] = {}
-        self._expected = Tick(clock, _EXPECTED_S, self._listen)
+        #: connections that the pool listens to again soon, if nobody comes to read what is expected there
+        self.expecting: dict[Connection, None] = {}
+        self.expected = Tick(clock, _EXPECTED_S, self._listen)
         self._laden: dict[Connection, None] = {}
         self._soon = Tick(clock, _SOON_S, self._send_laden)
         self.changes = MembershipEvents(agent.pool.submit)
@@ -64,19 +65,13 @@ class Scheduler:
         if not self._cork.active:
             self._cork.poke()
 
-    def expect(self, conn: Connection) -> None:
-        """Have the pool listen to a connection again soon, if nobody comes to read what is expected there."""
-        self._expecting[conn] = None
-        if not self._expected.active:
-            self._expected.poke()
-
     def _listen(self) -> bool:
-        busy = bool(self._expecting)
+        busy = bool(self.expecting)
         late = _time.now() - 0.5 * _EXPECTED_S
-        for conn in list(self._expecting):
+        for conn in list(self.expecting):
             # A thread that expects and waits, again and again, is left alone.
             if not conn.expecting or conn.expecting_since < late:
-                self._expecting.pop(conn, None)
+                self.expecting.pop(conn, None)
                 # Who has made many calls may be at it still. Who has made few, or the last one a while ago, waits elsewhere: in
                 # torch.futures.wait_all(), say, which is C, and reads nothing.
                 if conn.listen():

@@ -62,7 +62,7 @@ def test_replies_whose_callers_wait_elsewhere_are_left_to_the_pool() -> None:
     """In C, as torch.futures.wait_all() does: nobody else reads until the clock looks. That is to be so once, not each time."""
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        expected = one.scheduler._expecting
+        expected = one.scheduler.expecting
 
         def ask() -> Future[int]:
             future: Future[int] = Future()
@@ -108,6 +108,6 @@ def test_who_has_just_made_many_calls_may_make_more_and_then_read(
         made = _time.now() - ago
         peer = SimpleNamespace(pending={number: SimpleNamespace(made=made) for number in range(calls)})
         conn = cast(Any, _Expecting(peer))
-        one.scheduler._expecting[conn] = None
+        one.scheduler.expecting[conn] = None
         one.scheduler._listen()
         assert bool(conn.unattended) is waits

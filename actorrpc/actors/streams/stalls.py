@@ -80,7 +80,7 @@ def awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
 _WAITS: Final = {
     each.__code__: name
     for name, functions in (
-        ("self", (Call.wait, Call._wait, Future.wait, Future._park)),
+        ("self", (Call.drive, Future.wait, Future._park)),
         ("call", (ReplyWaiter.read_for,)),
     )
     for each in functions
