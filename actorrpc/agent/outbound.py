@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
+from actorrpc._exception_text import is_of_handler
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.hooks import Recorder, recorded
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, ShutdownError
@@ -365,7 +366,7 @@ def open_carefully(body: bytes, peer: Peer, error: Exception | None = None) -> A
         Exception: what rebuilding the object raises; ``error``, where it is no use to look further.
     """
     if error is not None and not isinstance(error, (AttributeError, ImportError, TypeError)):
-        if isinstance(error, RpcError):
+        if isinstance(error, RpcError) or is_of_handler(error):
             raise error
         # Not a second time: users' code may have run. Damaged bytes make pickle raise nearly anything.
         raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error

@@ -175,9 +175,10 @@ def _as_others_get_it(references: References, error: BaseException) -> BaseExcep
     return exceptions.load(packed, loads=codec.loads)
 
 
-def _fetch(rref_id: RRefId) -> Any:
+def _fetch(named: tuple[int, int, str]) -> Any:
+    """Return an owned value, once it is there. ``named``: as of :func:`_invoke`."""
     references = runtime()
-    future = _wait_outcome(references, rref_id)
+    future = _wait_outcome(references, RRefId(*named))
     if future._done:
         return future.wait()
     return Later(future)
@@ -348,7 +349,7 @@ class RRef(Generic[T]):
         return agent.ask(  # type: ignore[no-any-return]
             self._references.peer_of(self._handle.owner),
             _fetch,
-            (self._handle.rref_id,),
+            (self._handle.rref_id[:],),
             {},
             seconds,
             keep=self,

@@ -263,7 +263,7 @@ class _World:
         made.pool._lock = cast(Any, Lock(steps, "the pool's lock"))
         made.clock._lock = cast(Any, Lock(steps, "the clock's lock"))
         made.scheduler.pulse.active = True  # a heartbeat would wake whoever has been forgotten
-        self.peer._credit = cast(Any, Condition(steps, "room"))
+        self.peer._credit = self.peer._credit_lock = cast(Any, Condition(steps, "room"))
         made.connector.connect = self._connect  # type: ignore[method-assign]
         here, there = socket.socketpair()
         if dice.randrange(2):

@@ -75,7 +75,7 @@ class Entry:
     @property
     def caller(self) -> object:
         """Who called; calls of equal callers keep their order."""
-        raise NotImplementedError
+        return None
 
     def __lt__(self, other: Entry) -> bool:
         if self.number == other.number and self.priority == other.priority:
