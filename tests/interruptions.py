@@ -26,6 +26,7 @@ _LOOKS = frozenset(
     code for name, code in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))
 )
 _NEVER = sys.maxsize
+_tracers: list[Any] = []
 
 
 class Interrupted(Exception):
@@ -53,6 +54,10 @@ class Steps:
 
     def __init__(self, number: int = signal.SIGUSR1) -> None:
         self._number = number
+        # Kept for as long as the process lives: where a trace function ends its own tracing from within, the interpreter may call
+        # it once more after it has let go of it (seen beside load: another method in its place, or a crash).
+        self._tracer = self._trace
+        _tracers.append(self._tracer)
         self._at = _NEVER
         self._returned = False
         self.taken = 0
@@ -90,7 +95,7 @@ class Steps:
         """Do the work, with the signal sent before its ``at``-th step."""
         self.taken, self._at, self.place = 0, at, ""
         before = sys.gettrace()
-        sys.settrace(self._trace)
+        sys.settrace(self._tracer)
         try:
             return work()
         finally:
