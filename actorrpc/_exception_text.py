@@ -126,7 +126,9 @@ def say(value: object, how: Callable[[object], str] = str) -> str:
     try:
         text = how(value)
         return cut(text if type(text) is str else str.__str__(text), _MAX_MESSAGE)
-    except BaseException:
+    except BaseException as error:
+        if is_of_handler(error):
+            raise
         return f"<{type_name(type(value))} whose {how.__name__}() failed>"
 
 

@@ -73,6 +73,7 @@ _ANSWERS_S: Final = (
     1.0  # how long the end of a peer waits for the answers that have come from it to be opened
 )
 _GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless somebody grants more
+_modules: Final = sys.modules
 _pack: Final = frames.PREFIX.pack
 _REPLY: Final = frames.REPLY
 _STOP: Final = outbound.STOP
@@ -268,11 +269,12 @@ class Agent:
         try:
             sent = function
             if mail is None and type(function) is FunctionType and not by_value.modules:
-                number = peer.functions.numbers.get(function)
-                if number is None:
+                sent = peer.functions.numbers.get(function)
+                if (
+                    sent is None
+                    or getattr(_modules.get(function.__module__), function.__name__, None) is not function
+                ):
                     sent = peer.functions.introduce(function, peer.same_main)
-                elif function.__globals__.get(function.__name__) is function:
-                    sent = number
             encoded = codec.encode_body(
                 (sent, args, kwargs) if mail is None else (args, kwargs),
                 peer.same_main,
@@ -295,7 +297,7 @@ class Agent:
             call.keep = (keep, message.held) if message.held else keep
             call.mail = mail
             if type(sent) is tuple:
-                call.introduces = sent
+                call.introduces = sent[0], function
             if future is not None:
                 future._source = call
                 future.label = call  # put into words only when somebody asks

@@ -19,7 +19,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
-from actorrpc.errors import CancelledError, RpcTimeoutError
+from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, WAITING, Future, interruption_point
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
@@ -304,7 +304,19 @@ class Call:
                 pass
 
     def _park(self, until: float | None) -> bool:
-        """Sleep until woken; say whether the future, where there is one, is complete."""
+        """Sleep until woken; say whether the future, where there is one, is complete.
+
+        Raises:
+            DeadlockError: this thread is reading the connection, and has come here by a finaliser that the collector has run.
+        """
+        conn = self.conn
+        if conn is not None and conn.reader == get_ident():
+            raise DeadlockError(
+                f"{self} cannot be waited for here: a finaliser waits, on the very thread that was about to read the answer. "
+                "A __del__ or a weakref's callback may make calls, but not wait for them",
+                maybe_executed=self.may_arrive,
+                worker=self.peer.name,
+            )
         future = self.future
         if future is not None:
             # Several threads may wait for one future: it gives each a lock of its own. It is complete a little before the

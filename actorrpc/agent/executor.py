@@ -154,7 +154,7 @@ class Executor:
                             try:
                                 module, name = peer.functions.names[function]
                                 function = getattr(_modules[module], name)
-                            except (KeyError, AttributeError, TypeError):
+                            except (KeyError, AttributeError):
                                 function = peer.functions.find(function, peer.name)
                         elif type(function) is tuple:
                             function = self._learn(peer, function)

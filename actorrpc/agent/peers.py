@@ -184,10 +184,13 @@ class Peer:
         return self.charged >= self.window or len(self.pending) >= MAX_PENDING
 
     def charge(self, call: Any, size: int) -> None:
-        """Count ``size`` bytes of a call as sent and unread."""
-        call.charge = size
+        """Count ``size`` bytes of a call as sent and unread, unless it is over."""
         with self._credit_lock:  # not the condition: that enters and leaves in Python
+            call.charge = size
             self.charged += size
+        # The thread that ends the call takes it out first and then releases what it has: nothing yet, or this.
+        if self.pending.get(call.id) is not call:
+            self.release(call)
 
     def release(self, call: Any) -> None:
         """Count a call's bytes as read; idempotent. Wakes those who wait for room."""

@@ -106,8 +106,11 @@ class Scheduler:
         while self._laden:
             conn, _ = self._laden.popitem()
             busy = True
-            while conn.credits:
-                conn.outbox.append(pack_frame(frames.CREDIT, conn.credits.popitem()[0]))
+            try:
+                while True:  # until it is empty: an answer may take the last one in this moment
+                    conn.outbox.append(pack_frame(frames.CREDIT, conn.credits.popitem()[0]))
+            except KeyError:
+                pass
             if conn.outbox:
                 conn.flush()
         return busy

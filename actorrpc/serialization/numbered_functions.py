@@ -1,13 +1,13 @@
 """Functions that a worker is called with again and again, under numbers in place of their names.
 
 The name of a function costs a small call a tenth of its time: the caller's pickler imports the module to see that the name means
-the function, and the callee's imports it to find that. So a call of a function that has no number yet carries one beside it (it
-*introduces* the function); once such a call is answered, the worker knows the number, and further calls carry that alone. The
+the function, and the callee's imports it to find that. So a call of a function that has no number yet carries one beside the name
+(it *introduces* the function); once such a call is answered, the worker knows the number, and further calls carry that alone. The
 order in which calls arrive does not matter.
 
-A number stands for a name, not for what it meant at first: the callee looks the name up in its module at each call, as it would
-without. The caller uses the number only as long as the name means the function in its own process. Only functions that would
-travel by name get a number, and nobody has one at workers that take data only.
+A number stands for a name, never for what the name meant: the callee looks it up in its module at each call, as it would without,
+and the caller uses the number only while the name means the function in its own process. Only functions that would travel by name
+have one, and nobody has one at workers that take data only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from actorrpc.serialization import by_value, codec
 __all__ = ["MOST", "NumberedFunctions"]
 
 MOST: Final = 1024
-"""Functions that have a number at one worker; further ones go by name."""
+"""Numbers that one worker gives at another one; functions beyond them go by name."""
 
 _modules: Final = sys.modules
 
@@ -33,30 +33,34 @@ class NumberedFunctions:
 
     Attributes:
         numbers: of the functions that this worker calls, those that the other one knows.
-        names: of the functions that the other one calls, where they are found: module and name; or the function, where it is not
-            found there.
+        names: of the functions that the other one calls: module and name.
     """
 
     __slots__ = ("_count", "_introduced", "names", "numbers")
 
     def __init__(self) -> None:
         self.numbers: dict[FunctionType, int] = {}
-        self.names: dict[int, Any] = {}
+        self.names: dict[int, tuple[str, str]] = {}
         self._introduced: dict[FunctionType, int] = {}
         self._count = itertools.count()
 
     def introduce(self, function: FunctionType, same_main: bool | None) -> Any:
-        """Return what a call carries of a function that has no number: with one beside it, if it can have one.
+        """Return what a call carries of a function whose number is not known, or may not be used: number and name, or itself.
 
         Args:
             same_main: whether the other worker runs the same program; None where it takes data only.
         """
+        if same_main is None or not _goes_by_name(function, same_main):
+            self._introduced.pop(function, None)
+            self.numbers.pop(function, None)
+            return function
         number = self._introduced.get(function)
         if number is None:
-            if same_main is None or len(self._introduced) >= MOST or not _goes_by_name(function, same_main):
+            number = next(self._count)
+            if number >= MOST:
                 return function
-            number = self._introduced.setdefault(function, next(self._count))
-        return number, function
+            number = self._introduced.setdefault(function, number)
+        return number, function.__module__, function.__name__
 
     def sent(self, function: Any) -> Any:
         """Return what stands for a function where it cannot be introduced: its number, or the function."""
@@ -65,35 +69,30 @@ class NumberedFunctions:
         return self.numbers.get(function, function)
 
     def learn(self, introduced: tuple[Any, ...]) -> Any:
-        """Take what a call carries of a function that has been introduced; return the function.
+        """Take what a call carries of a function that it introduces; return the function.
 
         Raises:
             ProtocolError: that makes no sense.
+            Exception: the name means nothing here.
         """
-        if len(introduced) != 2 or type(introduced[0]) is not int or not 0 <= introduced[0] < 2 * MOST:
+        if tuple(map(type, introduced)) != (int, str, str) or not 0 <= introduced[0] < MOST:
             raise ProtocolError("a call does not say which function it is of")
-        number, function = introduced
-        self.names[number] = function
-        if type(function) is FunctionType:
-            module, name = function.__module__, function.__name__
-            if getattr(_modules.get(module), name, None) is function:
-                self.names[number] = module, name
-        return function
+        number, module, name = introduced
+        self.names[number] = by_value.MAIN[0] if module in by_value.MAIN else module, name
+        return self.find(number, "")
 
     def find(self, number: int, who: str) -> Any:
         """Return the function of a number.
 
         Raises:
             ProtocolError: it has not been introduced.
-            Exception: the name is there no more; what a call by name would raise.
+            Exception: the name means nothing here; what a call by name would raise.
         """
         known = self.names.get(number)
         if known is None:
             raise ProtocolError(
                 f"{who!r} calls a function by the number {number}, which it has not introduced"
             )
-        if type(known) is not tuple:
-            return known
         module, name = known
         try:
             return getattr(_modules[module], name)
@@ -102,13 +101,10 @@ class NumberedFunctions:
 
 
 def _is_named(function: FunctionType) -> bool:
-    return function.__globals__.get(function.__name__) is function
+    return getattr(_modules.get(function.__module__), function.__name__, None) is function
 
 
 def _goes_by_name(function: FunctionType, same_main: bool) -> bool:
     if function.__name__ != function.__qualname__ or not _is_named(function):
         return False
-    module = function.__module__
-    if module in by_value.MAIN:
-        return same_main and not by_value.has_late()
-    return getattr(_modules.get(module), "__dict__", None) is function.__globals__
+    return function.__module__ not in by_value.MAIN or (same_main and not by_value.has_late())

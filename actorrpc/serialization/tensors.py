@@ -16,6 +16,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, Final
@@ -480,7 +481,12 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
             if t.requires_grad:
                 code |= _GRAD
                 encoding.grad = True
-            if len(encoding.tensors) > _FEW and code & 0xFF <= _COMMON and code & 0xFF != _COMPLEX_HALF:
+            if (
+                len(encoding.tensors) > _FEW
+                and code & 0xFF <= _COMMON
+                and code & 0xFF != _COMPLEX_HALF
+                and not t.__dict__
+            ):
                 made = _begin_stack(encoding, t, code, shape)
             if made is None:
                 encoding.embedded.add(key)
@@ -522,7 +528,7 @@ def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -
     """Begin a stack with a tensor; return what it is reduced to, or None for the first few that are like it."""
     layout = code, shape
     alike = encoding.layouts.get(layout, 0)
-    if alike < _ALIKE or _TensorGuards is None:
+    if alike < _ALIKE or _TensorGuards is None or _is_altered() or torch.is_autocast_enabled("cpu"):
         encoding.layouts[layout] = alike + 1
         return None
     pieces = _outgoing().pieces
@@ -792,6 +798,23 @@ def stacked(index: int, code: int, *shape: int) -> Iterator[torch.Tensor]:
 _require_grad: Final = methodcaller("requires_grad_")
 
 
+def _is_altered() -> bool:
+    """Say whether a mode (of fake tensors, say) or a transform (``torch.func.grad``) sees what this thread makes."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _plain(dtype: torch.dtype, shape: tuple[int, ...], data: bytearray) -> torch.Tensor:
+    """Return a tensor on memory of its own, which no mode sees being made."""
+    t = torch.frombuffer(data, dtype=dtype)
+    if len(shape) != 1:
+        t.resize_(*shape or _SCALAR)
+    return t
+
+
 def _unstack(
     data: bytearray, size: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Iterator[Iterable[torch.Tensor]]:
@@ -799,6 +822,9 @@ def _unstack(
     step = size * max(1, _PORTION // size)
     # An array of arrays without sizes would give out numbers.
     array_dtype = _ARRAYS.get(dtype) if shape else None
+    if _is_altered():
+        yield map(partial(_plain, dtype, shape), [data[at : at + size] for at in range(0, len(data), size)])
+        return
     for at in range(0, len(data), step):
         part = data[at : at + step]
         if array_dtype is not None:

@@ -148,6 +148,8 @@ class Connection(StateMachine):
         self.heard = _time.now()
         # Guards reading, the frame reader and the read side's poller.
         self.read_lock = threading.Lock()
+        #: the number of the thread that holds it, and may run finalisers meanwhile; 0 where that cannot be
+        self.reader = 0
         # Guards sending and ``_rest``.
         self.write_lock = threading.Lock()
         self.outbox: deque[bytes | Sendable] = deque()
@@ -231,6 +233,7 @@ class Connection(StateMachine):
         """Read what is there and deliver it, as a pool thread that was woken for it, unless somebody else is reading."""
         if self.state is SUSPENDED or not self.read_lock.acquire(False):
             return
+        self.reader = threading.get_ident()
         frames: list[Frame] = []
         try:
             if self.state is not SUSPENDED:
@@ -239,6 +242,7 @@ class Connection(StateMachine):
             self.failed(error)
         finally:
             self.expecting = False
+            self.reader = 0
             if frames:
                 self.undelivered.append(None)
             self.read_lock.release()

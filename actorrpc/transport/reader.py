@@ -21,6 +21,7 @@ import os
 import select
 import threading
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
@@ -154,6 +155,7 @@ class ReplyWaiter:
         conn = self._conn
         if conn.state is SUSPENDED or not conn.read_lock.acquire(False):
             return None
+        conn.reader = get_ident()
         frames: list[Frame] = []
         answered = False
         # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
@@ -216,6 +218,7 @@ class ReplyWaiter:
             call.polling = None
             if frames and not answered:
                 conn.undelivered.append(None)
+            conn.reader = 0
             conn.read_lock.release()
         if conn.state is not CLOSED:
             try:
@@ -281,6 +284,7 @@ class ServerTurn:
         conn = self._conn
         if conn.state is not OPEN or not conn.read_lock.acquire(False):
             return None
+        conn.reader = get_ident()
         frames: list[Frame] = []
         conn.expecting = False
         conn.arm(DISARMED)
@@ -293,6 +297,7 @@ class ServerTurn:
         finally:
             if frames:
                 conn.undelivered.append(None)
+            conn.reader = 0
             conn.read_lock.release()
         conn.arm(ARMED)
         return frames
@@ -329,6 +334,7 @@ class ServerTurn:
         conn = self._conn
         if conn.state is not OPEN or not conn.read_lock.acquire(False):
             return None
+        conn.reader = get_ident()
         frames: list[Frame] = []
         conn.expecting = False
         modify = conn._epoll.modify
@@ -357,6 +363,7 @@ class ServerTurn:
         finally:
             if frames:
                 conn.undelivered.append(None)
+            conn.reader = 0
             conn.read_lock.release()
         if conn.state is not CLOSED:
             try:

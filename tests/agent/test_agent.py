@@ -17,8 +17,10 @@ import torch
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.inbound import Inbox
+from actorrpc.agent.peers import Peer
 from actorrpc.errors import (
     CancelledError,
+    DeadlockError,
     PeerDiedError,
     RpcTimeoutError,
     SerializationError,
@@ -150,6 +152,60 @@ def test_an_answer_is_credit_and_a_call_that_takes_longer_has_a_frame_of_it(
     _gate.set()
     assert future.wait().equal(large)
     assert len(came) == 1
+
+
+def test_a_call_that_is_over_before_its_bytes_are_counted_leaves_none(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = pair
+    to = a.peer("a1")
+    assert _sync(a, "a1", operator.add, 1, 1) == 2
+    charge = Peer.charge
+
+    def late(peer: Peer, call: Any, size: int) -> None:
+        call.cancel()
+        charge(peer, call, size)
+
+    monkeypatch.setattr(Peer, "charge", late)
+    future = _later(a, "a1", torch.numel, torch.zeros(100_000))
+    with pytest.raises(CancelledError):
+        future.wait()
+    assert to.charged == 0
+
+
+class _Finalised:
+    def __init__(self, agent: Agent, met: list[BaseException]) -> None:
+        self.agent, self.met, self.me = agent, met, self
+
+    def __del__(self) -> None:
+        try:
+            _sync(self.agent, "a1", operator.add, 1, 2)
+        except BaseException as error:
+            self.met.append(error)
+
+
+def test_a_finaliser_that_waits_while_its_thread_reads_ends_in_an_error(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector may run it at any allocation, with the lock of the connection held."""
+    a, _ = pair
+    assert _sync(a, "a1", operator.add, 1, 1) == 2
+    met: list[BaseException] = []
+    receive = Connection.receive
+
+    def collects(conn: Connection, found: list[Frame]) -> None:
+        receive(conn, found)
+        if conn is a.peer("a1").conn and not met:
+            _Finalised(a, met)
+            gc.collect()
+
+    monkeypatch.setattr(Connection, "receive", collects)
+    assert _sync(a, "a1", operator.add, 2, 2) == 4
+    (error,) = met
+    assert isinstance(error, DeadlockError)
+    assert "a finaliser waits" in str(error)
+    monkeypatch.undo()
+    assert _sync(a, "a1", operator.add, 3, 3) == 6
 
 
 def test_values_go_with_their_futures_without_a_collection(pair: list[Agent]) -> None:

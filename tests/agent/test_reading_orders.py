@@ -181,7 +181,7 @@ class _Guest(threads_module.ActorThread):
     def __init__(self, world: _World) -> None:
         super().__init__(
             cast(Any, SimpleNamespace(agent=world.agent, runners=carriers.ActorThreads(world.agent))),
-            cast(Any, SimpleNamespace(waiting=False, yielding=False)),
+            cast(Any, SimpleNamespace(waiting=False, has_ready=False, yielding=False)),
         )
         self._world = world
         self._parked = cast(Any, Lock(world.steps, "orders"))

@@ -17,7 +17,7 @@ from actorrpc.agent.outbound import post
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ProtocolError, RefusedError, SerializationError
 from actorrpc.futures import Future
-from actorrpc.serialization import numbered_functions
+from actorrpc.serialization import by_value, numbered_functions
 from actorrpc.serialization.numbered_functions import NumberedFunctions
 from tests.agent.agents import agents
 
@@ -104,26 +104,58 @@ def test_only_what_goes_by_name_gets_a_number(pair: tuple[Agent, Peer, Peer], mo
     stale = module.f
     exec("def f():\n    return 'second'\n", module.__dict__)
     assert to.functions.introduce(stale, False) is stale
-    # The main module's go by name where both run the same.
-    main = FunctionType(add.__code__, vars(sys.modules["__main__"]), "_tested")
-    main.__module__ = "__main__"
-    vars(sys.modules["__main__"])["_tested"] = main
-    try:
-        assert to.functions.introduce(main, False) is main
-    finally:
-        del vars(sys.modules["__main__"])["_tested"]
 
 
-def test_a_number_means_what_the_name_means_there_now(pair: tuple[Agent, Peer, Peer], module: Any) -> None:
-    caller, to, _ = pair
+def test_functions_of_the_main_module_have_numbers_where_all_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    table = NumberedFunctions()
+    found: dict[str, Any] = {"__name__": "__main__"}
+    exec("def _tested():\n    return 1\n", found)
+    ours = FunctionType(found["_tested"].__code__, vars(main), "_tested")
+    ours.__module__ = "__main__"
+    # A script that runs in a dict of its own (python -m cProfile) is not the main module, whatever it says.
+    assert table.introduce(found["_tested"], True) is found["_tested"]
+    monkeypatch.setattr(main, "_tested", ours, raising=False)
+    monkeypatch.setattr(by_value, "has_late", lambda: True)  # what others may lack goes by value
+    assert table.introduce(ours, True) is ours
+    monkeypatch.setattr(by_value, "has_late", lambda: False)
+    assert table.introduce(ours, False) is ours
+    assert table.introduce(ours, True) == (0, "__main__", "_tested")
+    assert table.learn((0, "__mp_main__", "_tested")) is ours
+
+
+def test_a_number_means_what_the_name_means_there_now(
+    pair: tuple[Agent, Peer, Peer], module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both workers are this process: what is said of one side is true of the other as well."""
+    caller, to, back = pair
     assert [caller.ask(to, module.f, (), {}, 20.0) for _ in range(2)] == ["first", "first"]
     introduced = module.f
     assert to.functions.numbers == {introduced: 0}
-    # Both workers are this process: with the name taken, the callee calls what has it, and the caller's function goes as itself.
+    # With the name taken, the caller's function goes as itself, and has no number any more.
     exec("def f():\n    return 'second'\n", module.__dict__)
     assert caller.ask(to, introduced, (), {}, 20.0) == "first"
+    assert to.functions.numbers == {}
     assert caller.ask(to, module.f, (), {}, 20.0) == "second"
-    assert len(to.functions.numbers) == 2
+    # What the callee has under the name as it hears of the number counts then, and no longer.
+    assert back.functions.learn((9, "numbered", "f")) is module.f
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "f", lambda: "patched")
+        assert back.functions.learn((9, "numbered", "f"))() == "patched"
+    assert back.functions.find(9, "a0")() == "second"
+
+
+def test_a_module_that_is_imported_again_has_other_functions(
+    pair: tuple[Agent, Peer, Peer], module: Any
+) -> None:
+    caller, to, _ = pair
+    old = module.f
+    assert [caller.ask(to, old, (), {}, 20.0) for _ in range(2)] == ["first", "first"]
+    again = ModuleType("numbered")
+    exec("def f():\n    return 'again'\n", again.__dict__)
+    sys.modules["numbered"] = again
+    assert caller.ask(to, old, (), {}, 20.0) == "first"
+    assert [caller.ask(to, again.f, (), {}, 20.0) for _ in range(2)] == ["again", "again"]
 
 
 def test_a_name_that_the_callee_has_lost_fails_as_without_a_number(
@@ -183,7 +215,7 @@ def test_no_more_functions_than_so_many_get_a_number(module: Any, monkeypatch: p
     table = NumberedFunctions()
     functions = [getattr(module, f"f{number}") for number in range(5)]
     found = [table.introduce(each, False) for each in functions]
-    assert found == [(0, functions[0]), (1, functions[1]), (2, functions[2]), *functions[3:]]
+    assert found == [*((number, "numbered", f"f{number}") for number in range(3)), *functions[3:]]
 
 
 def test_workers_that_take_data_only_have_no_numbers() -> None:
@@ -191,4 +223,4 @@ def test_workers_that_take_data_only_have_no_numbers() -> None:
         to = caller.peer("a1")
         assert to.functions.introduce(add, to.same_main) is add  # type: ignore[arg-type]
         with pytest.raises(RefusedError, match="no numbers here"):
-            callee.executor._learn(callee.peer("a0"), (0, add))
+            callee.executor._learn(callee.peer("a0"), (0, __name__, "add"))

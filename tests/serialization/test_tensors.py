@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from actorrpc.errors import LimitError, ProtocolError, SerializationError
 from actorrpc.serialization import tensors as tensors_module
@@ -403,6 +404,49 @@ def test_without_what_torch_has_for_its_compiler_nothing_is_stacked(monkeypatch:
     assert len(encode(tensors).body) > stacked
     for sent, arrived in zip(tensors, trip(tensors), strict=True):
         same(sent, arrived)
+
+
+def test_tensors_with_attributes_begin_no_stacks() -> None:
+    """Each would have one of its own, and all later ones would be compared with all of them."""
+    tensors = [torch.zeros(3) for _ in range(100)]
+    for number, each in enumerate(tensors):
+        each.number = number  # type: ignore[attr-defined]
+    alike = [torch.ones(3) for _ in range(100)]
+    arrived = trip([*tensors, *alike])
+    assert [each.number for each in arrived[:100]] == list(range(100))
+    for each in arrived[100:]:
+        same(torch.ones(3), each)
+
+
+def test_what_arrives_within_a_mode_or_a_transform_is_as_outside() -> None:
+    tensors = [torch.full((6,), float(n)) for n in range(40)]
+    message = encode(tensors)
+
+    def opened() -> Any:
+        buffers = [memoryview(bytearray(span.view())) for span in message.spans]
+        return decode(message.body, buffers, definitions=DefinitionStore())
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append(opened())
+        return x.sum()
+
+    found: list[Any] = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found.append(opened())
+    torch.func.grad(look)(torch.ones(2))
+    for arrived in found:
+        assert {type(each) for each in arrived} == {torch.Tensor}
+        assert not any(torch._C._functorch.is_functorch_wrapped_tensor(each) for each in arrived)
+        for sent, each in zip(tensors, arrived, strict=True):
+            same(sent, each)
+
+
+def test_alike_tensors_are_sent_under_autocast() -> None:
+    tensors = [torch.full((4,), float(n), dtype=torch.float16) for n in range(40)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        arrived = trip(tensors)
+    for sent, each in zip(tensors, arrived, strict=True):
+        same(sent, each)
 
 
 def test_a_freed_storage_in_a_stack_is_refused() -> None:

@@ -215,6 +215,7 @@ class _RemoteCall(_LikeItsMethod):
         if self._simple:
             ref: ObjectRef[Any] = _new_ref(ObjectRef)
             ref._future = self._route.call(info, self._sent, args, kwargs, refs=True)
+            ref._fetched = ref._promise = ref._id = ref._label = None
             return ref
         again = self._route.again(info, self._sent, args, kwargs)
         future = self._route.call(info, self._sent, args, kwargs, refs=True)

@@ -217,6 +217,7 @@ class HostedActor:
                     entry.whole = True
                     entry.ready = "unresolved" not in entry.header
                     return
+        entry.whole = True
         if "unresolved" in entry.header:
             self.agent.submit(partial(self._resolve, entry))
         else:

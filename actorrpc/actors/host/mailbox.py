@@ -126,6 +126,11 @@ class GroupQueue:
         ] = {}  # those that wait, by each execution they descend from
 
     @property
+    def has_ready(self) -> bool:
+        """Whether there may be one that can be handed out: what waits for its arguments, or behind another one, cannot."""
+        return self.waiting > 0 and bool(self._fresh or self._heap)
+
+    @property
     def full(self) -> bool:
         """Whether as many run as may run at a time."""
         running = self.running - self.resting

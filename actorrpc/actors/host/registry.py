@@ -83,9 +83,10 @@ class ActorRegistry:
         if frame.id in peer.running:
             announced = peer.running.get(frame.id)
             if type(announced) is Envelope and not announced.whole:
-                announced.whole = True
                 if announced.hosted is not None:
                     announced.hosted.arrived(announced, conn, frame)
+                else:
+                    announced.whole = True
                 return
         header = self._headers.get(frame.extra)
         if header is None:

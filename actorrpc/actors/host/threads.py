@@ -337,7 +337,7 @@ class ActorThread(Carrier):
             self._threads.pass_on()
 
     def _has_come(self) -> bool:
-        return bool(self.queue.waiting)
+        return self.queue.has_ready
 
     # -- while it waits ----------------------------------------------------------------------------
 

@@ -310,21 +310,21 @@ class ObjectRef(Generic[T_co]):
         label: how messages call it.
     """
 
-    # Of the class, as most have nothing but a future: what a call gives is made without the constructor.
-    _future: Future[Any] | None = None
-    _fetched: Future[Any] | None = None
-    _promise: RRef[Any] | None = None
-    _id: bytes | None = None
-    _label: object = None
+    __slots__ = ("__weakref__", "_fetched", "_future", "_id", "_label", "_promise")
 
+    # What a call gives is made without the constructor: see handle.py.
     def __init__(self, future: Future[Any], *, label: object = None) -> None:
-        self._future = future
+        self._future: Future[Any] | None = future
+        self._fetched: Future[Any] | None = None
+        self._promise: RRef[Any] | None = None
+        self._id: bytes | None = None
         self._label = label
 
     @classmethod
     def _arrived(cls, ref_id: bytes, label: str, future: Future[Any] | None, promise: Any) -> ObjectRef[Any]:
         ref: ObjectRef[Any] = cls.__new__(cls)
         ref._future = future
+        ref._fetched = None
         ref._promise = promise
         ref._id = ref_id
         ref._label = label

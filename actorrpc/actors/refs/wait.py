@@ -692,6 +692,8 @@ class _Bar:
 class Completed(Generic[T]):
     """What :func:`as_completed` returns: an iterator for ``for`` and for ``async for``; use it in one place only."""
 
+    _stream: Any = None  # where a signal handler has cut the constructor short
+
     def __init__(
         self, refs: Iterable[Any], timeout: float | None, bar: _Bar | None = None, *, fetch: bool = True
     ) -> None:
@@ -720,6 +722,8 @@ class Completed(Generic[T]):
 
     def __del__(self) -> None:
         # A loop that is left early, or again and again at its time-out, leaves nothing with results that are still to come.
+        if self._stream is None:
+            return
         for each in self._stream.watches:
             if not each.future._done:
                 _stand_aside(each, each.future)

@@ -302,7 +302,7 @@ def test_replies_of_several_workers_are_read_as_soon_as_somebody_waits(
     here = current_worker()
     assert here is not None
     monkeypatch.setattr(
-        here.agent.scheduler, "_expected", SimpleNamespace(active=True)
+        here.agent.scheduler, "expected", SimpleNamespace(active=True)
     )  # and never does anything
 
     def asked() -> list[actorrpc.ObjectRef[list[Any]]]:

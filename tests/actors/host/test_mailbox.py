@@ -258,9 +258,13 @@ def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
     slow = Call("a", "a1", ready=False)
     for entry in (slow, Call("a", "a2"), Call("b", "b1")):
         mailbox.put(entry, queue)
+    assert queue.has_ready
     assert _run_all(mailbox, queue) == ["b1"]
+    # A runner that looks whether to go on sees that the two that wait cannot be handed out: it would look again and again.
+    assert (queue.waiting, queue.has_ready) == (2, False)
     mailbox.put(Call("a", "a3"), queue)
     mailbox.ready(slow)
+    assert queue.has_ready
     assert _run_all(mailbox, queue) == ["a1", "a2", "a3"]
 
 

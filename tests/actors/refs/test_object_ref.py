@@ -87,6 +87,11 @@ def test_it_is_not_taken_for_its_value(use: Callable[[Any], Any], error: type[Ex
         use(ObjectRef.of([1]))
 
 
+def test_it_takes_no_attributes_that_it_has_not() -> None:
+    with pytest.raises(AttributeError):
+        ObjectRef.of(1).valeu = 3  # type: ignore[attr-defined]
+
+
 def test_it_cannot_be_pickled_outside_of_a_group_or_with_an_exception() -> None:
     for ref in (ObjectRef.of(1), _pending()[1]):
         with pytest.raises(errors.NotInitializedError):
