@@ -171,8 +171,9 @@ class DeadlockError(_CallEnded):
     """The call cannot be served: it waits, directly or through others, for itself, or every thread that the worker may have is
     blocked, or a finaliser waits for it on the very thread that was reading the answers. The message names what is blocked.
 
-    Remedy: a ``__del__`` makes calls without waiting for them. Otherwise, break the circle that the message names: pass the reference on in place of its value, ``await`` in coroutines
-    where they call ``get()``, or leave ``reentrant=True``. Where all threads are blocked, raise ``max_threads``.
+    Remedy: break the circle that the message names: pass the reference on in place of its value, ``await`` in coroutines where
+    they call ``get()``, or leave ``reentrant=True``. Where all threads are blocked, raise ``max_threads``. A ``__del__`` makes
+    calls without waiting for them.
     """
 
 
