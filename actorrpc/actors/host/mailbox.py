@@ -127,7 +127,7 @@ class GroupQueue:
 
     @property
     def has_ready(self) -> bool:
-        """Whether there may be one that can be handed out: what waits for its arguments, or behind another one, cannot."""
+        """Whether there may be one that can be handed out: one that waits for its arguments, or behind another one, cannot."""
         return self.waiting > 0 and bool(self._fresh or self._heap)
 
     @property
