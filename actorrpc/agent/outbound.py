@@ -365,8 +365,10 @@ def open_carefully(body: bytes, peer: Peer, error: Exception | None = None) -> A
     Raises:
         Exception: what rebuilding the object raises; ``error``, where it is no use to look further.
     """
+    if error is not None and is_of_handler(error):
+        raise error
     if error is not None and not isinstance(error, (AttributeError, ImportError, TypeError)):
-        if isinstance(error, RpcError) or is_of_handler(error):
+        if isinstance(error, RpcError):
             raise error
         # Not a second time: users' code may have run. Damaged bytes make pickle raise nearly anything.
         raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error

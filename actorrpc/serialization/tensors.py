@@ -377,7 +377,7 @@ _dispatch_keys = torch._C._dispatch_keys
 # torch's compiler knows tensors that are alike by it. It is no public part of torch: without it, nothing is stacked.
 _guards: Final[Any] = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Final[Any] = getattr(_guards, "TensorGuards", None)
-_unbind_copy: Final[Any] = torch.unbind_copy  # they say that this one returns nothing
+_unbind_copy: Final[Any] = torch.unbind_copy  # torch's stubs say that it returns nothing
 _PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> flags of a tensor that _describe can take, or -1
 
 

@@ -40,6 +40,7 @@ from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
+from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
@@ -242,6 +243,7 @@ class ResultFuture(Future[Any]):
             return CallState.QUEUED
         return CallState.AWAITING_VERDICT if isinstance(source, AwaitingVerdict) else CallState.IN_FLIGHT
 
+    @uninterruptible  # as Future._finish is, whose steps it takes itself for a value
     def _finish(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
