@@ -6,7 +6,8 @@
 
 Two workers with spinning off. Functions are counted by a profile function in all their threads but the clock's, so that figures
 are those of a slower program: where threads race, they differ a little from run to run. System calls are counted by
-``strace -c``, where there is one and it may attach. ``benchmarks/ceilings.json`` has what may not be exceeded; a test holds it.
+``strace -c``, where there is one and it may attach. The counts explain a difference that ``benchmarks.ab`` finds; no test holds
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from benchmarks import autograd_models as models
 __all__ = ["OPERATIONS", "PEER", "Count", "Operation", "count", "count_all"]
 
 _RESULTS: Final = Path(__file__).resolve().parent / "results" / "counts.json"
-_CEILINGS: Final = Path(__file__).resolve().parent / "ceilings.json"
 PEER: Final = "callee"
 _PIPELINED: Final = 100
 _CREATED: Final = 20
@@ -362,13 +362,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the results go")
     options = parser.parse_args()
     found = count_all({name: OPERATIONS[name] for name in options.only}, system=not options.no_system)
-    ceilings = json.loads(_CEILINGS.read_text(encoding="utf-8")) if _CEILINGS.exists() else {}
     for name, counted in found.items():
-        shown = ", ".join(
-            f"{value:.1f} {what}"
-            + (f" (at most {ceilings[name][what]})" if what in ceilings.get(name, ()) else "")
-            for what, value in counted.items()
-        )
+        shown = ", ".join(f"{value:.1f} {what}" for what, value in counted.items())
         print(f"{name}: {shown}")
         if options.names:
             for side, functions in counted.names.items():

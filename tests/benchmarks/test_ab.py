@@ -1,0 +1,36 @@
+"""The comparison of two commits: its arithmetic, and one tiny run of the working tree against itself. Nothing is timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ab
+
+
+def test_a_ratio_is_taken_within_each_round() -> None:
+    series = {"old": [10.0, 20.0], "new": [5.0, 30.0]}
+    assert ab.ratios(series, "new") == [0.5, 1.5]
+
+
+def test_the_interval_encloses_the_median_and_narrows_with_more_rounds() -> None:
+    few = ab.interval([float(value) for value in range(11)])
+    many = ab.interval([value / 100 for value in range(1001)])
+    assert few == (5.0, 2.0, 9.0)
+    assert many[0] == 5.0
+    assert few[2] - few[1] > many[2] - many[1]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+def test_the_working_tree_is_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "ab.json"
+    small = ["--starts", "1", "--rounds", "1", "--scale", "0.01"]
+    assert ab.main([".", ".", "--only", "sync", "actor", *small, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "sync" in printed
+    rows = json.loads(out.read_text(encoding="utf-8"))
+    assert {operation for operation, _, _ in (row["series"] for row in rows)} == {"sync", "actor"}
+    assert all(row["microseconds"].keys() == {"old", "old again", "new"} for row in rows)
