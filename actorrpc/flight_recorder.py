@@ -1,19 +1,18 @@
-"""The flight recorder: the last calls of a worker, each with its moments, written when it is over.
+"""The flight recorder: the last calls of a worker, each with its times.
 
-Always on, so that what led to a fault can still be seen after it. A record is a tuple in a ring of :data:`KEPT`: one for a call
-that was made here (:meth:`FlightRecorder.called`), one for a call that was executed here (:meth:`FlightRecorder.executed`), and
-one for anything else that took a time (:meth:`FlightRecorder.noted`). The two halves of a call are found by the name of the
-caller, the name of the callee, and the call's number between them.
+The recorder is always on, so that a user can still see after a fault which calls led to it. A ring of :data:`KEPT` records holds
+one record for each call that this worker made (:meth:`FlightRecorder.called`), one for each call that it executed
+(:meth:`FlightRecorder.executed`), and one for other things that take time (:meth:`FlightRecorder.noted`). The name of the caller,
+the name of the callee and the number of the call between them join the two records of a call.
 
-Moments are seconds on this process's clock (``actorrpc._time``). The names in records are texts that exist anyway; nothing of a
-user's is kept alive, and nothing is written into the ring under a lock: ``append`` is one atomic step.
+Times are seconds on this process's clock (``actorrpc._time``).
 """
 
 from __future__ import annotations
 
 import itertools
+import struct
 import threading
-from collections import deque
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
@@ -39,25 +38,30 @@ __all__ = [
 ]
 
 KEPT: Final = 32768
-"""Records; at about 400 bytes each, at most 13 MiB."""
+"""Records in the ring; 2.9 MB in all, which the kernel provides as the ring fills."""
 
 CALLED: Final = 0
-"""``(number, CALLED, made, answered, id, callee, chain, method, thread, failed, waits, bytes out, bytes in)``; ``waits``:
-its thread has waited for it."""
+"""``(number, CALLED, made, answered, id, callee, chain, method, thread, failed, waits, bytes out, bytes in)``; ``waits``: the
+thread that made the call has waited for it."""
 
 EXECUTED: Final = 1
 """``(number, EXECUTED, arrived, begun, ended, id, caller, chain, method, thread, failed, actor)``"""
 
 COPIED_BYTES: Final = 1 << 20
-"""Copies of tensors and of other large memory are written down from this size on."""
+"""Copies of tensors and of other large memory are recorded from this size on."""
 
 NOTED: Final = 2
 """``(number, NOTED, begun, ended, kind, what, thread)``"""
 
 UNDER_WAY: Final = -1
-"""The number of what is not over, and therefore in no ring: a worker that is asked for its records adds such ones, which end at
-that moment. Of an execution whose turn has not come, ``begun`` and ``ended`` are both that moment. Thread 0 is none."""
+"""The number of a record that is made on demand for a call that has not ended, and that is therefore not in the ring. Its end is
+the time of the request. An execution that is still queued has that time as ``begun`` as well. Thread 0: no thread runs it."""
 
+# Number + 1 (0: the slot is empty), kind, failed, waits; three names' numbers; three times; id, chain, thread; bytes out, in.
+_RECORD: Final = struct.Struct("<q B ? ? x 3i 3d 3Q 2q".replace(" ", ""))
+_SIZE: Final = _RECORD.size
+_pack: Final = _RECORD.pack_into
+_number_at: Final = struct.Struct("<q").unpack_from
 
 _MODULES: Final = 4096  # modules whose functions are called; more are forgotten, and looked at again
 OWN: Final = "actorrpc."
@@ -97,81 +101,155 @@ def name_of(function: Any) -> str:
     return str(function.__qualname__ if type(function) in _NAMED else type(function).__qualname__)
 
 
-class FlightRecorder:
-    """The ring of one worker. Thread-safe."""
+class _Names:
+    """Numbers for the names in records. Thread-safe.
 
-    __slots__ = ("_next", "_ring", "_write")
+    A worker may meet any number of names (each actor has its own), so names are forgotten in generations. A generation ends when
+    it has three names for each record of the ring. A record refers to names of the generation that was current when the record
+    was written; when that generation is forgotten, two generations later, newer records have overwritten the record.
+    """
+
+    __slots__ = ("_limit", "_lock", "_next", "numbers", "texts")
+
+    def __init__(self, kept: int) -> None:
+        self._limit = 3 * kept
+        self._lock = threading.Lock()  # guards adding; it is a leaf
+        self._next = 1
+        self.numbers: dict[str, int] = {"": 0}
+        self.texts: list[dict[int, str]] = [{0: ""}, {}]  # of this generation, and of the one before
+
+    def add(self, name: str) -> int:
+        """Return the number of a name that has none."""
+        with self._lock:
+            number = self.numbers.get(name)
+            if number is None:
+                if len(self.numbers) >= self._limit:
+                    self.texts = [{0: ""}, self.texts[0]]
+                    self.numbers = {"": 0}
+                number = self._next
+                self._next += 1
+                self.texts[0][number] = name
+                self.numbers[name] = number
+            return number
+
+    def text(self, number: int) -> str:
+        """Return a name by its number."""
+        current, before = self.texts
+        return current.get(number) or before.get(number, "")
+
+
+class FlightRecorder:
+    """The ring of one worker. Thread-safe.
+
+    ``pack_into`` writes a record into a buffer in one atomic step. A record therefore adds no object that Python's garbage
+    collector counts, and refers to no call, frame or argument. Records in the form of tuples provoked a full collection of 80 ms
+    while the ring filled.
+
+    Args:
+        kept: how many records the ring has; a power of two.
+    """
+
+    __slots__ = ("_last", "_mask", "_names", "_next", "_ring")
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._ring: deque[tuple[Any, ...]] = deque(maxlen=kept)
-        self._write: Callable[[tuple[Any, ...]], None] = self._ring.append
-        self._next: Callable[[], int] = itertools.count().__next__
+        self._mask = kept - 1
+        self._ring = bytearray(kept * _SIZE)
+        self._names = _Names(kept)
+        self._last = 0
+        self._next: Callable[[], int] = itertools.count(1).__next__
 
     def called(self, call: Any, reply: Frame | None) -> None:
-        """Write down an agent's ``Call`` that is over; ``reply``: its answer, None where there is none."""
-        self._write(
-            (
-                self._next(),
-                CALLED,
-                call.made,
-                _time.now(),
-                call.id,
-                call.peer.name,
-                call.chain,
-                call.label,
-                call.thread,
-                reply is None or reply[0] != REPLY,
-                call.future is None,
-                call.size or len(call.frame),
-                0 if reply is None else len(reply[6]),
-            )
+        """Record an agent's ``Call`` that is over; ``reply``: its answer, None where there is none."""
+        numbers, peer, label = self._names.numbers, call.peer.name, call.label
+        self._last = number = self._next()
+        _pack(
+            self._ring,
+            (number & self._mask) * _SIZE,
+            number,
+            CALLED,
+            reply is None or reply[0] != REPLY,
+            call.future is None,
+            numbers.get(peer) or self._names.add(peer),
+            numbers.get(label) or self._names.add(label),
+            0,
+            call.made,
+            _time.now(),
+            0.0,
+            call.id,
+            call.chain,
+            call.thread,
+            call.size or len(call.frame),
+            0 if reply is None else len(reply[6]),
         )
 
     def executed(self, execution: Any, failed: bool) -> None:
-        """Write down an agent's ``Execution`` that is answered."""
-        actor, what = execution.actor, execution.what
-        if type(what) is not str:  # name_of(), without the call: this is on the path of every call
-            if type(what) is FunctionType and OWN_MODULES[what.__module__]:
-                what = f"{OWN}{what.__qualname__}"
-            else:
-                what = what.__qualname__ if type(what) in _NAMED else type(what).__qualname__
-        self._write(
-            (
-                self._next(),
-                EXECUTED,
-                execution.arrived,
-                execution.begun,
-                _time.now(),
-                execution.id,
-                execution.peer.name,
-                execution.chain,
-                what,
-                execution.thread,
-                failed,
-                "" if actor is None else actor.title,
-            )
+        """Record an agent's ``Execution`` that is answered."""
+        actor, what, peer = execution.actor, execution.what, execution.peer.name
+        if type(what) is not str:
+            what = name_of(what)
+        numbers = self._names.numbers
+        self._last = number = self._next()
+        _pack(
+            self._ring,
+            (number & self._mask) * _SIZE,
+            number,
+            EXECUTED,
+            failed,
+            False,
+            numbers.get(peer) or self._names.add(peer),
+            numbers.get(what) or self._names.add(what),
+            0 if actor is None else numbers.get(actor.title) or self._names.add(actor.title),
+            execution.arrived,
+            execution.begun,
+            _time.now(),
+            execution.id,
+            execution.chain,
+            execution.thread,
+            0,
+            0,
         )
 
     def noted(self, begun: float, kind: str, what: str) -> None:
-        """Write down something that began at ``begun`` and is over now, on this thread: a restart, a stream, a pass, a copy."""
-        self._write((self._next(), NOTED, begun, _time.now(), kind, what, threading.get_ident()))
+        """Record a restart, a stream, a backward pass or a copy, which began at ``begun`` and ends now, on this thread."""
+        names = self._names.add(kind), self._names.add(what), 0
+        times, ids = (begun, _time.now(), 0.0), (0, 0, threading.get_ident())
+        self._last = number = self._next()
+        place = (number & self._mask) * _SIZE
+        _pack(self._ring, place, number, NOTED, False, False, *names, *times, *ids, 0, 0)
 
     @property
     def total(self) -> int:
-        """How many records were written, those included that have been overwritten."""
-        try:
-            return int(self._ring[-1][0]) + 1
-        except IndexError:
-            return 0
+        """How many records were written, overwritten ones included."""
+        # Another thread may have set ``_last`` back to the lower number of its own record.
+        number = self._last
+        while self._at(number + 1) == number + 1:
+            number += 1
+        return number
 
     def since(self, first: int, most: int) -> list[tuple[Any, ...]]:
-        """Return up to ``most`` of the records that are still there, from number ``first`` on, in order."""
-        while True:
-            try:
-                ring = list(self._ring)
-                break
-            except RuntimeError:  # another thread has written
-                continue
-        # Two threads that write at the same moment may do so in the other order than they have got their numbers.
-        begin = max(0, first - ring[0][0] - 64) if ring else 0
-        return sorted(each for each in ring[begin : begin + most + 128] if each[0] >= first)[:most]
+        """Return up to ``most`` of the records that are still in the ring, from number ``first`` on, in order.
+
+        A record that another thread is writing at this moment is left out.
+        """
+        total = self.total
+        found: list[tuple[Any, ...]] = []
+        for number in range(max(first, total - self._mask - 1) + 1, total + 1):
+            row = _RECORD.unpack_from(self._ring, (number & self._mask) * _SIZE)
+            if row[0] == number:
+                found.append(self._record(row))
+                if len(found) == most:
+                    break
+        return found
+
+    def _at(self, number: int) -> int:
+        return int(_number_at(self._ring, (number & self._mask) * _SIZE)[0])
+
+    def _record(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        number, kind, failed, waits, *names, first, second, third, id, chain, thread, sent, received = row
+        peer, what, actor = map(self._names.text, names)
+        number -= 1
+        if kind == CALLED:
+            return number, CALLED, first, second, id, peer, chain, what, thread, failed, waits, sent, received
+        if kind == EXECUTED:
+            return number, EXECUTED, first, second, third, id, peer, chain, what, thread, failed, actor
+        return number, NOTED, first, second, peer, what, thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import operator
 import threading
@@ -120,16 +121,49 @@ def test_turned_off() -> None:
         assert b.flights is None
 
 
-def test_what_is_kept() -> None:
-    recorder = FlightRecorder(100)
+def test_the_newest_records_are_kept() -> None:
+    recorder = FlightRecorder(128)
     assert (recorder.total, recorder.since(0, 10)) == (0, [])
     for number in range(250):
-        recorder.noted(float(number), "restart", "an actor")
+        recorder.noted(float(number), "restart", f"actor {number}")
     assert recorder.total == 250
-    assert [row[0] for row in recorder.since(0, 1000)] == list(range(150, 250))
+    rows = recorder.since(0, 1000)
+    assert [(row[0], row[2], row[5]) for row in rows] == [
+        (n, float(n), f"actor {n}") for n in range(122, 250)
+    ]
     assert [row[0] for row in recorder.since(160, 5)] == [160, 161, 162, 163, 164]
     assert [row[0] for row in recorder.since(248, 5)] == [248, 249]
     assert recorder.since(250, 5) == []
+
+
+def test_a_worker_that_meets_any_number_of_names_reads_them_back() -> None:
+    recorder = FlightRecorder(8)
+    for number in range(1000):
+        recorder.noted(0.0, f"kind {number % 3}", f"actor {number}")
+        rows = recorder.since(0, 8)
+        assert [(row[4], row[5]) for row in rows] == [
+            (f"kind {row[0] % 3}", f"actor {row[0]}") for row in rows
+        ]
+
+
+def test_a_recorded_call_adds_no_object_to_the_garbage_collector() -> None:
+    with agents(2) as (a, b):
+        peer = a.peer("a1")
+        a.ask(peer, operator.add, (1, 1), {}, 20)
+        gc.collect()
+        gc.disable()
+        try:
+            a.ask(peer, operator.add, (1, 1), {}, 20)
+            before = gc.get_count()[0]
+            for _ in range(10_000):
+                a.ask(peer, operator.add, (1, 1), {}, 20)
+            added = gc.get_count()[0] - before
+        finally:
+            gc.enable()
+        assert a.flights is not None
+        assert b.flights is not None
+        assert a.flights.total + b.flights.total >= 20_000
+        assert added < 1000  # tuples of records: 20 000
 
 
 def test_many_threads_write() -> None:

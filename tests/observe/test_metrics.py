@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -17,10 +19,11 @@ import actorrpc
 from actorrpc import _time, rpc
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.timers import VirtualClock
-from actorrpc.flight_recorder import CALLED, EXECUTED, KEPT, FlightRecorder
+from actorrpc.flight_recorder import KEPT, FlightRecorder
 from actorrpc.observe import GroupState, ObservedActor, ObservedWorker, api, collect
 from actorrpc.observe.call_sums import BUCKETS, OTHER, CallSums, method_of
 from actorrpc.observe.metrics import PARTS, CallTotals, GroupCollector
+from actorrpc.wire.frames import FAILURE, REPLY, Frame
 from tests.actors.e2e.kit import until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -38,14 +41,27 @@ def _sums(clock: VirtualClock | None = None, kept: int = KEPT) -> tuple[FlightRe
 def _write(
     flights: FlightRecorder, method: str, seconds: float, *, failed: bool = False, actor: str | None = None
 ) -> None:
-    if actor is None:
-        flights._write(
-            (flights._next(), CALLED, 5.0, 5.0 + seconds, 1, "w1", 1, method, 1, failed, True, 100, 10)
-        )
-    else:
-        flights._write(
-            (flights._next(), EXECUTED, 4.0, 5.0, 5.0 + seconds, 1, "w1", 1, method, 1, failed, actor)
-        )
+    """Record a call of a function, or an execution of an actor's method, that took so long."""
+    peer = SimpleNamespace(name="w1")
+    with mock.patch.object(_time, "now", return_value=5.0 + seconds):
+        if actor is None:
+            reply = Frame(FAILURE if failed else REPLY, 0, 1, 0.0, 1, b"", bytes(10))
+            call = SimpleNamespace(
+                peer=peer, label=method, made=5.0, id=1, chain=1, thread=1, size=100, future=None
+            )
+            flights.called(call, reply)
+        else:
+            execution = SimpleNamespace(
+                peer=peer,
+                what=method,
+                actor=SimpleNamespace(title=actor),
+                arrived=4.0,
+                begun=5.0,
+                id=1,
+                chain=1,
+                thread=1,
+            )
+            flights.executed(execution, failed)
 
 
 @pytest.mark.parametrize(
@@ -98,16 +114,16 @@ def test_methods_without_an_end_are_one() -> None:
 
 def test_the_first_look_is_over_all_that_is_kept() -> None:
     clock = VirtualClock()
-    flights = FlightRecorder(100)
-    for _ in range(130):
+    flights = FlightRecorder(128)
+    for _ in range(158):
         _write(flights, "add", 0.1)
     found = CallSums(flights, clock, lambda run: run()).read()
-    assert (found["calls"][0][3], found["dropped"]) == (100, 30)
+    assert (found["calls"][0][3], found["dropped"]) == (128, 30)
 
 
 def test_they_are_summed_up_in_time_for_as_long_as_somebody_asks() -> None:
     clock = VirtualClock()
-    flights, sums = _sums(clock, 100)
+    flights, sums = _sums(clock, 128)
     sums.read()
     for _ in range(10):
         for _ in range(80):
@@ -115,7 +131,7 @@ def test_they_are_summed_up_in_time_for_as_long_as_somebody_asks() -> None:
         clock.advance(0.25)
     found = sums.read()
     assert (found["calls"][0][3], found["dropped"], found["sent"]) == (800, 0, 80_000)
-    for _ in range(150):
+    for _ in range(178):
         _write(flights, "add", 0.1)
     assert sums.read()["dropped"] == 50
 
