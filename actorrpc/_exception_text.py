@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import logging
+import sys
 import traceback as tracebacks
 import types
 from collections.abc import Callable, Iterator
@@ -88,6 +89,9 @@ def let_frames_go(error: BaseException) -> None:
 
     A call that failed waits for the collector otherwise: the future that raised the error holds it, and its traceback
     the frames with that future, and with handles whose actors are to end. In an idle process the collector never comes.
+
+    An exception that this thread was handling when the error was raised is the program's: it keeps its traceback, and the error
+    no longer refers to it. ``shutdown()`` in a ``finally`` is such a place.
     """
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -97,9 +101,23 @@ def let_frames_go(error: BaseException) -> None:
             continue
         seen.add(id(each))
         TRACEBACK.__set__(each, None)
-        left += (CAUSE.__get__(each), CONTEXT.__get__(each))
+        left.append(CAUSE.__get__(each))
+        if (context := CONTEXT.__get__(each)) is not None:
+            if _is_handled_here(context):
+                CONTEXT.__set__(each, None)
+            else:
+                left.append(context)
         if is_a(each, BaseExceptionGroup):
             left += MEMBERS.__get__(each)
+
+
+def _is_handled_here(error: BaseException) -> bool:
+    """Say whether a frame that has caught an exception still runs in this thread."""
+    caught = TRACEBACK.__get__(error)
+    frame = None if caught is None else sys._getframe()
+    while frame is not None and frame is not caught.tb_frame:
+        frame = frame.f_back
+    return frame is not None
 
 
 _MAX_MESSAGE = 8 << 10

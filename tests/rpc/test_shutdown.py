@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,23 @@ def _is_asked_to_leave(rank: int, _: int, store: str, gate: str) -> None:
         pass_gate(Path(gate))
         assert rpc.rpc_sync("worker1", _leave_as_asked) == "is leaving"
     rpc.shutdown()
+
+
+def _shut_down_in_a_finally(rank: int, world_size: int, store: str) -> list[str]:
+    _join(rank, world_size, store)
+    assert rpc.rpc_sync(f"worker{1 - rank}", operator.add, (1, 1)) == 2
+    try:
+        try:
+            raise KeyError("the program's")
+        finally:
+            rpc.shutdown()
+    except KeyError as error:
+        return [each.name for each in traceback.extract_tb(error.__traceback__)]
+
+
+def test_an_exception_keeps_its_traceback_where_shutdown_is_called_in_a_finally(tmp_path: Path) -> None:
+    found = run_group(_shut_down_in_a_finally, 2, str(tmp_path / "store"))
+    assert found == 2 * [["_shut_down_in_a_finally"]]
 
 
 def test_the_function_that_has_a_worker_leave_is_answered(tmp_path: Path) -> None:
