@@ -20,9 +20,12 @@ import ipaddress
 import logging
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -58,6 +61,7 @@ from actorrpc.wire.keys import Key
 __all__ = [
     "DIAL_S",
     "PATIENCE_S",
+    "CollectiveWait",
     "Group",
     "MemberDirectory",
     "Membership",
@@ -74,6 +78,7 @@ _LOOK_S: Final = 1.0  # how often a worker that waits at the end looks around
 # How long threads in user code may take to end: with all else, less than the 1 s of Ctrl-C and the 2 s of an end by force.
 _LET_END_S: Final = 0.75
 _PARTING_S: Final = 5.0  # how long those who read slowly may take to hear of a graceful end
+_SILENT_S: Final = 2.0  # how long a collective wait keeps silent about an exception that it holds up
 
 
 class _Barrier:
@@ -143,6 +148,25 @@ class _Barrier:
                 future._finish(None, None)
 
 
+@dataclass(slots=True, eq=False)
+class CollectiveWait:
+    """A wait of this worker until other members have entered the same round of a collective operation.
+
+    Attributes:
+        round: names the round in messages; it is the same on every worker that enters the round.
+        members: the workers that take part; empty: every member of the group.
+        begun: when the wait began.
+    """
+
+    round: str
+    members: Set[str]
+    begun: float
+
+    def includes(self, name: str) -> bool:
+        """Say whether a worker takes part."""
+        return not self.members or name in self.members
+
+
 class Membership(Protocol):
     """What keeps a worker in its group: a rendezvous in a store, or the directory of a cluster."""
 
@@ -187,6 +211,8 @@ class Group:
         self._in_order = sorted(self._table)
         self.barrier = _Barrier(self._names)
         self.reach = Reachability(agent)
+        self.waits: list[CollectiveWait] = []  # changed by single, atomic steps
+        self._logged = 0  # the id() of the exception that was logged last
         agent.on_peer_end.append(self._ended)
 
     def _names(self) -> Set[str]:
@@ -203,6 +229,34 @@ class Group:
         self._started = True
         self.agent.start(self._doors.sockets)
 
+    # -- collective waits ----------------------------------------------------------------------------
+
+    @contextmanager
+    def waiting(self, round: str, members: Set[str] = frozenset()) -> Iterator[Callable[[], None]]:
+        """Enter a wait in :attr:`waits` within the block.
+
+        Yields a function for the waiting loop to call about once a second. After 2 s it logs the exception that the calling
+        thread is handling, once: ``shutdown()`` in a ``finally`` holds up the traceback, for good where the others never come.
+        """
+        error = sys.exception()
+        wait = CollectiveWait(round, members, _time.now())
+        self.waits.append(wait)
+
+        def look() -> None:
+            if error is not None and id(error) != self._logged and _time.now() - wait.begun >= _SILENT_S:
+                self._logged = id(error)
+                _log.error(
+                    "worker %r waits for other workers in %s, while it handles this exception:",
+                    self.agent.name,
+                    round,
+                    exc_info=error,
+                )
+
+        try:
+            yield look
+        finally:
+            self.waits.remove(wait)
+
     # -- the end -----------------------------------------------------------------------------------
 
     def wait_for_all(self, stage: int, timeout: float) -> None:
@@ -218,22 +272,23 @@ class Group:
         until = _time.now() + timeout if timeout else float("inf")
         # Others may ask this one because those before it are gone.
         self.barrier.reached(stage, self.agent.name)
-        while True:
-            peer = self._whom_to_ask()
-            if peer.is_self:
-                self.watch_all()
-            future = self._ask(peer, stage, until)
-            if self._hear(future, peer, stage, until):
-                hooks.reach("shutdown.settled" if stage else "shutdown.together")
-                self._together = True
-                return
-            if _time.now() >= until:
-                missing = ", ".join(self.barrier.missing(stage)) if peer.is_self else "some"
-                raise RpcTimeoutError(
-                    f"shutdown of {self.agent.name!r}: not every worker called shutdown within {timeout} s (missing: {missing}); "
-                    f"this worker is shut down all the same, and ends the calls that others make to it",
-                    worker=peer.name,
-                )
+        with self.waiting(f"shutdown (stage {stage})") as look:
+            while True:
+                peer = self._whom_to_ask()
+                if peer.is_self:
+                    self.watch_all()
+                future = self._ask(peer, stage, until)
+                if self._hear(future, peer, stage, until, look):
+                    hooks.reach("shutdown.settled" if stage else "shutdown.together")
+                    self._together = True
+                    return
+                if _time.now() >= until:
+                    missing = ", ".join(self.barrier.missing(stage)) if peer.is_self else "some"
+                    raise RpcTimeoutError(
+                        f"shutdown of {self.agent.name!r}: not every worker called shutdown within {timeout} s (missing: "
+                        f"{missing}); this worker is shut down all the same, and ends the calls that others make to it",
+                        worker=peer.name,
+                    )
 
     def _whom_to_ask(self) -> Peer:
         """Return the first member, by name, that lives and is not given up. This one, if all before it are gone."""
@@ -262,13 +317,16 @@ class Group:
             return None
         return future
 
-    def _hear(self, future: Future[None] | None, peer: Peer, stage: int, until: float) -> bool:
+    def _hear(
+        self, future: Future[None] | None, peer: Peer, stage: int, until: float, look: Callable[[], None]
+    ) -> bool:
         """Wait for the answer of the member that was asked; False where another is to be asked, or the time is over.
 
         Meanwhile, now and then: if this is the member that others ask, it sees whether it is worth waiting for those
         who are missing; else whether it has asked the right one.
         """
         while future is not None:
+            look()
             try:
                 future.wait(min(_LOOK_S, max(0.0, until - _time.now())))
                 return True

@@ -397,15 +397,24 @@ def _answer_all(worker: Worker, until: float) -> None:
     But for the one that calls this. The function that has told this worker to leave may just be about to return.
     """
     pause = 0.0005
+    while _time.now() < until and _executes(worker):
+        _time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+
+
+def _executes(worker: Worker) -> bool:
     mine = CURRENT.get()
-    while _time.now() < until and any(
+    return any(
         isinstance(each, Execution) and each is not mine and not (each.deferred or each.cancelled)
         for peer in worker.agent.peers()
         if peer.state == "alive"
         for each in list(peer.running.values())
-    ):
-        _time.sleep(pause)
-        pause = min(2 * pause, 0.02)
+    )
+
+
+def is_executing() -> bool:
+    """Say whether this worker executes a function for another one, not counting the call that asks."""
+    return _executes(_require())
 
 
 @atexit.register

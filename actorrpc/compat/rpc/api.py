@@ -11,21 +11,27 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 import torch
 
 from actorrpc import _time
 from actorrpc.compat.profiling import TorchProfiledFuture
 from actorrpc.compat.rpc.agent import TensorPipeAgent
-from actorrpc.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from actorrpc.compat.rpc.constants import (
+    DEFAULT_RPC_TIMEOUT_SEC,
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    UNSET_RPC_TIMEOUT,
+)
 from actorrpc.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, deserialize
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.compat.rpc.references import RRef
 from actorrpc.compat.translate import Future, check_script_call, reword
 from actorrpc.errors import (
     BackpressureError,
+    DeadlockError,
     NotInitializedError,
     PeerDiedError,
     RpcTimeoutError,
@@ -54,6 +60,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 _WITHDRAWAL_S = 10.0
 _LOOK_S = 0.2  # so often a worker that waits for others looks whether they are alive
+_QUERY_S: Final = 5.0  # how long a worker may take to say in which rounds it waits
+_ASKED: Final = 5  # missing workers that are asked for their waits
+_LEAST_PATIENCE_S: Final = 10.0
 
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
@@ -327,16 +336,103 @@ def _is_dead(name: str) -> bool:
     return bool(core.group().agent.peer(name).state != "alive")
 
 
-def _await_signal(states: AllGatherStates, others: Iterable[str], seconds: float | None) -> None:
-    """Wait for the signal, for the time given, or until all that could still give it are dead."""
-    until = float("inf") if seconds is None else _time.now() + seconds
-    names = list(others)
-    while not states.proceed_signal.wait(max(0.0, min(_LOOK_S, until - _time.now()))):
-        if _time.now() >= until:
-            return
-        come = states.withdrawn.union(states.gathered_objects)
-        if all(name in come or _is_dead(name) for name in names):
-            return
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One round of a collective operation.
+
+    Attributes:
+        title: names the round in messages, and is the same on all workers that enter it.
+        bound: seconds that a worker waits for the others; 0: for as long as they work.
+        patience: seconds after which a wait without a bound is checked for a circle.
+    """
+
+    title: str
+    names: frozenset[str]
+    me: str
+    bound: float
+    patience: float
+
+    @property
+    def leader(self) -> str:
+        return min(self.names)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.me == self.leader
+
+
+def _await_signal(round: _Round, states: AllGatherStates) -> None:
+    """Wait for the signal, until the round's time is over or every worker that could still give the signal is dead.
+
+    Raises:
+        DeadlockError: the round has no bound, and a missing worker has long waited for this one in another round.
+    """
+    begun = _time.now()
+    until = begun + round.bound if round.bound else float("inf")
+    search_at = begun + round.patience
+    others = round.names - {round.me} if round.is_leader else {round.leader}
+    members = frozenset() if round.names == _ALL_WORKER_NAMES else round.names
+    with core.group().waiting(round.title, members) as look:
+        while not states.proceed_signal.wait(max(0.0, min(_LOOK_S, until - _time.now()))):
+            if _time.now() >= until:
+                return
+            come = states.withdrawn.union(states.gathered_objects)
+            if all(name in come or _is_dead(name) for name in others):
+                return
+            look()
+            if not round.bound and _time.now() >= search_at:
+                search_at = _time.now() + round.patience
+                # A call that runs here may be about to enter the round that the others wait in.
+                if not core.is_executing() and (circle := _circle(round, _missing(round, states), begun)):
+                    raise circle
+
+
+def _came(title: str) -> list[str]:
+    """Return the workers that have brought their part of a round to this worker, its leader."""
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states.get(title)
+        return [] if states is None else list(states.gathered_objects)
+
+
+def _waits_for(name: str) -> list[tuple[str, float]]:
+    """Return the rounds in which this worker waits for a worker, and for how many seconds it has."""
+    return [
+        (wait.round, _time.now() - wait.begun) for wait in list(core.group().waits) if wait.includes(name)
+    ]
+
+
+def _missing(round: _Round, states: AllGatherStates) -> list[str]:
+    """Return the workers that have not entered a round, as its leader has it."""
+    come: Collection[str] = states.gathered_objects
+    if not round.is_leader and not come:
+        try:
+            come = core.rpc_sync(round.leader, _by_name, ("_came", round.title), timeout=_QUERY_S)
+        except RuntimeError:
+            come = ()  # then the leader itself is what this worker waits for
+    return sorted(round.names.difference(come)) if come else [round.leader]
+
+
+def _circle(round: _Round, missing: Iterable[str], begun: float) -> DeadlockError | None:
+    """Return an error that names both waits, where a missing worker waits for this one in another round.
+
+    Args:
+        begun: when this worker's wait began. A missing worker whose wait is younger than ``round.patience`` may be on its way.
+    """
+    mine = {wait.round for wait in list(core.group().waits)}
+    for name in [each for each in missing if each != round.me and not _is_dead(each)][:_ASKED]:
+        try:
+            theirs = core.rpc_sync(name, _by_name, ("_waits_for", round.me), timeout=_QUERY_S)
+        except RuntimeError:
+            continue
+        for other, since in theirs:
+            if other not in mine and (round.bound or since >= round.patience):
+                return DeadlockError(
+                    f"worker {round.me!r} has waited in {round.title} for worker {name!r} for {_time.now() - begun:.0f} s, and "
+                    f"{name!r} has waited in {other} for {round.me!r} for {since:.0f} s: neither can go on. One of them has "
+                    f"left out a call that the other has made, most often because it raised an exception before",
+                    worker=name,
+                )
+    return None
 
 
 @_require_initialized
@@ -345,62 +441,84 @@ def _all_gather(
 ) -> dict[str, Any]:
     """Return what every worker has given, by name, when all have called this.
 
+    Args:
+        timeout: seconds to wait for the others, the RPC time-out by default; 0: as long as they work.
+
     Raises:
         PeerDiedError: a worker has died without giving anything.
+        DeadlockError: a missing worker waits for this one in another round.
+        RpcTimeoutError: not all have called this in time.
         RuntimeError: it could not be brought to all in time.
     """
-    names = set(worker_names or _ALL_WORKER_NAMES)
-    leader = min(names)
-    me = _get_current_rpc_agent().get_worker_info().name
+    return _gather("_all_gather", obj, worker_names, timeout)
+
+
+def _gather(what: str, obj: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
+    """Gather for one operation. Rounds of different operations never meet: a barrier is not passed because of a shutdown."""
+    names = frozenset(worker_names or _ALL_WORKER_NAMES)
+    call_timeout = core.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
     with _all_gather_dict_lock:
-        joined = "".join(sorted(names))
+        whose = f"all {len(names)} workers" if names == _ALL_WORKER_NAMES else ", ".join(sorted(names))
+        joined = f"{what} of {whose}"
         number = _all_gather_sequence_id.get(joined, 0)
         _all_gather_sequence_id[joined] = number + 1
-    sequence_id = f"{joined}{number}"
-    call_timeout = core.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
-    wait = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
+    round = _Round(
+        f"{joined} (round {number + 1})",
+        names,
+        _get_current_rpc_agent().get_worker_info().name,
+        call_timeout,
+        max(core.get_rpc_timeout() or DEFAULT_RPC_TIMEOUT_SEC, _LEAST_PATIENCE_S),
+    )
+    begun = _time.now()
     try:
-        if me == leader:
-            _gather_to_leader(sequence_id, me, obj, names)
+        if round.is_leader:
+            _gather_to_leader(round.title, round.me, obj, set(names))
             core.group().watch_all()
         else:
-            _bring(leader, sequence_id, me, obj, names, call_timeout)
+            _bring(round, obj, call_timeout)
         with _all_gather_dict_lock:
-            states = _all_gather_sequence_id_to_states[sequence_id]
-        _await_signal(states, names - {me} if me == leader else [leader], wait)
-        if me == leader:
-            _broadcast(sequence_id, states.gathered_objects, names - {me}, call_timeout)
-        elif not states.proceed_signal.is_set() and _is_dead(leader):
-            raise PeerDiedError(f"_all_gather: {leader!r} has died", maybe_executed=True, worker=leader)
-        missing = sorted(names - set(states.gathered_objects))
+            states = _all_gather_sequence_id_to_states[round.title]
+        _await_signal(round, states)
+        if round.is_leader:
+            _broadcast(round.title, states.gathered_objects, names - {round.me}, call_timeout)
+        elif not states.proceed_signal.is_set() and _is_dead(round.leader):
+            raise PeerDiedError(
+                f"{what}: {round.leader!r} has died", maybe_executed=True, worker=round.leader
+            )
+        if names <= set(states.gathered_objects):
+            return states.gathered_objects
+        missing = _missing(round, states)
         dead = [name for name in missing if name in states.dead or _is_dead(name)]
         if dead:
-            raise PeerDiedError(f"_all_gather: {', '.join(dead)} died before", worker=dead[0])
-        if missing:
-            raise RuntimeError(
-                f"Followers {missing} timed out in _all_gather after {call_timeout:.2f} seconds."
-            )
-        return states.gathered_objects
+            raise PeerDiedError(f"{what}: {', '.join(dead)} died before", worker=dead[0])
+        why = f"worker {round.me!r} has waited for them in {round.title}; rpc_timeout gives a round more time"
+        if round.me in missing:
+            why = f"the others had given up {round.title} when worker {round.me!r} entered it"
+        raise _circle(round, missing, begun) or RpcTimeoutError(
+            f"Followers {missing} timed out in _all_gather after {call_timeout:.2f} seconds: {why}",
+            worker=missing[0],
+        )
     finally:
         with _all_gather_dict_lock:
-            _all_gather_sequence_id_to_states.pop(sequence_id, None)
+            _all_gather_sequence_id_to_states.pop(round.title, None)
 
 
-def _bring(leader: str, sequence_id: str, me: str, obj: Any, names: set[str], timeout: float) -> None:
-    arguments = ("_gather_to_leader", sequence_id, me, obj, names)
+def _bring(round: _Round, obj: Any, timeout: float) -> None:
+    leader = round.leader
+    arguments = ("_gather_to_leader", round.title, round.me, obj, set(round.names))
     try:
         core.rpc_sync(leader, _by_name, arguments, timeout=timeout)
     except RpcTimeoutError as error:
         # Either it has not been executed, or the leader has it and the withdrawal is of no account.
         try:
-            core.rpc_sync(leader, _by_name, ("_withdraw", sequence_id, me), timeout=_WITHDRAWAL_S)
+            core.rpc_sync(leader, _by_name, ("_withdraw", round.title, round.me), timeout=_WITHDRAWAL_S)
         except RuntimeError as failure:
             logger.warning("%s does not know that this worker's part does not come: %s", leader, failure)
         reword(error)
         raise
 
 
-def _broadcast(sequence_id: str, objects: dict[str, Any], followers: set[str], timeout: float) -> None:
+def _broadcast(sequence_id: str, objects: dict[str, Any], followers: frozenset[str], timeout: float) -> None:
     dead = {name for name in followers if _is_dead(name)}
     alive = sorted(followers - dead)
     if dead.difference(objects):
@@ -432,22 +550,33 @@ def _broadcast(sequence_id: str, objects: dict[str, Any], followers: set[str], t
 
 @_require_initialized
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Return when all of these workers have called this."""
+    """Return when all of these workers have called this.
+
+    A worker that has died is logged, and the others go on.
+
+    Raises:
+        DeadlockError: a missing worker waits for this one in another round.
+        RpcTimeoutError: not all have called this within the RPC time-out.
+    """
     try:
-        _all_gather(None, set(worker_names))
-    except RuntimeError:
+        _gather("_barrier", None, worker_names, UNSET_RPC_TIMEOUT)
+    except PeerDiedError:
         logger.exception("Failed to complete barrier")
 
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Return when every live worker has called this.
+    """Return when every live worker has called this, or ``shutdown()``.
+
+    Args:
+        timeout: seconds; 0: for as long as the others work.
 
     Raises:
-        RuntimeError: not all have in time.
+        DeadlockError: a missing worker waits for this one in another round.
+        RpcTimeoutError: not all have called this in time.
     """
     try:
-        _all_gather(None, timeout=timeout)
+        _gather("_wait_all_workers (shutdown)", None, None, timeout)
     except PeerDiedError as error:
         logger.warning("%s; the others go on", error)  # shutdown itself waits for those that live
     except RuntimeError:

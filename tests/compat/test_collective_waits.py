@@ -1,0 +1,98 @@
+"""Waits for other ranks end: at their time-out, or where a rank waits in another round; a graceful shutdown outlasts both."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+
+from actorrpc.compat import rpc
+from actorrpc.errors import RpcTimeoutError
+from tests.ranks import GroupError, run_group, unused_path
+
+_gate = threading.Event()
+
+
+def _open_gate() -> None:
+    _gate.set()
+
+
+def _join(rank: int, world_size: int, store: str, rpc_timeout: float) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=rpc_timeout)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def _raise_before_a_barrier(rank: int, world_size: int, store: str) -> None:
+    _join(rank, world_size, store, 4.0)
+    try:
+        if rank == 0:
+            raise KeyError("the original exception")
+        rpc.api._barrier(["worker0", "worker1"])
+    finally:
+        rpc.shutdown()
+        print("left together")
+
+
+def test_a_rank_that_raises_before_a_barrier_ends_the_group() -> None:
+    with pytest.raises(GroupError) as caught:
+        run_group(_raise_before_a_barrier, 2, unused_path("barrier"))
+    first, second = caught.value.failures[0], caught.value.failures[1]
+    # The exception has kept its traceback, and was also logged while worker0 waited.
+    assert re.match(r"Traceback.*in _raise_before_a_barrier.*KeyError: 'the original exception'", first, re.S)
+    assert re.search(r"'worker0' waits for other workers in .*\(shutdown\).*Traceback.*KeyError", first, re.S)
+    assert re.search(
+        r"DeadlockError: worker 'worker1' has waited in _barrier .* for worker 'worker0'", second
+    )
+    assert re.search(r"'worker0' has waited in \S+ \(shutdown\) .* for 'worker1'", second)
+    assert "left together" in first
+    assert "left together" in second
+
+
+def _give_up(rank: int, world_size: int, store: str) -> None:
+    _join(rank, world_size, store, 30.0)
+    if rank == 0:
+        with pytest.raises(RpcTimeoutError, match=r"\['worker1'\] timed out .*'worker0' has waited for them"):
+            rpc.api._all_gather(0, timeout=0.2)
+        rpc.rpc_sync("worker1", _open_gate)
+    else:
+        _gate.wait()
+        with pytest.raises(RpcTimeoutError, match=r"the others had given up _all_gather of all 2 workers"):
+            rpc.api._all_gather(1)
+    assert rpc.api._all_gather(rank) == {"worker0": 0, "worker1": 1}
+    rpc.shutdown()
+
+
+def test_a_gathering_ends_at_its_time_out_and_the_next_one_succeeds() -> None:
+    run_group(_give_up, 2, unused_path("gather"))
+
+
+def _work_longer_than_the_time_out(rank: int, world_size: int, store: str) -> None:
+    _join(rank, world_size, store, 0.5)
+    if rank == 0:
+        threading.Event().wait(1.5)
+        assert rpc.rpc_sync("worker1", max, (1, 2)) == 2
+    rpc.shutdown()
+
+
+def test_a_graceful_shutdown_outlasts_the_time_out() -> None:
+    run_group(_work_longer_than_the_time_out, 2, unused_path("passive"))
+
+
+def _wait_without_a_bound(rank: int, world_size: int, store: str) -> None:
+    _join(rank, world_size, store, 1.0)
+    try:
+        if rank == 0:
+            rpc.api._all_gather(0, timeout=0)
+    finally:
+        rpc.shutdown()
+
+
+@pytest.mark.slow
+def test_waits_without_a_bound_end_where_two_ranks_wait_for_each_other() -> None:
+    # Whichever rank finds the circle names both waits.
+    both = (
+        r"DeadlockError(?=.* has waited in _all_gather of all 2 workers)(?=.* has waited in \S+ \(shutdown\))"
+    )
+    with pytest.raises(GroupError, match=both):
+        run_group(_wait_without_a_bound, 2, unused_path("unbound"))
