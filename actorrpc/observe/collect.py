@@ -59,6 +59,7 @@ _CONNECTIONS: Final = 1000
 _STREAMS: Final = 50
 _SEGMENTS: Final = 100  # the largest
 _CONTEXTS: Final = 20
+_MEMBERS: Final = 100  # of one collective wait
 _DEAD: Final = 1000  # actors of one supervisor
 _TEXT: Final = 2000  # characters of one text
 _BYTES: Final = 512 << 10  # of lines in one answer, about
@@ -230,6 +231,15 @@ def _process(worker: Worker) -> dict[str, Any]:
             "limit": objects.limit_bytes,
         },
     }
+    if worker.group is not None:
+        found["waits"] = [
+            {
+                "round": _text(each.round),
+                "members": sorted(each.members)[:_MEMBERS],
+                "since": now - each.begun,
+            }
+            for each in list(worker.group.waits)
+        ]
     if worker.references is not None:
         counts = worker.references.table.pending_counts()
         found["references"] = {

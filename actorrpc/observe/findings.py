@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Final
 
-from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker
+from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWait, ObservedWorker
 from actorrpc.observe.words import span
 
 __all__ = ["calls_to", "findings", "in_order", "is_wanted", "of_actors", "of_workers", "remedy_of"]
@@ -41,6 +42,7 @@ def of_workers(state: GroupState) -> list[Finding]:
     for worker in state.workers:
         found += _of_worker(worker, state)
     found += _suspects(state)
+    found += _opposed(state)
     for worker in state.workers:
         found += [
             Finding(
@@ -173,6 +175,37 @@ def _suspects(state: GroupState) -> list[Finding]:
                     )
                 )
     return found[:_SHOWN]
+
+
+def _opposed(state: GroupState) -> list[Finding]:
+    """Return the pairs of rounds whose workers wait for each other: no worker of one round has entered the other."""
+    rounds: dict[str, dict[str, ObservedWait]] = {}
+    for worker in state.workers:
+        for wait in worker.waits:
+            if wait.since >= _LONG_S:
+                rounds.setdefault(wait.round, {})[worker.name] = wait
+    found = []
+    for (one, here), (other, there) in itertools.combinations(rounds.items(), 2):
+        ours = [name for name in here if name not in there]
+        theirs = [
+            name for name in there if name not in here and any(here[each].includes(name) for each in ours)
+        ]
+        ours = [name for name in ours if any(there[each].includes(name) for each in theirs)]
+        if ours and theirs:
+            found.append(
+                Finding(
+                    kind="rounds",
+                    wrong=True,
+                    what=f"workers wait for each other in different rounds: {_some(ours)} in {one} for "
+                    f"{span(here[ours[0]].since)}, {_some(theirs)} in {other} for {span(there[theirs[0]].since)}",
+                    remedy="one side left out a call that the other made, most often because it raised: see what it has logged",
+                )
+            )
+    return found[:_SHOWN]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def is_wanted(actor: ObservedActor) -> bool:

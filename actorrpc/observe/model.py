@@ -27,6 +27,7 @@ __all__ = [
     "ObservedHolder",
     "ObservedSegment",
     "ObservedStream",
+    "ObservedWait",
     "ObservedWorker",
     "OutgoingCall",
     "StackFrame",
@@ -296,6 +297,25 @@ class BrokenDeadlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedWait:
+    """A wait of a worker until other workers have entered the same round of a collective operation: a barrier, or shutdown.
+
+    Attributes:
+        round: names the round; it is the same on all workers that have entered it.
+        members: the workers that take part, at most 100; empty: every member of the group.
+        since: seconds since the wait began.
+    """
+
+    round: str = ""
+    members: tuple[str, ...] = ()
+    since: float = 0.0
+
+    def includes(self, worker: str) -> bool:
+        """Say whether a worker takes part."""
+        return not self.members or worker in self.members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorker:
     """A worker of the group.
 
@@ -317,6 +337,7 @@ class ObservedWorker:
         connections: to other workers.
         calls: plain calls (no actor's) that run here.
         outgoing: calls that it waits for, some of them; ``outgoing_count`` of all.
+        waits: its waits for other workers to enter a barrier or the shutdown.
         references: RRefs held and owned, in numbers.
         holders: who refers to the values that live here, as this worker, their owner, knows it: those first that keep the most
             memory; at most 1000.
@@ -354,6 +375,7 @@ class ObservedWorker:
     calls: tuple[ObservedCall, ...] = ()
     outgoing: tuple[OutgoingCall, ...] = ()
     outgoing_count: int = 0
+    waits: tuple[ObservedWait, ...] = ()
     references: dict[str, int] = field(default_factory=dict)
     holders: tuple[ObservedHolder, ...] = ()
     memory_pool: dict[str, int] = field(default_factory=dict)

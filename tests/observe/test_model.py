@@ -18,6 +18,7 @@ from actorrpc.observe import (
     ObservedCall,
     ObservedConnection,
     ObservedStream,
+    ObservedWait,
     ObservedWorker,
 )
 from actorrpc.observe.assemble import Silent, assemble
@@ -138,6 +139,23 @@ def test_an_actor_whose_supervisor_is_silent_is_known_all_the_same() -> None:
 
 def _kinds(*, workers: tuple[ObservedWorker, ...] = (), actors: tuple[ObservedActor, ...] = ()) -> list[Any]:
     return [(each.kind, each.wrong) for each in findings(GroupState(workers=workers, actors=actors))]
+
+
+def _in_rounds(waits: dict[str, ObservedWait]) -> list[str]:
+    workers = tuple(ObservedWorker(name=name, waits=(wait,)) for name, wait in waits.items())
+    return [each.what for each in findings(GroupState(workers=workers)) if each.kind == "rounds"]
+
+
+def test_workers_that_wait_for_each_other_in_different_rounds_are_a_fault() -> None:
+    shutdown = ObservedWait(round="shutdown", since=61.0)
+    barrier = ObservedWait(round="a barrier", members=("a", "b"), since=60.0)
+    assert _in_rounds({"a": shutdown, "b": barrier}) == [
+        "workers wait for each other in different rounds: 'a' in shutdown for 61.0 s, 'b' in a barrier for 60.0 s"
+    ]
+    assert _in_rounds({"a": shutdown, "b": shutdown}) == []
+    # A passive worker waits in shutdown while others meet without it; and a wait may have begun just now.
+    assert _in_rounds({"c": shutdown, "a": barrier, "b": barrier}) == []
+    assert _in_rounds({"a": shutdown, "b": dataclasses.replace(barrier, since=1.0)}) == []
 
 
 def test_what_is_wrong_is_said() -> None:
