@@ -146,7 +146,9 @@ def _parser() -> _CommandParser:
         help="only these: see describe; or a worker's name, rank or pid",
     )
     stack.add_argument(
-        "--all", action="store_true", help="also the threads of the library that wait for work"
+        "--all",
+        action="store_true",
+        help="also the threads of the library that wait for work, and all frames of the library",
     )
     describe = command("describe", _describe, "all that is known of an actor", once)
     describe.add_argument(
@@ -450,7 +452,8 @@ def _stack(found: argparse.Namespace) -> int:
         _print_json({"groups": [each.stacks_dict() for each in pictures]})
     else:
         with_idle = found.all or found.whom is not None
-        _print(views.separated([*each.stack_lines(with_idle), *each.finding_lines()] for each in pictures))
+        texts = ([*each.stack_lines(with_idle, found.all), *each.finding_lines()] for each in pictures)
+        _print(views.separated(texts))
     return _WRONG if any(each.is_wrong for each in pictures) else _FOUND
 
 

@@ -40,6 +40,7 @@ _FORKED: Final = os.path.join(
     "provisioners", "fork_server.py"
 )  # the main thread of a process waits for its end
 _SHOWN: Final = 12  # threads that are named of those that stand at one place
+_IMPORTS: Final = "<frozen importlib"
 
 
 def amount(nbytes: float) -> str:
@@ -117,15 +118,23 @@ def _is_ours(frame: StackFrame) -> bool:
     return frame.file.startswith((_PACKAGE, "<frozen")) or os.path.basename(frame.file) == "threading.py"
 
 
+    @property
+    def inner(self) -> int:
+        """How many of the innermost frames are of this library, below a function of it that the user's code has called."""
+        depth = next((depth for depth, each in enumerate(reversed(self.told)) if not _is_ours(each)), 0)
+        return max(0, depth - 1)
+
 def is_idle(frames: Sequence[StackFrame]) -> bool:
     """Say whether nothing but this library, and what it waits with, is on a stack."""
     return all(map(_is_ours, frames)) or any(each.file.endswith(_FORKED) for each in frames)
 
 
 def users_part(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
-    """Return a stack without those outside of the user's code, of the library that calls it."""
+    """Return a stack without the frames of the import system, and without those of the library that call the user's code."""
     users = [place for place, each in enumerate(frames) if not _is_ours(each)]
-    return frames[users[0] :] if users else frames
+    return (
+        tuple(each for each in frames[users[0] :] if not each.file.startswith(_IMPORTS)) if users else frames
+    )
 
 
 def folded(workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -> list[Fold]:
@@ -156,8 +165,15 @@ def folded(workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -
     return sorted(found, key=lambda each: (each.is_ours, not (each.calls or each.held), -len(each.where)))
 
 
-def stack_lines(fold: Fold, workers: int, threads: int, callers: Mapping[str, str]) -> list[str]:
-    """Return the lines that say who stands where; ``callers``: what executions are, by what names them."""
+def stack_lines(
+    fold: Fold, workers: int, threads: int, callers: Mapping[str, str], whole: bool = False
+) -> list[str]:
+    """Return the lines that say who stands where.
+
+    Args:
+        callers: what executions are, by what names them.
+        whole: also the frames of the library below the function of it that the user's code has called.
+    """
     names = list(dict.fromkeys(worker.name for worker, _ in fold.where))
     who = [
         f"{thread.name or 'a thread'} of {worker.name}" if len(names) > 1 else thread.name or "a thread"
@@ -185,12 +201,16 @@ def stack_lines(fold: Fold, workers: int, threads: int, callers: Mapping[str, st
         waits = Counter(" and ".join(thread.waits_for) for _, thread in fold.where if thread.waits_for)
         for text, number in waits.most_common(_SHOWN):
             lines.append(f"  waits for {text}" if number == 1 else f"  {number} wait for {text}")
-    width = max((len(each.function) for each in fold.told), default=0)
-    lines += [
+    inner = 0 if whole else fold.inner
+    told = fold.told[: len(fold.told) - inner]
+    width = max((len(each.function) for each in told), default=0)
+    frames = [
         f"    {each.function.ljust(min(width, 50))}  {_short(each.file)}:{each.line}"
-        for each in reversed(fold.told)
+        for each in reversed(told)
     ]
-    return lines
+    if inner:
+        frames[0] += f" ({count(inner, 'frame')} of the library below)"
+    return lines + frames
 
 
 def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:

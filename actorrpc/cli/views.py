@@ -346,8 +346,13 @@ class Picture:
             "findings": [plain(each) for each in self.findings],
         }
 
-    def stack_lines(self, with_idle: bool) -> list[str]:
-        """Return what ``stack`` prints."""
+    def stack_lines(self, with_idle: bool, whole: bool = False) -> list[str]:
+        """Return what ``stack`` prints.
+
+        Args:
+            with_idle: also threads of the library that wait for work.
+            whole: all frames, also those of the library below the function of it that the user's code has called.
+        """
         workers = self.state.workers
         folds = folded(workers, self.state.actors)
         threads = sum(len(each.threads) for each in workers)
@@ -363,7 +368,7 @@ class Picture:
                 )
         shown = [each for each in folds if with_idle or each.calls or each.held or not each.is_ours]
         for fold in shown:
-            lines += ["", *stack_lines(fold, len(workers), threads, self.callers)]
+            lines += ["", *stack_lines(fold, len(workers), threads, self.callers, whole)]
         awaiting = [(each, call) for each in self.state.actors for call in each.running if not call.thread]
         if awaiting:
             lines += ["", f"{count(len(awaiting), 'coroutine')} on no thread:"]
