@@ -400,9 +400,33 @@ def _groups(found: argparse.Namespace) -> list[FoundGroup]:
     return [each for each in groups if not each.is_closed]
 
 
-def _looks(found: argparse.Namespace, parts: list[str]) -> list[GroupLook]:
+def _one_group(found: argparse.Namespace) -> list[FoundGroup]:
+    """Return the one group that is meant, as its workers have it.
+
+    Raises:
+        _NotThereError: there is none, or more than one.
+    """
+    groups = _groups(found)
+    if len(groups) > 1 and not _is_one(groups):
+        pids = ", ".join(
+            f"{each.pids[0]} ({each.program})" if each.program else f"{each.pids[0]}" for each in groups
+        )
+        raise _NotThereError(f"there are several groups: say which one with --pid (one of {pids})")
+    return groups
+
+
+def _is_one(groups: list[FoundGroup]) -> bool:
+    """Say whether these are workers of one group that was found by each of them."""
+    return len(_looks_at(groups, ["process"], _SHORT_S)) == 1
+
+
+def _looks(
+    found: argparse.Namespace,
+    parts: list[str],
+    groups: Callable[[argparse.Namespace], list[FoundGroup]] = _groups,
+) -> list[GroupLook]:
     """Look into all groups that are meant; one that was found by several of its workers is looked into once."""
-    return _looks_at(_groups(found), parts, found.timeout)
+    return _looks_at(groups(found), parts, found.timeout)
 
 
 def _looks_at(
@@ -422,6 +446,8 @@ def _looks_at(
         seen |= made.answers.keys()
         if made.answers:
             looks.append(made)
+    # A worker that does not answer has told of itself only; another worker of its group has told of both.
+    looks = [each for each in looks if not any(each.answers.keys() < other.answers.keys() for other in looks)]
     if not looks:
         raise _NotThereError("no group has answered, and none of its processes is there any more")
     return looks
@@ -441,7 +467,7 @@ def _status(found: argparse.Namespace) -> int:
 
 
 def _stack(found: argparse.Namespace) -> int:
-    pictures = [views.Picture.of(each) for each in _looks(found, [*_PARTS, "threads"])]
+    pictures = [views.Picture.of(each) for each in _looks(found, [*_PARTS, "threads"], _one_group)]
     if found.whom is not None:
         pictures = [each for picture in pictures if (each := picture.only(found.whom)) is not None]
         if not pictures:
@@ -562,7 +588,7 @@ def _live_top(found: argparse.Namespace) -> int:
 def _trace(found: argparse.Namespace) -> int:
     check_path(found.output)
     begun = time.monotonic()
-    groups = _groups(found)
+    groups = _one_group(found)
     if found.seconds:
         time.sleep(found.seconds)
     recordings = []
@@ -592,7 +618,7 @@ def _profile(found: argparse.Namespace) -> int:
     samplers: list[profile.Sampler] = []
     lives = True
     missing: dict[str, str] = {}
-    for made in _looks(found, _PARTS):
+    for made in _looks(found, _PARTS, _one_group):
         picture = views.Picture.of(made)
         meant = picture if found.whom is None else picture.only(found.whom)
         if meant is None:
@@ -634,19 +660,6 @@ def _profile(found: argparse.Namespace) -> int:
     return _WRONG if summary.missing else _FOUND
 
 
-def _one_group(found: argparse.Namespace) -> list[FoundGroup]:
-    """Return the one group that is meant, as its workers have it.
-
-    Raises:
-        _NotThereError: there is none, or more than one.
-    """
-    groups = _groups(found)
-    if len(groups) > 1 and not _is_one(groups):
-        pids = ", ".join(str(each.pids[0]) for each in groups)
-        raise _NotThereError(f"there are several groups: say which one with --pid (one of {pids})")
-    return groups
-
-
 def _metrics(found: argparse.Namespace) -> int:
     if found.output:
         check_path(found.output)
@@ -682,11 +695,6 @@ def _metrics(found: argparse.Namespace) -> int:
     else:
         sys.stdout.write(prometheus.generate_latest(registry).decode())
     return _FOUND
-
-
-def _is_one(groups: list[FoundGroup]) -> bool:
-    """Say whether these are workers of one group that was found by each of them."""
-    return len(_looks_at(groups, ["process"], _SHORT_S)) == 1
 
 
 def _debug(found: argparse.Namespace) -> int:

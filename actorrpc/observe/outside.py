@@ -129,13 +129,12 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
         group.pids.append(owner)
         group.targets.append(Target.of(record, key, settings))
     groups = list(found.values())
-    if pid:
-        groups = [
-            each
-            for each in groups
-            if pid in each.pids or any(pid in processes.descendants(one) for one in each.pids)
-        ]
-    return groups
+    if not pid:
+        return groups
+    # The driver of a group may be a descendant of a process of another group.
+    return [each for each in groups if pid in each.pids] or [
+        each for each in groups if any(pid in processes.descendants(one) for one in each.pids)
+    ]
 
 
 def at_address(text: str) -> FoundGroup:
