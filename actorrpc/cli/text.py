@@ -26,6 +26,7 @@ __all__ = [
     "folded",
     "is_idle",
     "lapse",
+    "latencies",
     "runs",
     "say_call",
     "span",
@@ -39,8 +40,8 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + 
 _FORKED: Final = os.path.join(
     "provisioners", "fork_server.py"
 )  # the main thread of a process waits for its end
-_SHOWN: Final = 12  # threads that are named of those that stand at one place
 _IMPORTS: Final = "<frozen importlib"
+_SHOWN: Final = 12  # threads that are named of those that stand at one place
 
 
 def amount(nbytes: float) -> str:
@@ -55,6 +56,11 @@ def amount(nbytes: float) -> str:
 def lapse(seconds: float) -> str:
     """Return how long a call took, in words."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else span(seconds)
+
+
+def latencies(actor: ObservedActor) -> tuple[str, str]:
+    """Return the p50 and p99 of an actor's latest calls, in words; dashes where it has answered none."""
+    return (lapse(actor.p50), lapse(actor.p99)) if actor.latest else ("-", "-")
 
 
 def figure(value: float | None) -> str:
@@ -112,17 +118,17 @@ class Fold:
         """The frames without those outside of the user's code, of the library that calls it."""
         return users_part(self.frames)
 
-
-def _is_ours(frame: StackFrame) -> bool:
-    """Whether a line is of this library, or of Python's threads."""
-    return frame.file.startswith((_PACKAGE, "<frozen")) or os.path.basename(frame.file) == "threading.py"
-
-
     @property
     def inner(self) -> int:
         """How many of the innermost frames are of this library, below a function of it that the user's code has called."""
         depth = next((depth for depth, each in enumerate(reversed(self.told)) if not _is_ours(each)), 0)
         return max(0, depth - 1)
+
+
+def _is_ours(frame: StackFrame) -> bool:
+    """Whether a line is of this library, or of Python's threads."""
+    return frame.file.startswith((_PACKAGE, "<frozen")) or os.path.basename(frame.file) == "threading.py"
+
 
 def is_idle(frames: Sequence[StackFrame]) -> bool:
     """Say whether nothing but this library, and what it waits with, is on a stack."""

@@ -20,7 +20,7 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static
 
 from actorrpc.cli.activity import rates, shares
-from actorrpc.cli.text import amount, figure, runs, span
+from actorrpc.cli.text import amount, figure, latencies, runs, span
 from actorrpc.cli.views import Picture, separated
 from actorrpc.errors import RpcError
 from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker
@@ -104,6 +104,8 @@ _OF_ACTORS: Final = (
         lambda row: row.actor.oldest,
     ),
     _Column("calls/s", lambda row: figure(row.rate), lambda row: _or_less(row.rate)),
+    _Column("p50", lambda row: latencies(row.actor)[0], lambda row: row.actor.p50),
+    _Column("p99", lambda row: latencies(row.actor)[1], lambda row: row.actor.p99),
     _Column("cpu %", lambda row: figure(row.share), lambda row: _or_less(row.share)),
     _Column("memory", lambda row: amount(row.memory) if row.memory else "", lambda row: row.memory),
     _Column(

@@ -14,6 +14,7 @@ from actorrpc.cli.text import (
     figure,
     folded,
     lapse,
+    latencies,
     runs,
     say_call,
     span,
@@ -517,11 +518,12 @@ class Picture:
                     _known(actor.waiting, [actor]),
                     span(actor.oldest) if actor.waiting else "-",
                     figure(rate.get(actor.actor_id)),
+                    *latencies(actor),
                     runs(actor, self.state.worker(actor.worker)),
                 )
             )
         if rows:
-            head = ("actor", "worker", "state", "waiting", "oldest", "calls/s", "runs")
+            head = ("actor", "worker", "state", "waiting", "oldest", "calls/s", "p50", "p99", "runs")
             lines += ["", *table(head, rows)]
             if len(living) > most:
                 lines.append(f"... and {len(living) - most} more actors")

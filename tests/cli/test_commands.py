@@ -398,12 +398,12 @@ driver alive FIGURES
 Store-1 alive FIGURES
 Reader-2 alive FIGURES
 
-actor worker state waiting oldest calls/s runs
-Reader('reader') Reader-2 alive 1 TIME - read() TIME
-Store('store') Store-1 alive 0 - - pass_gate() TIME
+actor worker state waiting oldest calls/s p50 p99 runs
+Reader('reader') Reader-2 alive 1 TIME - - - read() TIME
+Store('store') Store-1 alive 0 - - - - pass_gate() TIME
 """).strip()
     )
-    assert re.search(r"(?m)^Reader\('reader'\) Reader-2 alive 1 TIME 0 read\(\) TIME$", looks[1])
+    assert re.search(r"(?m)^Reader\('reader'\) Reader-2 alive 1 TIME 0 - - read\(\) TIME$", looks[1])
     _, text = _run(capsys, "top", "--count", "1", "--json")
     assert len(json.loads(text)["groups"][0]["workers"]) == 3
 
@@ -421,6 +421,62 @@ def test_stacks_say_what_threads_wait_for() -> None:
     # What runs for an actor says so itself.
     running = replace(fold, calls=((ObservedActor(), ObservedCall(), worker),))
     assert not any(line.startswith(("  2 wait", "  waits")) for line in stack_lines(running, 1, 4, {}))
+
+
+def test_stacks_leave_out_imports_and_fold_the_library_below_the_users_code() -> None:
+    package = str(Path(commands.__file__).parents[1])
+    frames = [
+        StackFrame(function="Pool._loop", file=f"{package}/agent/threads.py", line=1),
+        StackFrame(function="main", file="program.py", line=2),
+        StackFrame(function="_call_with_frames_removed", file="<frozen importlib._bootstrap>", line=3),
+        StackFrame(function="inner", file="module.py", line=4),
+        StackFrame(function="get", file=f"{package}/actors/refs/wait.py", line=5),
+        StackFrame(function="Future.wait", file=f"{package}/futures.py", line=6),
+        StackFrame(function="wait", file="/usr/lib/threading.py", line=7),
+    ]
+    thread = ThreadStack(name="a", ident=1, frames=tuple(frames))
+    (fold,) = folded([ObservedWorker(name="driver", threads=(thread,))], [])
+    assert [each.split() for each in stack_lines(fold, 1, 1, {})[1:]] == [
+        ["get", "actorrpc/actors/refs/wait.py:5", "(2", "frames", "of", "the", "library", "below)"],
+        ["inner", "module.py:4"],
+        ["main", "program.py:2"],
+    ]
+    whole = [each.split()[0] for each in stack_lines(fold, 1, 1, {}, whole=True)[1:]]
+    assert whole == ["wait", "Future.wait", "get", "inner", "main"]
+
+
+_OTHER_GROUP = """
+import sys
+from actorrpc import rpc
+rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file://" + sys.argv[1]))
+print("there", flush=True)
+sys.stdin.read()
+rpc.shutdown()
+"""
+
+
+@pytest.mark.usefixtures("job")
+def test_commands_about_one_group_ask_which_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _OTHER_GROUP, str(tmp_path / "store")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "there\n"
+        for command in ("stack", "trace", "profile", "metrics"):
+            assert main([command, "--timeout", "30"]) == 2
+            said = capsys.readouterr().err
+            assert "there are several groups: say which one with --pid" in said
+            assert str(os.getpid()) in said
+            assert str(other.pid) in said
+        assert main(["stack", "--timeout", "30", "--pid", str(other.pid), "--json"]) == 0
+        (group,) = json.loads(capsys.readouterr().out)["groups"]
+        assert [each["name"] for each in group["workers"]] == ["alone"]
+        other.communicate()
+    assert other.returncode == 0
 
 
 # -- without a group, and arguments that cannot be used --------------------------------------------------------------

@@ -102,6 +102,22 @@ def test_some_rows_of_the_actors(
     assert [int(each["id"], 16) for each in found["rows"]] == shown
 
 
+def test_actors_are_sorted_by_how_long_their_calls_took() -> None:
+    rows = [actor_row(n, latest=2, p50=0.001, p99=0.5 if n == 1 else 0.002) for n in range(2)]
+    picture = Picture.of(FakeGroup([*rows, actor_row(2)]).see([]))
+    found = payloads.actors(picture, {}, "", "p99", 0, 9)["rows"]
+    assert [(each["p50"], each["p99"]) for each in found] == [(0.001, 0.5), (0.001, 0.002), (None, None)]
+
+
+def test_calls_of_the_package_itself_come_last() -> None:
+    buckets = [0] * 22
+    sums = {
+        ("client", "actorrpc", True): (9, 1.0, buckets),
+        ("client", "Store/get", False): (1, 1.0, buckets),
+    }
+    assert [each["method"] for each in payloads.calls(sums, {}, 1.0)] == ["Store/get", "actorrpc"]
+
+
 def test_what_is_no_number_is_none() -> None:
     rows = [actor_row(1, mailbox=[{"waiting": 1, "oldest": float("inf")}], age=float("nan"))]
     picture = Picture.of(FakeGroup(rows).see([]))

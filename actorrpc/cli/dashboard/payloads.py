@@ -29,12 +29,12 @@ _OBJECTS: Final = 100  # the largest; and as many rows of who refers to values
 _METHODS: Final = 400
 
 #: How actors may be sorted: by what they have most of first; ``title`` from A to Z.
-SORTS: Final = ("waiting", "oldest", "rate", "done", "title")
+SORTS: Final = ("waiting", "oldest", "rate", "p50", "p99", "done", "title")
 
 
 def _figure(value: float) -> float | None:
     """Return a number as JSON has it: what another process has sent may be no number."""
-    return round(value, 4) if math.isfinite(value) else None
+    return round(value, 6) if math.isfinite(value) else None
 
 
 def _cut(text: str) -> str:
@@ -217,6 +217,10 @@ def actors(
                 if sort == "oldest"
                 else speed.get(each.actor_id, 0.0)
                 if sort == "rate"
+                else each.p50
+                if sort == "p50"
+                else each.p99
+                if sort == "p99"
                 else each.calls_done
                 if sort == "done"
                 else each.waiting
@@ -252,6 +256,8 @@ def _actor(actor: ObservedActor, speed: Mapping[str, float], callers: Mapping[st
         "waiting": actor.waiting,
         "oldest": _figure(actor.oldest) if actor.waiting else None,
         "rate": None if rate is None else _figure(rate),
+        "p50": _figure(actor.p50) if actor.latest else None,
+        "p99": _figure(actor.p99) if actor.latest else None,
         "done": actor.calls_done,
         "restarts": actor.restarts,
         "again": actor.max_restarts != 0,

@@ -108,6 +108,8 @@ const ACTORS = [
   { head: "waiting", cell: (each) => figure(each.waiting), number: true, sort: "waiting" },
   { head: "oldest", cell: (each) => span(each.oldest), number: true, sort: "oldest" },
   { head: "calls/s", cell: (each) => figure(each.rate), number: true, sort: "rate" },
+  { head: "p50", cell: (each) => span(each.p50), number: true, sort: "p50" },
+  { head: "p99", cell: (each) => span(each.p99), number: true, sort: "p99" },
   { head: "done", cell: (each) => figure(each.done), number: true, sort: "done" },
   { head: "restarts", cell: (each) => String(each.restarts), number: true },
   { head: "runs", cell: (each) => (each.state === "DEAD" ? each.death : each.runs.join("; ") + (each.running > each.runs.length ? " ..." : "")) || "-" },
