@@ -16,12 +16,12 @@ from actorrpc import _time
 from actorrpc.agent.timers import Clock, Tick
 from actorrpc.flight_recorder import CALLED, EXECUTED, KEPT, OWN, FlightRecorder, method_of
 
-__all__ = ["BUCKETS", "OTHER", "CallSums", "CallTotals", "method_of"]
+__all__ = ["BUCKETS", "OTHER", "OWN_CALLS", "CallSums", "CallTotals", "method_of"]
 
 #: upper bounds, in seconds; the last bucket has no bound
 BUCKETS: Final = tuple(mantissa * 10.0**power for power in range(-5, 2) for mantissa in (1.0, 2.5, 5.0))
 OTHER: Final = "_OTHER"
-_OWN: Final = OWN.rstrip(".")  # all calls that the package makes for itself
+OWN_CALLS: Final = OWN.rstrip(".")  # all calls that the package makes for itself
 _METHODS: Final = 200  # are told apart; what comes after is one
 _LOOK_S: Final = 0.25
 _KEEP_S: Final = 120.0
@@ -87,7 +87,7 @@ class CallSums:
         if name is None:
             if len(self._methods) >= 100 * _METHODS:  # as many as there are actors
                 self._methods.clear()
-            name = method_of(actor, method) if actor or not method.startswith(OWN) else _OWN
+            name = method_of(actor, method) if actor or not method.startswith(OWN) else OWN_CALLS
             known = {each for _, each, _ in self._rows}
             if name not in known and len(known) >= _METHODS:
                 name = OTHER

@@ -49,6 +49,21 @@ def test_a_call_and_its_execution_on_clocks_that_differ() -> None:
     assert [each["more"] for each in found["processes"]] == [False, False]
 
 
+def test_tracks_of_the_packages_own_calls_come_last() -> None:
+    own = called(0, 1.0, 1.1, 1, "w1")
+    own[7] = "actorrpc.arrive"
+    run = executed(1, 1.0, 1.0, 1.1, 2, actor="")
+    run[8] = "actorrpc.arrive"
+    rows = [own, run, called(2, 2.0, 2.1, 3, "w1"), executed(3, 2.0, 2.0, 2.1, 4)]
+    lanes = timeline([_recording("w1", rows)], 30.0)["lanes"]
+    assert [each[1] for each in lanes] == [
+        "calls made",
+        "Store#1",
+        "internal calls made",
+        "internal functions",
+    ]
+
+
 def test_what_overlaps_is_in_lanes_of_its_own() -> None:
     rows = [executed(n, n, n, n + 2.5, n) for n in range(6)]
     found = timeline([_recording("w1", rows)], 30.0)

@@ -11,7 +11,7 @@ from actorrpc.cli.activity import shares
 from actorrpc.cli.logs import Line
 from actorrpc.cli.text import folded, say_call
 from actorrpc.cli.views import Picture
-from actorrpc.observe.call_sums import BUCKETS
+from actorrpc.observe.call_sums import BUCKETS, OWN_CALLS
 from actorrpc.observe.model import Finding, ObservedActor, ObservedSegment, ObservedWorker
 
 __all__ = ["SORTS", "actors", "calls", "logs", "memory", "nothing", "now", "stacks"]
@@ -376,7 +376,7 @@ def memory(picture: Picture) -> dict[str, Any]:
 
 
 def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:
-    """Return a row for each side and method: how often, how long, how many failed.
+    """Return a row for each side and method: how often, how long, how many failed; those of the package itself are the last.
 
     Percentiles are those of the calls between the two looks; where there were none, of all that were counted.
     """
@@ -406,7 +406,15 @@ def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:
                 "failed": failed,
             }
         )
-    rows.sort(key=lambda row: (-row["failed"], -(row["rate"] or 0.0), -row["count"], row["method"]))
+    rows.sort(
+        key=lambda row: (
+            row["method"] == OWN_CALLS,
+            -row["failed"],
+            -(row["rate"] or 0.0),
+            -row["count"],
+            row["method"],
+        )
+    )
     return rows[:_METHODS]
 
 

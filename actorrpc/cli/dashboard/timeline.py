@@ -1,6 +1,7 @@
 """What the view of the timeline is sent: the records of all workers, laid out in lanes, bounded. No I/O.
 
-A worker's calls are one track, each of its actors is another one, and so is what else took a time. What overlaps in a track is in
+A worker's calls are one track, each of its actors is another one, and so is what else took a time; the package's own calls are
+the last tracks. What overlaps in a track is in
 several lanes of it. A slice is a row of figures, texts are named by their places in a table: there are many slices and few texts.
 """
 
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
-from actorrpc.flight_recorder import CALLED, EXECUTED, UNDER_WAY
+from actorrpc.flight_recorder import CALLED, EXECUTED, OWN, UNDER_WAY
 from actorrpc.observe.tracing.trace import Recording
 
 __all__ = ["SLICES", "share", "timeline"]
@@ -25,6 +26,8 @@ _TEXT: Final = 200
 _CALLS: Final = "calls made"
 _NOTES: Final = "restarts, backward passes"
 _FUNCTIONS: Final = "functions"
+_OWN_CALLS: Final = "internal calls made"
+_OWN_FUNCTIONS: Final = "internal functions"
 
 
 def share(workers: int, most: int = SLICES) -> int:
@@ -156,9 +159,11 @@ def _placed(
     for place, (each, row) in enumerate(rows):
         process = number[id(each)]
         if row[1] == CALLED:
-            key = (process, 0, _CALLS)
+            key = (process, 4, _OWN_CALLS) if row[7].startswith(OWN) else (process, 0, _CALLS)
         elif row[1] != EXECUTED:
             key = (process, 3, _NOTES)
+        elif not row[11] and row[8].startswith(OWN):
+            key = (process, 5, _OWN_FUNCTIONS)
         elif row[11] in known[process]:
             key = (process, 1, row[11] or _FUNCTIONS)
         else:

@@ -2,8 +2,9 @@
 
 :func:`write` takes what :mod:`~actorrpc.observe.outside` or :mod:`~actorrpc.observe.api` has collected. A call that its thread
 waits for, and an execution, are slices of their threads; what overlaps on a thread (calls with futures, coroutines) and what has
-none (the time in a mailbox) are tracks of their own. An arrow goes from a call to its execution, and one back to the answer. What
-is under way ends where its worker was asked, and is named ``(unfinished)``.
+none (the time in a mailbox) are tracks of their own. Threads that run only the package's own calls are the last. An arrow goes
+from a call to its execution, and one back to the answer. What is under way ends where its worker was asked, and is named
+``(unfinished)``.
 
 The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON object).
 """
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY, method_of
+from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, OWN, UNDER_WAY, method_of
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.tracing.torch_profiles import TorchProfile, joined
 
@@ -331,6 +332,13 @@ def _waits(row: list[Any]) -> bool:
     return bool(row[0] == UNDER_WAY and row[3] == row[4])
 
 
+def _is_internal(row: list[Any]) -> bool:
+    """Say whether a record is of a call that the package makes for itself."""
+    if row[1] == EXECUTED:
+        return not row[11] and row[8].startswith(OWN)
+    return bool(row[1] == CALLED and row[7].startswith(OWN))
+
+
 def _marked(number: int) -> tuple[str, dict[str, Any]]:
     """Return what is added to the name, and to the arguments, of what is under way."""
     return (" (unfinished)", {"unfinished": True}) if number == UNDER_WAY else ("", {})
@@ -343,12 +351,11 @@ class _Process:
         self._recording = recording
         self._pid = pid
         self._zero = begun - recording.offset
-        idents = sorted(
-            {
-                row[9] if row[1] == EXECUTED else row[8] if row[1] == CALLED else row[6]
-                for row in recording.records
-            }
-        )
+        internal: dict[int, bool] = {}  # whether a thread has run nothing but the package's own calls
+        for row in recording.records:
+            ident = row[9] if row[1] == EXECUTED else row[8] if row[1] == CALLED else row[6]
+            internal[ident] = internal.get(ident, True) and _is_internal(row)
+        idents = sorted(internal, key=lambda ident: (internal[ident], ident))
         self._threads = {ident: number for number, ident in enumerate(idents, 1)}
 
     def at(self, moment: float) -> float:
@@ -400,6 +407,14 @@ class _Process:
                 "tid": number,
                 "ts": 0,
                 "args": {"name": name},
+            }
+            yield {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": self._pid,
+                "tid": number,
+                "ts": 0,
+                "args": {"sort_index": number},
             }
         over = [row[2] for row in here.records if row[0] != UNDER_WAY]
         if here.dropped and over:
@@ -480,7 +495,8 @@ class _Process:
             yield self._slice(name, made, answered, tid, cat="call", args=args)
         else:
             key = f"c{self._pid}-{callee}-{id}"
-            yield from self._track(name, "call", key, made, answered, tid, **args)
+            cat = "internal call" if _is_internal(row) else "call"
+            yield from self._track(name, cat, key, made, answered, tid, **args)
             yield self._slice(name, made, made + _THIN_S, tid, cat="call", args=args)
             if not unfinished:
                 yield self._slice(f"answer {method}", answered, answered + _THIN_S, tid, cat="call")

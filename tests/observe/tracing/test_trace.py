@@ -119,6 +119,15 @@ def test_a_call_between_two_workers_whose_clocks_differ() -> None:
     }
 
 
+def test_threads_of_the_packages_own_calls_come_last() -> None:
+    own = _called(0, 1.0, 1.1, 1, "w1")
+    own[7], own[8] = "actorrpc.arrive", 5
+    events = list(events_of([_recording("driver", [own, _called(1, 2.0, 2.1, 2, "w1")])]))
+    order = {each["tid"]: each["args"]["sort_index"] for each in _of(events, "M", "thread_sort_index")}
+    (ours,), (theirs,) = _of(events, "X", "call actorrpc.arrive"), _of(events, "X", "call Counter.add")
+    assert order[ours["tid"]] > order[theirs["tid"]]
+
+
 _delays = st.integers(1, 10_000).map(lambda each: each * 1e-6)
 
 

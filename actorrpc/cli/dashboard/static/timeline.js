@@ -98,7 +98,8 @@ export function timelineView(element, context) {
     said.textContent = parts.filter((each) => each).join("; ");
     canvas.setAttribute("aria-label", `Timeline: ${said.textContent}`);
     const order = found.slices.map((_, number) => number).filter((number) => found.slices[number][KIND] === EXECUTED);
-    order.sort((one, other) => length(other) - length(one));
+    const internal = (number) => titleOf(number) === "internal functions";
+    order.sort((one, other) => internal(one) - internal(other) || length(other) - length(one));
     const columns = [
       { head: "the longest", cell: (number) => make("button", { type: "button", class: "plain", onclick: () => choose(number, true) }, nameOf(number)) },
       { head: "worker", cell: (number) => found.processes[found.lanes[found.slices[number][LANE_AT]][0]].name },
@@ -110,6 +111,7 @@ export function timelineView(element, context) {
     slowest.replaceChildren(...(order.length ? [scrolling("The longest executions", false, made.whole)] : []));
   }
 
+  const titleOf = (number) => found.lanes[found.slices[number][LANE_AT]][1];
   const length = (number) => found.slices[number][ENDED] - found.slices[number][BEGUN];
   const time = (microseconds) => span(microseconds / 1e6);
 
@@ -118,8 +120,8 @@ export function timelineView(element, context) {
   function nameOf(number) {
     const each = found.slices[number];
     const text = textOf(each);
-    const title = found.lanes[each[LANE_AT]][1];
-    return each[KIND] === EXECUTED && !/^functions$|other actors$/.test(title) ? `${title}.${text}` : text;
+    const title = titleOf(number);
+    return each[KIND] === EXECUTED && !/functions$|other actors$/.test(title) ? `${title}.${text}` : text;
   }
 
   function choose(number, move) {
