@@ -59,9 +59,9 @@ _CALLS: Final = frozenset(
     {
         f"{_HANDLE.rpartition('.')[0]}.ActorMethod.remote",
         "actorrpc.actors.client.actor_class.ActorClass.remote",
-        "actorrpc.actors.library.tasks.RemoteFunction.remote",
     }
 )
+_TASK: Final = "actorrpc.actors.library.tasks.RemoteFunction.remote"
 _GIVEN: Final = ("remote", "options", "group", "__actor_class__")
 _MARK: Final = "actorrpc"
 _COROUTINES: Final = frozenset({"typing.Coroutine", "typing.Awaitable"})
@@ -88,7 +88,9 @@ class ActorPlugin(Plugin):
         return _class_attribute if fullname.rpartition(".")[2] in _GIVEN else None
 
     def get_attribute_hook(self, fullname: str) -> Callable[[AttributeContext], Type] | None:
-        """See to ``handle.method``."""
+        """See to ``handle.method``, and to ``remote`` of a task."""
+        if fullname == _TASK:
+            return _remote_of_task
         return _handle_attribute if fullname.startswith(_HANDLE + ".") else None
 
     def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
@@ -172,6 +174,25 @@ def _handle_attribute(ctx: AttributeContext) -> Type:
     if not isinstance(member, CallableType):  # overloaded: there is no ParamSpec for that
         return ctx.default_attr_type
     return ctx.api.named_generic_type(_METHOD, [_parameters(member), _outcome(ctx, actor.type, name, member)])
+
+
+def _remote_of_task(ctx: AttributeContext) -> Type:
+    """Let every argument of a task also be an ObjectRef, by keyword too."""
+    task = get_proper_type(ctx.type)
+    if not isinstance(task, Instance) or not task.args:
+        return ctx.default_attr_type
+    takes = get_proper_type(task.args[0])
+    if not isinstance(takes, Parameters):
+        return ctx.default_attr_type
+    return CallableType(
+        _or_refs(ctx, takes.arg_types),
+        takes.arg_kinds,
+        takes.arg_names,
+        task.args[1],
+        ctx.api.named_generic_type("builtins.function", []),
+        variables=takes.variables,
+        is_ellipsis_args=takes.is_ellipsis_args,
+    )
 
 
 def _is_given(info: TypeInfo, name: str) -> bool:

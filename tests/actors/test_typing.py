@@ -64,7 +64,8 @@ actorrpc.get_actor("x")  # -> ActorHandle[Any]
 def task(a: int, b: str = "") -> float: return 1.0
 task  # -> RemoteFunction[[a: int, b: str =], ObjectRef[float]]
 task.remote(1)  # -> ObjectRef[float]
-task.remote("x")  # E: incompatible type "str"; expected "int"
+task.remote("x")  # E: No overload variant
+task.remote(task.options(num_returns=1).remote(1))  # -> ObjectRef[float]
 task.options(timeout=1).remote(1)  # -> ObjectRef[float]
 task.options(num_returns=2).remote(1)  # -> Any
 @actorrpc.remote(max_retries=1)

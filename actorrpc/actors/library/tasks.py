@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, Type
 from actorrpc.actors.client.actor_class import ActorClass, is_importable, itself
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.client.route import SplitResults, shaped
+from actorrpc.actors.client.typed_methods import RemoteCall
 from actorrpc.actors.context import Runtime, runtime
 from actorrpc.actors.spec.class_info import TASKS, THE_FUNCTION, ClassInfo, MethodInfo, Signature, kind_of
 from actorrpc.actors.spec.options import CallOptions, TaskOptions
@@ -393,7 +394,8 @@ class RemoteFunction(Generic[P, Out]):
 
     if TYPE_CHECKING:
 
-        def remote(self, *args: P.args, **kwargs: P.kwargs) -> Out:
+        @property
+        def remote(self) -> RemoteCall[Callable[P, Out]]:
             """Run the function elsewhere."""
             raise AssertionError
     else:

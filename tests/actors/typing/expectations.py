@@ -237,6 +237,21 @@ async def soon(n: int) -> bytes:
     return b""
 
 
+@actorrpc.remote
+def count() -> int:
+    return 1
+
+
+@actorrpc.remote
+def half(a: float, parts: int = 2) -> float:
+    return a / parts
+
+
+@actorrpc.remote
+def five(a: int, b: int, c: int, d: int, e: int) -> int:
+    return a + b + c + d + e
+
+
 def decorated(plain: ActorHandle[Plain]) -> None:
     # To pyright, what makes an instance is `type.__call__`, which takes and returns anything.
     assert_type(actorrpc.remote(Plain).remote(1), ActorHandle[Plain])  # E: pyright
@@ -253,7 +268,16 @@ def decorated(plain: ActorHandle[Plain]) -> None:
     assert_type(actorrpc.call(plain, Plain.marked, 1), ObjectRef[int])
     assert_type(task.remote(1), ObjectRef[float])
     task.remote("x")  # E
+    assert_type(task.remote(1, b="x"), ObjectRef[float])
     assert_type(task.options(timeout=1).remote(1), ObjectRef[float])
+    # References as arguments of tasks.
+    assert_type(half.remote(task.remote(1)), ObjectRef[float])
+    assert_type(half.remote(task.remote(1), 2), ObjectRef[float])
+    assert_type(half.options(timeout=1).remote(task.remote(1), count.remote()), ObjectRef[float])
+    assert_type(items.remote(count.remote()), ObjectRefGenerator[str])
+    half.remote(soon.remote(1))  # E
+    half.remote(a=task.remote(1))  # E
+    five.remote(count.remote(), 2, 3, 4, 5)  # E
     assert_type(items.remote(1), ObjectRefGenerator[str])
     assert_type(soon.remote(1), ObjectRef[bytes])
     assert_type(actorrpc.remote("worker", len, args=("x",)), RRef[int])
