@@ -2,10 +2,10 @@
 
     python examples/data_loader.py --loaders 2 --ahead 4
 
-Each loader is an actor whose generator method yields batches. ``options(backpressure=4)`` lets a generator be four of them ahead
-of its reader; then it pauses until the reader takes one, so memory stays bounded however slow the training is. The same
-batches are then loaded in the training process, between the steps. Both ways must come to the same loss; what differs is
-how many pictures are learned from in a second.
+Each loader is an actor whose generator method yields batches. ``options(max_buffered_items=4)`` lets a generator be
+four of them ahead of its reader; then it pauses until the reader takes one, so memory stays bounded however slow the
+training is. The same batches are then loaded in the training process, between the steps. Both ways must come to the
+same loss; what differs is how many pictures are learned from in a second.
 
 The data are scikit-learn's handwritten digits, packed into files, and bent in another way for each use. torch has one
 thread in all processes, so the speed of both ways is that of the processors that they keep busy.
@@ -118,7 +118,7 @@ class Prefetched:
         self.loaders, self.files, self.per_file = loaders, len(paths), math.ceil(PER_FILE / size)
         self.furthest = 0
         self.streams = [
-            loader.batches.options(backpressure=ahead).remote(paths[number :: len(loaders)], size)
+            loader.batches.options(max_buffered_items=ahead).remote(paths[number :: len(loaders)], size)
             for number, loader in enumerate(loaders)
         ]
 

@@ -60,7 +60,7 @@ def of_workers(state: GroupState) -> list[Finding]:
                 wrong=False,
                 what=f"the stream of {each.actor}.{each.method}() on {worker.name!r} pauses: {each.consumer!r} has not taken "
                 f"{each.items} items ({each.bytes / (1 << 20):.1f} MiB)",
-                remedy=f"see what {each.consumer!r} does; backpressure= bounds how far ahead a generator runs",
+                remedy=f"see what {each.consumer!r} does; max_buffered_items= bounds how far ahead a generator runs",
             )
             for each in worker.streams
             if each.pauses

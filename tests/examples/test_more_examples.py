@@ -168,7 +168,7 @@ class TestDataLoader:
         paths = module.write_files(tmp_path, 2, seed=0)
         with actorrpc.init():
             loader = module.Loader.remote()
-            batches = loader.batches.options(backpressure=3).remote(paths, 1).values()
+            batches = loader.batches.options(max_buffered_items=3).remote(paths, 1).values()
             for taken in range(1, 11):
                 next(batches)
                 for _ in range(20):  # each question gives it time for more

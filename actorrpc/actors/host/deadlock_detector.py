@@ -499,7 +499,7 @@ def _end_stream(producer: Producer, probe: Probe) -> None:
 def _error(hosted: HostedActor, what: str, trail: tuple[str, ...]) -> DeadlockError:
     error = DeadlockError(
         f"{what}: {' -> '.join(trail)} wait for each other in a circle. Take the stream's items before "
-        "you wait for the actor, close the stream, give it a larger backpressure=, or the actor max_concurrency > 1",
+        "you wait for the actor, close the stream, give it a larger max_buffered_items=, or the actor max_concurrency > 1",
         maybe_executed=what.startswith("the stream"),
         worker=hosted.agent.name,
     )

@@ -321,7 +321,8 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
             called again that has given nothing yet; where ``@method(retry_exceptions=...)`` says so also a later one: from the
             start, and its reader gets no item twice.
         max_buffered_items: how many items of a stream are made ahead of its reader, whose generator then pauses, and holds
-            its actor; also called ``backpressure``. None: 64 MiB of them, which is the bound in any case.
+            its actor. None: 64 MiB of them, which is the bound in any case. Earlier programs say ``backpressure``, which is
+            the same.
         name: what the call is called in messages; default the method's name.
         allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.
         patient: internal: it waits for an actor that is being restarted, also with ``max_task_retries=0``.

@@ -472,7 +472,8 @@ class _Consumer(Stall):
                 None,
                 DeadlockError(
                     f"the end of {self.label} can never come: {reader.name} waits for it, and is to take the items that "
-                    f"fill its buffer ({len(self._items)} of them are here). Take them first, or give a larger backpressure=",
+                    f"fill its buffer ({len(self._items)} of them are here). Take them first, or give a larger "
+                    "max_buffered_items=",
                     worker=self._agent.name,
                     maybe_executed=True,
                 ),
