@@ -75,6 +75,12 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(shown) == sorted(_reference().PUBLIC)
 
 
+def test_tables_of_the_reference_are_those_of_the_code() -> None:
+    for path in (_DOCS / "reference").glob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        assert page == _reference().filled(page), f"python docs/_ext/reference.py makes {path.name} anew"
+
+
 def test_every_public_module_is_among_them() -> None:
     """``config`` has the settings, which have a page; ``futures`` what ``rpc`` lists; Ray's names have a page with a table."""
     public = {module for module in _PUBLIC if not module.startswith("actorrpc.compat.ray")}
@@ -98,7 +104,7 @@ def test_every_public_module_is_among_them() -> None:
     ],
 )
 def test_every_option_has_a_row_with_its_meaning(target: str, option: str) -> None:
-    assert f".. options:: {target}" in (_DOCS / "reference" / "options.md").read_text(encoding="utf-8")
+    assert f"<!-- options of {target} -->" in (_DOCS / "reference" / "options.md").read_text(encoding="utf-8")
     module, _, name = target.rpartition(".")
     value = getattr(importlib.import_module(module), name)
     rows = {re.split(r"\W", row[0])[0]: row for row in _reference().rows_of(target)}

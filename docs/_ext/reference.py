@@ -1,8 +1,9 @@
 """The reference is made from the code: public names from their docstrings, options from where they are declared.
 
-``.. public-names:: actorrpc.rpc`` documents what a module lists in ``__all__``, each object on one page only and under its
-shortest public name. ``.. options:: actorrpc.actors.ActorOptions`` is a table of the fields of a class of options, or of the
-arguments of a function. Both stand in ``{eval-rst}`` blocks.
+``.. public-names:: actorrpc.rpc``, in an ``{eval-rst}`` block, documents what a module lists in ``__all__``, each object on one
+page only and under its shortest public name. Readers of a checkout see tables, which are in the pages between comments:
+``<!-- names of actorrpc.rpc -->`` has the first sentence about each name, ``<!-- options of actorrpc.actors.ActorOptions -->``
+the fields of a class of options, or the arguments of a function. ``python docs/_ext/reference.py`` makes the tables anew.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,7 @@ from actorrpc.errors import ConfigError
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
-__all__ = ["PUBLIC", "meanings", "names_of", "public_name", "rows_of", "setup"]
+__all__ = ["PUBLIC", "filled", "main", "meanings", "names_of", "public_name", "rows_of", "setup"]
 
 # Where a user imports from; an object that several of them list is documented with the first.
 PUBLIC = (
@@ -199,22 +201,55 @@ def _settings_rows() -> Iterator[tuple[str, str, str, str]]:
             yield field.name, _default(field.default), _right(field.name, field), field.metadata["meaning"]
 
 
-def _options_text(target: str) -> Iterator[str]:
+# -- Markdown --------------------------------------------------------------------------------------------------
+
+_BLOCK = re.compile(r"<!-- (names|options) of ([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled(page: str) -> str:
+    """Return a page with its tables of names and options made anew from the code."""
+
+    def block(match: re.Match[str]) -> str:
+        lines = _options_table(match[2]) if match[1] == "options" else _names_table(match[2])
+        return f"<!-- {match[1]} of {match[2]} -->\n\n" + "\n".join(lines) + "\n\n<!-- end -->"
+
+    return _BLOCK.sub(block, page)
+
+
+def _names_table(module: str) -> Iterator[str]:
+    yield from _row("name", "what it is", "where")
+    yield "|---|---|---|"
+    for name, kind, value in _members(module):
+        if kind == "autodata":
+            meaning = (
+                "a table: names, and what each means" if isinstance(value, Mapping) else f"``{value!r}``"
+            )
+            yield from _row(f"`{name}`", meaning, f"`{module}`")
+        else:
+            first = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+            yield from _row(f"`{name}`", re.split(r"(?<=\.)\s(?=[A-Z])", first)[0], f"`{value.__module__}`")
+
+
+def _options_table(target: str) -> Iterator[str]:
     rows = rows_of(target)
     bounds = any(right for _, _, right, _ in rows)
-    yield ".. list-table::"
-    yield "   :header-rows: 1"
-    yield "   :class: options"
-    yield ""
-    heads = ["option", "default", *(["right are"] if bounds else []), "meaning"]
-    lines = [heads]
+    yield from _row("option", "default", *(["right are"] if bounds else []), "meaning")
+    yield "|---" * (4 if bounds else 3) + "|"
     for name, default, right, meaning in rows:
-        plain = re.sub(r"([*|_])", r"\\\1", right)  # what a message says is no markup
-        lines.append([f"``{name}``", default, *([plain] if bounds else []), meaning])
-    for line in lines:
-        for index, cell in enumerate(line):
-            yield f"   {' ' if index else '*'} - {cell}"
-    yield ""
+        yield from _row(f"``{name}``", default, *([right] if bounds else []), meaning)
+
+
+def _row(*cells: str) -> Iterator[str]:
+    """Yield a row of a table; cells are reStructuredText as docstrings have it."""
+    plain = [re.sub(r":\w+:`~(?:\w+\.)*(\w+)`", r"`\1`", each) for each in cells]
+    plain = [re.sub(r":\w+:`([^`]*)`", r"`\1`", each).replace("``", "`") for each in plain]
+    yield "| " + " | ".join(each.replace("|", "\\|") for each in plain) + " |"
+
+
+def main() -> None:
+    """Make the tables of all pages of the reference anew."""
+    for path in sorted((Path(__file__).resolve().parent.parent / "reference").glob("*.md")):
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 # -- Sphinx ----------------------------------------------------------------------------------------------------
@@ -306,10 +341,13 @@ def setup(app: Sphinx) -> dict[str, bool]:
         return Generated
 
     app.add_directive("public-names", directive(_names_text))
-    app.add_directive("options", directive(_options_text))
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-bases", _bases)
     app.connect("object-description-transform", _overloads)
     app.connect("missing-reference", _resolve)
     app.connect("env-check-consistency", _complete)
     return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    main()
