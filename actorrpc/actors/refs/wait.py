@@ -23,7 +23,7 @@ from actorrpc._exception_text import is_of_handler, say
 from actorrpc.actors.refs.object_ref import ATOMS, SOLE, ObjectRef, StoredResult
 from actorrpc.actors.refs.progress_bar import progress_bar
 from actorrpc.agent.calls import CURRENT, Call
-from actorrpc.errors import RpcTimeoutError
+from actorrpc.errors import RemoteError, RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, generation, interruption_point
 from actorrpc.rpc.rref import RRef
 from actorrpc.validation import wait_limit
@@ -74,6 +74,10 @@ class Arrivals(Generic[T]):
 
     def _whole(self) -> AbstractContextManager[Future[None]]:
         """Have all come, to be taken when the future is complete."""
+        raise TypeError(f"{self!r} gives nothing")
+
+    def cancel(self) -> bool:
+        """Close the stream; False if it was over."""
         raise TypeError(f"{self!r} gives nothing")
 
     def _rest(self) -> list[T]:
@@ -323,20 +327,43 @@ def _flush(futures: Iterable[Future[Any]]) -> None:
 
 @overload
 def get(
-    refs: ObjectRef[T] | Future[T] | RRef[T], *, timeout: float | None = None, copy: bool | None = None
+    refs: ObjectRef[T] | Future[T] | RRef[T],
+    *,
+    timeout: float | None = None,
+    copy: bool | None = None,
+    cancel_on_interrupt: bool | None = None,
 ) -> T: ...
 @overload
-def get(refs: Arrivals[T], *, timeout: float | None = None, copy: bool | None = None) -> list[T]: ...
+def get(
+    refs: Arrivals[T],
+    *,
+    timeout: float | None = None,
+    copy: bool | None = None,
+    cancel_on_interrupt: bool | None = None,
+) -> list[T]: ...
 @overload
 def get(
     refs: Sequence[ObjectRef[T] | Future[T] | RRef[T]],
     *,
     timeout: float | None = None,
     copy: bool | None = None,
+    cancel_on_interrupt: bool | None = None,
 ) -> list[T]: ...
 @overload
-def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) -> Any: ...
-def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) -> Any:
+def get(
+    refs: Any,
+    *,
+    timeout: float | None = None,
+    copy: bool | None = None,
+    cancel_on_interrupt: bool | None = None,
+) -> Any: ...
+def get(
+    refs: Any,
+    *,
+    timeout: float | None = None,
+    copy: bool | None = None,
+    cancel_on_interrupt: bool | None = None,
+) -> Any:
     """Wait for results and return them. Large ones are fetched from where they are, several at a time.
 
     Args:
@@ -346,6 +373,8 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
         copy: of large results, which the processes of a host share, None makes tensors and arrays whose pages become their own
             as they are written to, which is quick to get, and slow to overwrite as a whole; True makes a copy; False makes
             arrays and memoryviews that can only be read (no tensors: torch has none of that kind).
+        cancel_on_interrupt: cancel the calls and streams of ``refs`` where Ctrl-C ends the wait, and no later call can, as in
+            ``get(handle.method.remote())``. None: in a notebook or another session of IPython only.
 
     Returns:
         The result, or a list of results in the order of ``refs``. Each ``get`` gives values of its own: what is done to them,
@@ -374,7 +403,7 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
         until = deadline_of(timeout)
         if not isinstance(refs, (list, tuple)):
             if isinstance(refs, Arrivals):
-                return _get_all([refs], until, timeout, copy)[0]
+                return _get_all([refs], until, timeout, copy, cancel_on_interrupt)[0]
             future = _start(refs, "get()", True)
             return _wait_for(future, until, timeout)
         flat: list[Any] = []
@@ -388,12 +417,29 @@ def get(refs: Any, *, timeout: float | None = None, copy: bool | None = None) ->
         if sole:  # nobody else has the list, so that its references can be known to be nobody else's
             item = None
             del refs[:]  # type: ignore[union-attr]
-        values = iter(_get_all(flat, until, timeout, copy))
+        values = iter(_get_all(flat, until, timeout, copy, cancel_on_interrupt))
         return [next(values) if size < 0 else list(islice(values, size)) for size in shape]
+    except KeyboardInterrupt as error:
+        if type(refs) is ObjectRef:
+            _interrupted(error, [refs], cancel_on_interrupt)
+        raise
     finally:
         # An error's traceback has this frame, and the references the error: no cycle, or what its frames have waits for the
         # collector.
         refs = flat = item = None  # type: ignore[assignment]
+
+
+def _interrupted(error: BaseException, items: Iterable[Any], wanted: bool | None) -> None:
+    """Cancel what was waited for, if Ctrl-C has ended the wait and that is wanted; ``wanted``: see :func:`get`."""
+    if not isinstance(error, KeyboardInterrupt) or isinstance(error, RemoteError):
+        return
+    if wanted is None:
+        shell: Any = sys.modules.get("IPython")
+        wanted = shell is not None and shell.get_ipython() is not None
+    if wanted:
+        for each in items:
+            if isinstance(each, (ObjectRef, Arrivals)):
+                each.cancel()
 
 
 def _get_one(ref: ObjectRef[T], until: float, timeout: float | None, copy: bool | None) -> T:
@@ -447,18 +493,26 @@ def _late(what: str, timeout: float | None) -> RpcTimeoutError:
     )
 
 
-def _get_all(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
+def _get_all(
+    items: list[Any], until: float, timeout: float | None, copy: bool | None, cancel: bool | None
+) -> list[Any]:
     if not _REFS.issuperset(map(type, items)) and any(isinstance(item, Arrivals) for item in items):
         with ExitStack() as stack:
             ends = [stack.enter_context(e._whole()) if isinstance(e, Arrivals) else e for e in items]
-            values = _get_each(ends, until, timeout, copy)
+            try:
+                values = _get_each(ends, until, timeout, copy, cancel)
+            except KeyboardInterrupt as error:
+                _interrupted(error, items, cancel)
+                raise
         return [
             e._rest() if isinstance(e, Arrivals) else value for e, value in zip(items, values, strict=True)
         ]
-    return _get_each(items, until, timeout, copy)
+    return _get_each(items, until, timeout, copy, cancel)
 
 
-def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool | None) -> list[Any]:
+def _get_each(
+    items: list[Any], until: float, timeout: float | None, copy: bool | None, cancel: bool | None
+) -> list[Any]:
     futures: list[Future[Any]] = []
     born = generation()
     for item in items:
@@ -477,7 +531,8 @@ def _get_each(items: list[Any], until: float, timeout: float | None, copy: bool 
             else:
                 values.append(_opened(item, future, copy))
         return values
-    except BaseException:
+    except BaseException as error:
+        _interrupted(error, items, cancel)
         if _time_is_over() or any(each._error is not None for each in _behind(items, futures)):
             _cover(items, futures)
         items.clear()  # they are the caller's own list: see get()

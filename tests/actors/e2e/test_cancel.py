@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +211,46 @@ def test_a_running_method_is_interrupted(method: str) -> None:
         assert actorrpc.get(actor.note.remote("alive")) == "alive"
         assert not actorrpc.cancel(ref)
     assert "caught" not in actorrpc.get(actor.all.remote())
+
+
+def _interrupt_get() -> None:
+    """Send SIGINT to the main thread once it is in get()."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def is_in_get() -> bool:
+        frame = sys._current_frames()[main]
+        while frame is not None and frame.f_code is not actorrpc.get.__code__:  # type: ignore[attr-defined]
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is not None
+
+    until(is_in_get)
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda actor: actorrpc.get(actor.spin.remote(), cancel_on_interrupt=True),
+        lambda actor: actorrpc.get(actor.spin.remote(), timeout=60, cancel_on_interrupt=True),
+        lambda actor: actorrpc.get([actor.spin.remote(), actor.sleepy.remote()], cancel_on_interrupt=True),
+        lambda actor: actorrpc.get(actor.spin.remote()),
+    ],
+    ids=["one", "bounded", "several", "in a notebook"],
+)
+def test_ctrl_c_in_get_cancels_the_calls_where_that_is_wanted(
+    wait: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if "notebook" in request.node.name:
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    actor = Busy.remote()
+    assert actorrpc.get(actor.note.remote("there")) == "there"
+    interrupter = threading.Thread(target=_interrupt_get)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait(actor)
+    interrupter.join()
+    assert actorrpc.get(actor.note.remote("alive")) == "alive"  # else the actor would be busy for ever
 
 
 def test_a_method_that_waits_is_told_once() -> None:
