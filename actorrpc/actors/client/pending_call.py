@@ -28,8 +28,6 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from actorrpc import _time
 from actorrpc.actors.host.envelope import GRACE_S
 from actorrpc.actors.refs.object_ref import StoredResult
@@ -206,7 +204,6 @@ _MARGIN_S: Final = 1.0  # for the way there and back
 _ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), complex})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
 _finish: Final = Future._finish
-_set_result: Final = torch._C.Future.set_result
 
 
 class CallState(enum.Enum):
@@ -243,7 +240,7 @@ class ResultFuture(Future[Any]):
             return CallState.QUEUED
         return CallState.AWAITING_VERDICT if isinstance(source, AwaitingVerdict) else CallState.IN_FLIGHT
 
-    @uninterruptible  # as Future._finish is, whose steps it takes itself for a value
+    @uninterruptible
     def _finish(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
@@ -270,21 +267,7 @@ class ResultFuture(Future[Any]):
             queue.flying.pop(self._number, None)
             if queue.barrier is not None:
                 queue.passed(self._number)
-        if error is not None:
-            _finish(self, value, error, submit)
-            return
-        # What that does for a value: a step less of every call.
-        self._value = value
-        self._done = True
-        _set_result(self, value)
-        self._source = None
-        if self._parked:
-            self._wake()
-        if self._callbacks:
-            if submit is None:
-                self._run_callbacks()
-            else:
-                submit(self._run_callbacks)
+        _finish(self, value, error, submit)
 
     def cancel(self) -> bool:
         """Give the call up; False if it was over.
