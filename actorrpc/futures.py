@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from threading import get_ident
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from actorrpc.validation import wait_limit
 
 __all__ = [
     "INTERRUPTED",
+    "QUEUED",
     "WAITING",
     "ConcurrentFuture",
     "Future",
@@ -41,6 +43,7 @@ __all__ = [
     "generation",
     "hush",
     "interruption_point",
+    "run_queued_callbacks",
     "stand_by",
     "wait_all",
 ]
@@ -89,10 +92,12 @@ class _Waiting(threading.local):
     """What this thread does besides, while it waits.
 
     Attributes:
+        depth: how many callbacks of futures it runs, one within another.
         runner: the thread's runner, if it belongs to an actor.
         posts: where it puts the posts (``agent/outbound.py``) that it reads itself, if it executes them; else others do.
     """
 
+    depth = 0
     runner: NestedRunner | None = None
     posts: deque[Any] | None = None
 
@@ -179,6 +184,9 @@ def forked() -> None:
     """Note that this process is a fork of one that was in a group: futures that are pending now never complete here."""
     global _generation
     _generation += 1
+    # Only the thread that has forked goes on here. A new thread may get the number of another one.
+    for thread in QUEUED.keys() - {get_ident()}:
+        del QUEUED[thread]
 
 
 def generation() -> int:
@@ -224,6 +232,77 @@ def _unwrapping(report: _Unretrieved) -> Callable[[BaseException], NoReturn]:
         raise _twin(twin)  # what is raised is tied to frames
 
     return unwrap
+
+
+# -- callbacks ------------------------------------------------------------------------------------
+
+_MAX_DEPTH: Final = 8
+
+QUEUED: Final[dict[int, list[Future[Any]]]] = {}
+"""By thread: the completed futures whose callbacks it still has to run. Almost always empty.
+
+A callback may complete another future, whose callbacks complete the next one. The first eight run one within another, as
+torch's do. The others are queued here, and the thread runs them when the innermost callback returns or waits, so a chain
+of any length takes a stack of the same depth.
+"""
+
+
+def run_queued_callbacks() -> None:
+    """Run the callbacks that this thread has queued. A thread calls this before it waits: it may wait for their effect."""
+    queued = QUEUED.pop(get_ident(), None)
+    if queued is not None:
+        _run_callbacks_of(queued)
+
+
+def _run_callbacks_of(completed: list[Future[Any]]) -> None:
+    """Run the callbacks of completed futures in order, and behind each callback those of the futures that it completes.
+
+    An exception of a signal handler is raised at the end: the other callbacks complete futures that somebody waits for.
+    """
+    completed.reverse()
+    raised: BaseException | None = None
+    WAITING.depth += 1
+    try:
+        while completed:
+            future = completed[-1]
+            try:
+                callback = future._callbacks.pop(0)
+            except IndexError:
+                del completed[-1]
+                continue
+            try:
+                callback(future)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) or is_of_handler(error):
+                    raised = raised or error
+                else:
+                    report(_log, error, "a done callback of %s raised", future.label)
+            if QUEUED:
+                completed.extend(reversed(QUEUED.pop(get_ident(), ())))
+        if raised is not None:
+            raise raised
+    finally:
+        WAITING.depth -= 1
+        raised = None  # the error's traceback has this frame
+
+
+class _LinkLabel:
+    """The label of a future that :meth:`Future.then` returns. It is short for each link of a long chain."""
+
+    __slots__ = ("callback", "links", "start")
+
+    def __init__(self, callback: object, before: object) -> None:
+        self.callback = str(getattr(callback, "__qualname__", callback))
+        self.start = before
+        self.links = 1
+        if type(before) is _LinkLabel:
+            self.start = before.start
+            self.links += before.links
+
+    def __str__(self) -> str:
+        if self.links == 1:
+            return f"then({self.callback}) of {self.start}"
+        return f"then({self.callback}), link {self.links} of a chain that starts with {self.start}"
 
 
 class Future(torch.futures.Future[T], Generic[T]):
@@ -327,19 +406,10 @@ class Future(torch.futures.Future[T], Generic[T]):
                 pass
 
     def _run_callbacks(self) -> None:
-        while self._callbacks:
-            try:
-                callback = self._callbacks.pop(0)
-            except IndexError:
-                return
-            try:
-                callback(self)
-            except KeyboardInterrupt:  # Ctrl-C on the main thread
-                raise
-            except BaseException as error:
-                if is_of_handler(error):
-                    raise
-                report(_log, error, "a done callback of %s raised", self.label)
+        if WAITING.depth < _MAX_DEPTH:
+            _run_callbacks_of([self])
+        else:
+            QUEUED.setdefault(get_ident(), []).append(self)
 
     def set_result(self, result: T) -> None:
         """Complete the future with a value.
@@ -401,6 +471,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     def done(self) -> bool:
         """Say whether the future is complete, with a value or an error."""
         if not self._done:
+            if QUEUED:
+                run_queued_callbacks()
             listen = getattr(self._source, "listen", None)
             if listen is not None:
                 listen()  # somebody who asks again and again does not wait
@@ -440,6 +512,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         Raises:
             RuntimeError: it is not complete yet.
         """
+        if QUEUED:
+            run_queued_callbacks()
         if not self._done:
             raise RuntimeError(f"{self.label} is not complete yet: call wait()")
         try:
@@ -475,6 +549,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         if not self._done:
             if self._born != _generation:
                 self.check_process()
+            if QUEUED:
+                run_queued_callbacks()
             limit = math.inf if timeout is None else wait_limit(timeout, least=-math.inf)
             deadline = None if limit == math.inf else _time.now() + max(limit, 0.0)
             source = self._source
@@ -526,6 +602,8 @@ class Future(torch.futures.Future[T], Generic[T]):
                     interruption_point()
                 if runner is not None and runner.work:
                     runner.serve()
+                    if QUEUED:
+                        run_queued_callbacks()
                     continue
                 if deadline is not None and deadline <= _time.now():
                     break
@@ -572,13 +650,19 @@ class Future(torch.futures.Future[T], Generic[T]):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
         cls: Any = self._then_class or type(self)
         following: Future[S] = cls(devices=self._devices)
-        following.label = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.label}"
+        following.label = _LinkLabel(callback, self.label)
 
         def run(done: Future[T]) -> None:
             done.acknowledge()  # the callback has the error in hand now
+            passed = done._error
+            trace = None if passed is None else passed.__traceback__
             try:
                 value = callback(done)
             except BaseException as error:
+                if error is passed:
+                    error.__traceback__ = (
+                        trace  # otherwise it would grow with each link, and keep the frames of all
+                    )
                 if following._claim():
                     following._finish(None, error)
                 if is_of_handler(error):
@@ -595,6 +679,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if INTERRUPTED:
             interruption_point()
+        if QUEUED:
+            run_queued_callbacks()
         if self._done:
             try:
                 return self._outcome()

@@ -12,6 +12,7 @@ import operator
 import pickle
 import signal
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError as StdCancelledError
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 from actorrpc import errors, rpc
 from actorrpc.futures import ConcurrentFuture, Future, collect_all, wait_all
+from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
 
 _TINY = 0.02  # a time-out that is meant to pass
@@ -266,6 +268,134 @@ def test_then_of_a_failure() -> None:
     assert handled.wait() == "KeyError"
     with pytest.raises(ZeroDivisionError):
         new.wait()
+
+
+# -- long chains -----------------------------------------------------------------------------------
+
+
+def _linked_by_then(first: Future[int], links: int) -> Future[int]:
+    last = first
+    for _ in range(links):
+        last = last.then(lambda f: f.value() + 1)
+    return last
+
+
+def _linked_by_collect_all(first: Future[int], links: int) -> Future[int]:
+    last = first
+    for _ in range(links):
+        last = collect_all([last]).then(lambda f: f.value()[0].value() + 1)
+    return last
+
+
+def _linked_by_set_result(first: Future[int], links: int) -> Future[int]:
+    last: Any = first
+    for number in range(links):
+        following: Any = torch.futures.Future() if number % 3 == 1 else Future()
+
+        def complete(f: Any, following: Any = following) -> None:
+            try:
+                following.set_result(f.value() + 1)
+            except ValueError as error:
+                following.set_exception(error)
+
+        last.add_done_callback(complete)
+        last = following
+    return last.then(lambda f: f.value())  # type: ignore[no-any-return]
+
+
+_LINKED = [_linked_by_then, _linked_by_collect_all, _linked_by_set_result]
+
+
+@pytest.mark.parametrize("link", _LINKED)
+@pytest.mark.parametrize("links", rest_is_slow([3_000, 100_000]))
+def test_a_chain_of_any_length_completes(link: Callable[..., Any], links: int) -> None:
+    first: Future[int] = Future()
+    last = link(first, links)
+    first.set_result(0)
+    assert last.done()
+    assert last.value() == links
+
+
+@pytest.mark.parametrize("links", rest_is_slow([3_000, 100_000]))
+def test_an_error_passes_through_a_chain_of_any_length(links: int) -> None:
+    first: Future[int] = Future()
+    last = _linked_by_then(first, links)
+    error = ValueError("x")
+    first.set_exception(error)
+    assert last.exception() is error
+    assert len(traceback.extract_tb(error.__traceback__)) < 10
+    assert len(str(last.label)) < 200
+
+
+@pytest.mark.parametrize("make", [Future, torch.futures.Future])
+def test_callbacks_of_a_tree_of_futures_run_depth_first(make: Callable[[], Any]) -> None:
+    seen: list[str] = []
+
+    def grow(future: Any, name: str) -> None:
+        for branch in "ab" if len(name) % 5 == 0 else "a":
+            if len(name) < 21:
+                grow(future.then(lambda f, name=name + branch: seen.append(name)), name + branch)
+
+    root = make()
+    grow(root, "")
+    root.set_result(None)
+    assert len(seen) > 100
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize(
+    "see",
+    [
+        lambda future: future.done() and future.value(),
+        lambda future: future.value(),
+        lambda future: future.wait(),
+        lambda future: collect_all([future]).wait()[0].value(),
+    ],
+)
+def test_a_callback_sees_the_effect_of_what_it_completes_at_any_depth(see: Callable[[Any], Any]) -> None:
+    futures: list[Future[int]] = [Future() for _ in range(41)]
+    following = [future.then(lambda f: f.value() * 2) for future in futures]
+    seen: list[int] = []
+    for number, future in enumerate(futures[:-1]):
+
+        def complete(f: Future[int], number: int = number) -> None:
+            futures[number + 1].set_result(number + 1)
+            seen.append(see(following[number + 1]))
+
+        future.add_done_callback(complete)
+    futures[0].set_result(0)
+    assert sorted(seen) == [2 * number for number in range(1, 41)]
+
+
+def test_a_coroutine_that_a_callback_runs_sees_what_it_completes() -> None:
+    async def double() -> int:
+        doubled = end.then(lambda f: f.value() * 2)
+        end.set_result(3)
+        return await doubled
+
+    first: Future[int] = Future()
+    end: Future[int] = Future()
+    found = _linked_by_set_result(first, 20).then(lambda _: asyncio.run(double()))
+    first.set_result(0)
+    assert found.value() == 6
+
+
+@pytest.mark.parametrize("depth", [1, 20])
+def test_an_interruption_of_a_callback_leaves_no_other_one_out(depth: int) -> None:
+    first: Future[int] = Future()
+    last = _linked_by_then(first, depth)
+
+    def interrupt(_: Future[int]) -> None:
+        raise KeyboardInterrupt
+
+    first.add_done_callback(interrupt)
+    after = first.then(lambda f: f.value() + 5)
+    last.add_done_callback(interrupt)
+    later = last.then(lambda f: f.value() + 7)
+    with pytest.raises(KeyboardInterrupt):
+        first.set_result(0)
+    assert after.value() == 5
+    assert later.value() == depth + 7
 
 
 # -- torch's functions, and ours -----------------------------------------------------------------
@@ -530,6 +660,15 @@ def back_and_forth(depth: int) -> int:
     return rpc.rpc_async(there, back_and_forth, (depth - 1,)).then(lambda f: f.wait() + 1).wait()
 
 
+@rpc.functions.async_execution
+def through_links(links: int) -> Future[int]:
+    there = 1 - rpc.get_worker_info().id
+    last = rpc.rpc_async(there, operator.add, (0, 0))
+    for _ in range(links):
+        last = last.then(lambda f: f.value() + 1)
+    return last
+
+
 def _calls(rank: int, world_size: int) -> None:
     if rank:
         return
@@ -547,6 +686,11 @@ def _calls(rank: int, world_size: int) -> None:
         for _ in range(20):
             deeper = deeper.then(lambda f, to=to: rpc.rpc_async(to, operator.add, (f.wait(), 1)).wait())
         assert deeper.wait() == 21
+        long = rpc.rpc_async(to, operator.add, (0, 1))
+        for _ in range(1000):
+            long = long.then(lambda f: f.wait() + 1)
+        assert long.wait() == 1001
+        assert rpc.rpc_sync(to, through_links, (1000,)) == 1000
         # What a callback raises is the error of what follows, also when a call in it raised.
         with pytest.raises(LookupError, match="in a callback") as caught:
             rpc.rpc_async(to, operator.add, (1, 2)).then(

@@ -47,7 +47,7 @@ from actorrpc.errors import (
     ShutdownError,
 )
 from actorrpc.flight_recorder import OWN, OWN_MODULES, FlightRecorder
-from actorrpc.futures import WAITING, Future, interruption_point
+from actorrpc.futures import QUEUED, WAITING, Future, interruption_point, run_queued_callbacks
 from actorrpc.serialization import by_value, codec
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
@@ -339,6 +339,8 @@ class Agent:
         header: Header | None = None,
     ) -> Any:
         """Make a call as :meth:`call` does, and return its value or raise its error."""
+        if QUEUED:
+            run_queued_callbacks()
         call: Call | None = None
         try:
             call = self.call(peer, function, args, kwargs, timeout, keep=keep, label=label, header=header)

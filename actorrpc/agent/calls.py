@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError
-from actorrpc.futures import INTERRUPTED, WAITING, Future, interruption_point
+from actorrpc.futures import INTERRUPTED, QUEUED, WAITING, Future, interruption_point, run_queued_callbacks
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
@@ -246,6 +246,8 @@ class Call:
             runner.begin_wait(self.stir, self)
         try:
             while not self.done:
+                if QUEUED:
+                    run_queued_callbacks()
                 if runner is not None:
                     self.stirred = False
                     if INTERRUPTED:

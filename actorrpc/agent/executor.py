@@ -32,6 +32,7 @@ from actorrpc.errors import (
     RpcTimeoutError,
     SerializationError,
 )
+from actorrpc.futures import QUEUED, run_queued_callbacks
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import uninterruptible
@@ -217,6 +218,8 @@ class Executor:
                 report(_log, error, "what %r has posted here failed", peer.name)
             finally:
                 CURRENT.reset(token)
+        if QUEUED:
+            run_queued_callbacks()
 
     @uninterruptible
     def _open_post(self, conn: Any, frame: Frame, execution: Execution) -> Any:
