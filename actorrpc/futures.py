@@ -739,6 +739,25 @@ class Future(torch.futures.Future[T], Generic[T]):
         )
 
 
+class _StandardWaiters:
+    """Is told of the end of a :class:`ConcurrentFuture`, and tells the threads that wait in ``concurrent.futures``."""
+
+    @staticmethod
+    def ended(future: ConcurrentFuture[Any]) -> None:
+        """Publish the state that the functions of ``concurrent.futures`` look at."""
+        cancelled = future.cancelled()
+        with future._condition:
+            future._state = "CANCELLED_AND_NOTIFIED" if cancelled else "FINISHED"
+            for waiter in future._waiters:
+                if cancelled:
+                    waiter.add_cancelled(future)
+                elif future._error is not None:
+                    waiter.add_exception(future)
+                else:
+                    waiter.add_result(future)
+            future._condition.notify_all()
+
+
 class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[type-arg, misc]
     """A Future that is a ``concurrent.futures.Future``, too: for the functions there, and ``asyncio.wrap_future``.
 
@@ -753,22 +772,7 @@ class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[ty
         self._condition = threading.Condition()
         self._state = "RUNNING"
         self._waiters: list[Any] = []
-
-    def _finish(
-        self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
-    ) -> None:
-        super()._finish(value, error, submit)
-        cancelled = self.cancelled()
-        with self._condition:
-            self._state = "CANCELLED_AND_NOTIFIED" if cancelled else "FINISHED"
-            for waiter in self._waiters:
-                if cancelled:
-                    waiter.add_cancelled(self)
-                elif error is not None:
-                    waiter.add_exception(self)
-                else:
-                    waiter.add_result(self)
-            self._condition.notify_all()
+        self._parked.append(_StandardWaiters)
 
     def running(self) -> bool:
         """Say whether the future is not complete yet: cancel() gives up what has begun, too."""

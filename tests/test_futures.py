@@ -830,6 +830,14 @@ def test_the_standard_library_waits_for_one(waits_first: bool) -> None:
     assert not work[0].running()
 
 
+def test_the_standard_library_finds_one_complete_in_its_callbacks() -> None:
+    future: ConcurrentFuture[int] = ConcurrentFuture()
+    found: list[Any] = []
+    future.add_done_callback(lambda f: found.append(concurrent.futures.wait([f], timeout=0).done))
+    future.set_result(1)
+    assert found == [{future}]
+
+
 def test_asyncio_wraps_one_up() -> None:
     async def main() -> list[Any]:
         work: list[ConcurrentFuture[Any]] = [ConcurrentFuture() for _ in range(4)]
