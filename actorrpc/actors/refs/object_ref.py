@@ -9,6 +9,7 @@ result is there travels as an RRef of this worker that is given the result when 
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -294,6 +295,20 @@ class _Pursuit:
 _lock = threading.RLock()
 
 
+# Identities start with random bytes of this process. A system call for each ObjectRef would take longer than its call.
+_origin = b""
+_numbers = itertools.count()
+
+
+def _draw_origin() -> None:
+    global _origin
+    _origin = os.urandom(7)
+
+
+_draw_origin()
+os.register_at_fork(after_in_child=_draw_origin)
+
+
 class ObjectRef(Generic[T_co]):
     """A reference to the result of a call to an actor or a task; :func:`actorrpc.get` gives the result.
 
@@ -461,7 +476,7 @@ class ObjectRef(Generic[T_co]):
     def _identity(self) -> bytes:
         found = self._id
         if found is None:
-            made = os.urandom(12)
+            made = _origin + next(_numbers).to_bytes(5, "little")
             with _lock:
                 if self._id is None:
                     self._id = made
