@@ -118,7 +118,8 @@ class GroupQueue:
         self.idle: list[Any] = []
         self._fresh: deque[Entry] = deque()
         self._heap: list[Entry] = []  # what is not in the plain order any more
-        self._held: dict[tuple[object, int], deque[Entry]] = {}
+        # By caller and priority, a heap: an entry that is not ready comes first, and holds the caller's later ones.
+        self._held: dict[tuple[object, int], list[Entry]] = {}
         self._parked: set[Entry] = set()
         self.waiting = 0  # entries in here that have neither been handed out nor cancelled
         self._of_chain: dict[
@@ -212,8 +213,8 @@ class GroupQueue:
                 continue  # over, or moved to a runner
             if self._held and not entry.loose:
                 held = self._held.get((entry.caller, entry.priority))
-                if held is not None and not (entry.again and entry < held[0]):
-                    held.append(entry)
+                if held is not None and held[0] < entry:
+                    heapq.heappush(held, entry)
                     continue
             if entry.ready:
                 entry.state = TAKEN
@@ -226,18 +227,23 @@ class GroupQueue:
                 entry.parked = True  # comes back when it is ready
                 self._parked.add(entry)
             else:
-                # What comes again may be put before one that is held already, and holds that.
-                self._held.setdefault((entry.caller, entry.priority), deque()).appendleft(entry)
+                # An entry that comes again may go before one that is held already, and holds that.
+                heapq.heappush(self._held.setdefault((entry.caller, entry.priority), []), entry)
 
     def release(self, entry: Entry) -> None:
-        """Note that an entry which was not ready now is, or is over: what waited for it goes on."""
+        """Note that an entry which was not ready now is, or is over.
+
+        The entries that it held go on, up to the next one that is not ready and holds the others.
+        """
         key = (entry.caller, entry.priority)
         held = self._held.get(key)
         if held is not None and held[0] is entry:
-            del self._held[key]
-            for each in held:
+            while held and (held[0].ready or held[0].state is not NEW):
+                each = heapq.heappop(held)
                 if each.state is NEW:
                     heapq.heappush(self._heap, each)
+            if not held:
+                del self._held[key]
         elif entry.parked:
             entry.parked = False
             self._parked.remove(entry)
@@ -247,8 +253,7 @@ class GroupQueue:
     def held_behind(self, entry: Entry) -> Entry | None:
         """Return the earlier call of its caller that an entry waits for, whose arguments are not here."""
         held = self._held.get((entry.caller, entry.priority))
-        first = held[0] if held else None
-        return None if first is entry or first is None or first.ready or entry.loose else first
+        return held[0] if held and held[0] < entry and not entry.loose else None
 
     def heads(self) -> list[Entry]:
         """Return the entries that are not ready, for which later calls of their callers wait."""
@@ -257,7 +262,8 @@ class GroupQueue:
     def entries(self) -> list[Entry]:
         """Return the entries that wait here, in order."""
         everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked)
-        return sorted(entry for entry in everything if entry.state is NEW and entry.slot is None)
+        # A set: an entry that came back from a runner may be here twice.
+        return sorted({entry for entry in everything if entry.state is NEW and entry.slot is None})
 
     def oldest(self) -> Entry | None:
         """Return the entry that came first of those that wait here; of very many out of order, of some of them."""

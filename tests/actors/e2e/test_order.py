@@ -15,6 +15,7 @@ import torch
 
 import actorrpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+from tests.layers import rest_is_slow
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -142,6 +143,33 @@ def test_a_chain_of_refs_from_actor_to_actor() -> None:
         ref = recorders[n % 3].note.remote(ref)
     assert actorrpc.get(ref) == 0
     assert [len(x) for x in actorrpc.get([r.all.remote() for r in recorders])] == [10, 10, 10]
+
+
+@actorrpc.remote
+class Adder:
+    def add(self, number: int) -> int:
+        return number + 1
+
+
+@actorrpc.remote
+class AsyncAdder:
+    async def add(self, number: int) -> int:
+        return number + 1
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("links", rest_is_slow([500, 10_000]))
+@pytest.mark.parametrize(
+    "kinds",
+    [(Adder,), (Adder, Adder), (AsyncAdder.options(allow_out_of_order_execution=False),)],
+    ids=["one", "two in turn", "async in order"],
+)
+def test_each_of_many_calls_takes_the_result_of_the_one_before(kinds: Any, links: int) -> None:
+    actors = [kind.remote() for kind in kinds]
+    last = actorrpc.put(0)
+    for number in range(links):
+        last = actors[number % len(actors)].add.remote(last)
+    assert actorrpc.get(last, timeout=50) == links
 
 
 def test_priorities_overtake_what_waits(gate: Path) -> None:

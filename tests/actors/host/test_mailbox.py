@@ -280,6 +280,46 @@ def test_a_cancelled_call_lets_those_behind_it_go() -> None:
     assert _run_all(mailbox, queue) == ["a2"]
 
 
+class _Counted(Call):
+    """A call that counts the comparisons of all calls of its kind."""
+
+    compared = 0
+
+    def __lt__(self, other: Entry) -> bool:
+        _Counted.compared += 1
+        return super().__lt__(other)
+
+
+def test_calls_that_each_wait_for_the_one_before_take_few_steps() -> None:
+    mailbox = Mailbox({"": 1})
+    queue = mailbox.queues[""]
+    entries = [_Counted("a", number, ready=False) for number in range(2000)]
+    for entry in entries:
+        mailbox.put(entry, queue)
+    before = _Counted.compared
+    for entry in entries:
+        mailbox.ready(entry)
+        assert _run_all(mailbox, queue) == [entry.payload]
+    assert _Counted.compared - before < 40 * len(entries)
+
+
+def test_a_call_that_is_ready_lets_those_behind_it_go_up_to_the_next_that_is_not() -> None:
+    mailbox = Mailbox({"": 1})
+    queue = mailbox.queues[""]
+    first, second = (Call("a", payload, ready=False) for payload in ("a1", "a3"))
+    behind = Call("a", "a2")
+    for entry in (first, behind, second, Call("a", "a4")):
+        mailbox.put(entry, queue)
+    assert _run_all(mailbox, queue) == []
+    assert queue.held_behind(behind) is first
+    mailbox.ready(first)
+    assert queue.held_behind(behind) is None
+    assert queue.heads() == [second]
+    assert _run_all(mailbox, queue) == ["a1", "a2"]
+    mailbox.ready(second)
+    assert _run_all(mailbox, queue) == ["a3", "a4"]
+
+
 def test_a_call_that_is_made_again_goes_before_those_that_wait_for_it() -> None:
     mailbox = Mailbox({"": 1})
     queue = mailbox.queues[""]
