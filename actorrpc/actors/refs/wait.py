@@ -7,13 +7,15 @@ can run calls that descend from its own, whatever it waits for.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import sys
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
@@ -163,54 +165,38 @@ def time_left(until: float) -> float | None:
 
 
 class _Gate:
-    """A future that is complete when ``count`` of some results are, or when one of them has failed.
+    """A future that is complete when all of some results are, or when one of them has failed.
 
-    It stands among the threads that wait for each of the results. These tell it on whichever thread completes them, and must
-    not be held up there: what has to be fetched is fetched by a pool thread. It takes no lock: each result is told of once,
-    by the one that takes the gate out of those that wait for it, and ``_left`` shrinks by one atomic step for each.
+    A large result that is elsewhere counts when it has been fetched. The gate stands among the threads that wait for each of the
+    results. These tell it on whichever thread completes them, and must not be held up there: what has to be fetched is fetched
+    by a pool thread. It takes no lock: each result is told of once, by the one that takes the gate out of those that wait for
+    it, and ``_left`` shrinks by one atomic step for each.
 
     Args:
         items: what the results are those of; the caller's own list, which may be emptied when the gate is closed.
         futures: what :func:`_start` gave for them. A fetch takes the place of what has led to it.
-        count: None: all of them.
-        fails: one that fails is enough.
-        values: a large result that is elsewhere counts when it has been fetched.
     """
 
-    __slots__ = ("_fails", "_items", "_left", "_places", "_values", "future", "futures")
+    __slots__ = ("_items", "_left", "_places", "future", "futures")
 
-    def __init__(
-        self,
-        label: str,
-        items: Sequence[Any],
-        futures: list[Future[Any]],
-        count: int | None = None,
-        *,
-        fails: bool,
-        values: bool,
-    ) -> None:
+    def __init__(self, label: str, items: Sequence[Any], futures: list[Future[Any]]) -> None:
         self.future: Future[None] = Future()
         self.future.label = label
+        self.future.awaits = futures  # the search for deadlocks looks here
         self.futures = futures
         self._items = items
         self._places: dict[Future[Any], list[int]] | None = None
         different = dict.fromkeys(futures)
-        if count is None or count == len(futures):
-            count = len(different)
-            self.future.awaits = futures  # the search for deadlocks looks here
-        self._left = [None] * count
-        self._fails = fails
-        self._values = values
+        self._left = [None] * len(different)
         _stand_by(self, different)
         _flush(different)
 
     def ended(self, future: Future[Any]) -> None:
         """Record a result, which is complete."""
         if future._error is not None:
-            if self._fails:
-                self.open()
-                return
-        elif self._values and type(future._value) is StoredResult and self._refs(future):
+            self.open()
+            return
+        if type(future._value) is StoredResult and self._refs(future):
             future._value.rref._references.agent.submit(partial(self._fetch, future))
             return
         try:
@@ -267,11 +253,12 @@ class _Gate:
 class _Watch:
     """Tells a stream of results of one of them."""
 
-    __slots__ = ("_stream", "future", "item")
+    __slots__ = ("_stream", "future", "item", "number")
 
-    def __init__(self, stream: _WaitedStream, item: Any) -> None:
+    def __init__(self, stream: _WaitedStream, item: Any, number: int) -> None:
         self._stream = stream
         self.item = item
+        self.number = number
         self.future: Future[Any]
 
     def arm(self, future: Future[Any]) -> None:
@@ -572,7 +559,7 @@ def _values(
                     futures[at] = item._settled()
                     _wait_for(futures[at], until, timeout)
             return futures
-        gate = _Gate(f"get() of {len(items)} results", items, futures, fails=True, values=True)
+        gate = _Gate(f"get() of {len(items)} results", items, futures)
         try:
             _wait_for(gate.future, until, timeout)
         finally:
@@ -594,7 +581,7 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
     futures = [_start(ref, "all_of()", True) for ref in refs]
     values: Future[list[Any]] = Future()
     values.label = f"{len(refs)} results"
-    gate = _Gate(values.label, refs, futures, fails=True, values=True)
+    gate = _Gate(values.label, refs, futures)
 
     def opened(_: Future[None]) -> None:
         gate.close()
@@ -635,6 +622,7 @@ def wait(
 
     Returns:
         The first ``num_returns`` that are ready, or fewer where time was up, and all others; both in the order of ``refs``.
+        A loop is quick where it gives this second list to the next call, as it is or with other ObjectRefs appended.
 
     Raises:
         TypeError: ``refs`` is not a list, or there is nothing to wait for in it.
@@ -653,60 +641,59 @@ def wait(
         raise ValueError(
             f"num_returns must be from 1 to the number of ObjectRefs, {len(refs)}, not {say(num_returns)}"
         )
-    seen: set[Any] = set()
-    for item in refs:
-        if not isinstance(item, (*_WAITABLE, Arrivals)):
-            raise _nothing_to_wait_for(item, "wait()")
-        if item in seen:
-            raise ValueError(f"wait() takes each ObjectRef once, and {item!r} is there twice")
-        seen.add(item)
-    futures = [
-        item._arrival() if isinstance(item, Arrivals) else _start(item, "wait()", fetch_local)
-        for item in refs
-    ]
-    if sum([future._done for future in futures]) < num_returns and not (
-        until != _INFINITE and until <= _time.now()
-    ):
-        label = f"wait() for {num_returns} of {len(refs)}"
-        gate = _Gate(label, refs, futures, num_returns, fails=False, values=fetch_local)
-        try:
-            gate.future.wait(time_left(until))
-        except RpcTimeoutError:
-            pass
-        finally:
-            gate.close()
-    ready: list[Any] = []
-    rest: list[Any] = []
-    for item, future in zip(refs, futures, strict=True):
-        done = future._done and not (
-            fetch_local
-            and type(item) is ObjectRef
-            and future._error is None
-            and type(future._value) is StoredResult
-        )
-        (ready if done and len(ready) < num_returns else rest).append(item)
-    if rest and _time_is_over():
-        _cover(refs, futures)
+    shared: list[_Registered] = refs.registered if type(refs) is _Unready else []
+    try:
+        registered = shared.pop()
+    except IndexError:  # there is none, or another thread has it
+        registered = _Registered(fetch_local)
+    if not registered.begins(refs, fetch_local):
+        shared, registered = [], _Registered(fetch_local)
+    try:
+        registered.extend(refs)
+        registered.wait(num_returns, until)
+        ready = registered.take(num_returns)
+    finally:
+        if registered.lasts:
+            shared.append(registered)
+    if not registered.items:
+        return ready, []
+    if _time_is_over():
+        registered.cover()
+    rest = _Unready(registered.items)
+    rest.registered = shared
     return ready, rest
+
+
+class _Unready(list[Any]):
+    """The second list that :func:`wait` returns: a list, in which the next call finds what this one has registered.
+
+    Attributes:
+        registered: the one :class:`_Registered` of its items, or nothing while a call has it.
+    """
+
+    __slots__ = ("registered",)
+    registered: list[_Registered]
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return list, (list(self),)
 
 
 # -- as_completed --------------------------------------------------------------------------------------------
 
 
 class _WaitedStream:
-    """Collects results as they end, for one iteration.
+    """Collects results as they end.
 
     Args:
         fetch: a large result that is elsewhere is fetched before it counts.
     """
 
-    __slots__ = ("_fetch", "_ready", "_signal", "watches")
+    __slots__ = ("_fetch", "_ready", "_signal")
 
     def __init__(self, fetch: bool) -> None:
         self._fetch = fetch
         self._ready: deque[_Watch] = deque()
         self._signal: Future[None] | None = None
-        self.watches: list[_Watch] = []
 
     def ended(self, watch: _Watch) -> None:
         """Record a result. As :meth:`_Gate.ended`."""
@@ -724,15 +711,166 @@ class _WaitedStream:
         if signal is not None and signal._claim():
             signal._finish(None, None)
 
-    def next(self) -> tuple[_Watch | None, Future[None] | None]:
+    def next(self) -> tuple[_Watch, None] | tuple[None, Future[None]]:
         """Return what watches a result that has ended, or else a Future that completes when there may be one."""
-        signal: Future[None] = Future()
+        try:
+            return self._ready.popleft(), None
+        except IndexError:
+            signal: Future[None] = Future()
         signal.label = "the next of several results"
         self._signal = signal
         try:
-            return self._ready.popleft(), None  # looked at after the line above: seen here or there
+            return self._ready.popleft(), None  # looked at again after the line above: seen here or there
         except IndexError:
             return None, signal
+
+
+class _Watches:
+    """The watches of some results, by number. When it is dropped, results that are still to come tell nobody any more.
+
+    Args:
+        fetch: as for :class:`_WaitedStream`.
+    """
+
+    stream: Any = None  # where a signal handler has cut the constructor short
+
+    def __init__(self, fetch: bool) -> None:
+        self.watches: dict[int, _Watch] = {}
+        self.stream = _WaitedStream(fetch)
+
+    def add(self, number: int, item: Any, future: Future[Any]) -> None:
+        """Watch a result, whose future is this one."""
+        watch = self.watches[number] = _Watch(self.stream, item, number)
+        watch.arm(future)
+
+    def cover(self) -> None:
+        """Have the failures of these results not be reported: the time is over for the thread that waits for them."""
+        watches = self.watches.values()
+        _cover([each.item for each in watches], [each.future for each in watches])
+
+    def __del__(self) -> None:
+        if self.stream is not None:
+            for each in self.watches.values():
+                if not each.future._done:
+                    _stand_aside(each, each.future)
+
+
+class _Registered(_Watches):
+    """The results that :func:`wait` has still to return, from call to call. One thread uses it at a time.
+
+    Attributes:
+        items: the results, in order.
+        lasts: it is good for another call. A stream gives a new future after each item.
+    """
+
+    def __init__(self, fetch: bool) -> None:
+        self.items: list[Any] = []
+        self.lasts = True
+        self._numbers: list[int] = []  # of the items, which grow from one to the next
+        self._next = 0
+        self._ended: list[int] = []  # the numbers of those that have, a heap
+        self._different: set[Any] | None = None  # the items, where some were added later
+        self._fetch = fetch
+        self._born = generation()
+        super().__init__(fetch)
+
+    def begins(self, refs: Sequence[Any], fetch: bool) -> bool:
+        """Say whether ``refs`` begins with the items that are registered, and others can be added to them."""
+        known = self.items
+        same = refs == known if len(refs) == len(known) else refs[: len(known)] == known
+        return same and fetch is self._fetch and self._born == generation()
+
+    def extend(self, refs: Sequence[Any]) -> None:
+        """Register the results at the end of ``refs`` that are not registered yet.
+
+        Raises:
+            TypeError, ValueError: as :func:`wait`.
+        """
+        new = refs[len(self.items) :]
+        if not new:
+            return
+        if not _REFS.issuperset(map(type, new)):
+            for item in new:
+                if not isinstance(item, (*_WAITABLE, Arrivals)):
+                    raise _nothing_to_wait_for(item, "wait()")
+                self.lasts = self.lasts and not isinstance(item, Arrivals)
+        self._differ(new)
+        fetch, ended = self._fetch, self._ended
+        numbers = range(self._next, self._next + len(new))
+        pending = []
+        for number, item in zip(numbers, new, strict=True):
+            if isinstance(item, Arrivals):
+                future: Future[Any] = item._arrival()
+            else:
+                future = _start(item, "wait()", fetch)
+            if future._done and not (fetch and type(future._value) is StoredResult):
+                ended.append(number)
+            else:
+                pending.append(future)
+                self.add(number, item, future)
+        heapq.heapify(ended)
+        self.items += new
+        self._numbers += numbers
+        self._next = numbers.stop
+        _flush(pending)
+
+    def _differ(self, new: Sequence[Any]) -> None:
+        """Check that the new items differ from each other, and from those that are registered."""
+        if self.items and self._different is None:
+            self._different = set(self.items)
+        # One that has no identity yet is equal to itself only.
+        identities = [item._id or id(item) if type(item) is ObjectRef else item for item in new]
+        different = self._different
+        if different is None and len(set(identities)) == len(new):
+            return
+        different = set() if different is None else different
+        for item in new:
+            if item in different:
+                raise ValueError(f"wait() takes each ObjectRef once, and {item!r} is there twice")
+            different.add(item)
+
+    def wait(self, count: int, until: float) -> None:
+        """Wait until so many results have ended, or the time is up."""
+        ended = self._ended
+        while True:
+            watch, signal = self.stream.next()
+            if watch is not None:
+                heapq.heappush(ended, watch.number)
+                continue
+            if len(ended) >= count or until <= _time.now():
+                return
+            signal.label = f"wait() for {count} of {len(self.items)}"
+            if count == len(self.items):
+                signal.awaits = list(self.watches.values())  # the search for deadlocks looks here
+            try:
+                signal.wait(time_left(until))
+            except RpcTimeoutError:
+                if not signal._done:
+                    return
+
+    def cover(self) -> None:
+        """As for all watches, and of those that had ended before they were watched."""
+        super().cover()
+        _cover(self.items, [each for each in self.items if isinstance(each, Future)])
+
+    def take(self, count: int) -> list[Any]:
+        """Take out the first ``count`` of the results that have ended, in order."""
+        items, numbers, ended = self.items, self._numbers, self._ended
+        taken = [heapq.heappop(ended) for _ in range(min(count, len(ended)))]
+        found = [items[bisect_left(numbers, number)] for number in taken]
+        for number in taken:
+            self.watches.pop(number, None)
+        if len(taken) == 1:
+            at = bisect_left(numbers, taken[0])
+            del items[at], numbers[at]
+        elif taken:
+            left = set(taken)
+            kept = [number not in left for number in numbers]
+            items[:] = compress(items, kept)
+            numbers[:] = compress(numbers, kept)
+        if self._different is not None:
+            self._different.difference_update(found)
+        return found
 
 
 class _Bar:
@@ -747,12 +885,10 @@ class _Bar:
 class Completed(Generic[T]):
     """What :func:`as_completed` returns: an iterator for ``for`` and for ``async for``; use it in one place only."""
 
-    _stream: Any = None  # where a signal handler has cut the constructor short
-
     def __init__(
         self, refs: Iterable[Any], timeout: float | None, bar: _Bar | None = None, *, fetch: bool = True
     ) -> None:
-        self._stream = _WaitedStream(fetch)
+        self._watches = _Watches(fetch)
         self._until = deadline_of(timeout)
         self._timeout = timeout
         self._awaits_all = False
@@ -769,19 +905,10 @@ class Completed(Generic[T]):
             self._bar = progress_bar(None if self._streams else len(items), bar.description)
             if not items:
                 self._bar.close()
-        for item, future in zip(items, futures, strict=True):
-            watch = _Watch(self._stream, weakref.ref(item) if isinstance(item, Arrivals) else item)
-            watch.arm(future)
-            self._stream.watches.append(watch)
+        for number, (item, future) in enumerate(zip(items, futures, strict=True)):
+            watched = weakref.ref(item) if isinstance(item, Arrivals) else item
+            self._watches.add(number, watched, future)
         _flush(futures)
-
-    def __del__(self) -> None:
-        # A loop that is left early, or again and again at its time-out, leaves nothing with results that are still to come.
-        if self._stream is None:
-            return
-        for each in self._stream.watches:
-            if not each.future._done:
-                _stand_aside(each, each.future)
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -816,11 +943,11 @@ class Completed(Generic[T]):
         if INTERRUPTED:
             interruption_point()
         while self._left:
-            watch, signal = self._stream.next()
+            watch, signal = self._watches.stream.next()
             if watch is None:
                 assert signal is not None
                 if self._awaits_all:  # the search for deadlocks looks here
-                    signal.awaits = self._stream.watches
+                    signal.awaits = list(self._watches.watches.values())
                 return None, signal
             if type(watch.item) is weakref.ref:
                 found = self._item_of(watch)
@@ -852,14 +979,14 @@ class Completed(Generic[T]):
 
     def all(self) -> None:
         """Wait for all of them; the first that fails ends it, with what it raises."""
-        watches = self._stream.watches
         self._awaits_all = True
         try:
             for item in self:
                 get(item)
         except BaseException:
+            watches = self._watches.watches.values()
             if _time_is_over() or any(each.future._error is not None for each in watches):
-                _cover([each.item for each in watches], [each.future for each in watches])
+                self._watches.cover()
             raise
         finally:
             if self._bar is not None:
@@ -867,8 +994,7 @@ class Completed(Generic[T]):
 
     def _late(self) -> RpcTimeoutError:
         if _time_is_over():
-            watches = self._stream.watches
-            _cover([each.item for each in watches], [each.future for each in watches])
+            self._watches.cover()
         return _late(f"one of {self._left} results", self._timeout)
 
 

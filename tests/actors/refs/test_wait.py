@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -104,6 +106,11 @@ class _Fetched:
         _started(task)
 
 
+class _FetchedHere(_Fetched):
+    def submit(self, task: Any) -> None:
+        task()
+
+
 @pytest.mark.parametrize("wanted", [get, lambda refs: all_of(refs).wait()], ids=["get", "all_of"])
 def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fetched(wanted: Any) -> None:
     work, fetch = _Work(3), Future()
@@ -123,10 +130,9 @@ def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fet
 
 def test_a_large_result_that_comes_as_the_wait_for_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     result: Future[Any] = Future()
-    result.set_result(StoredResult(_Fetched(Future())))
     ref = ObjectRef(result)
     futures: list[Future[Any]] = [result, Future()]
-    gate = wait_module._Gate("two", [ref, ref], futures, fails=True, values=False)
+    gate = wait_module._Gate("two", [ref, ref], futures)
     settled = ObjectRef._settled
 
     def settling(self: ObjectRef[Any]) -> Future[Any]:
@@ -134,7 +140,8 @@ def test_a_large_result_that_comes_as_the_wait_for_it_is_given_up(monkeypatch: p
         return settled(self)
 
     monkeypatch.setattr(ObjectRef, "_settled", settling)
-    gate._fetch(result)
+    result.set_result(StoredResult(_FetchedHere(Future())))
+    assert not futures
     gate.close()
 
 
@@ -535,6 +542,113 @@ def test_wrong_uses_are_refused() -> None:
             wait(work.refs, num_returns=count)
     with pytest.raises(TypeError, match="num_returns"):
         wait(work.refs, num_returns="1")  # type: ignore[arg-type]
+
+
+def _steps(run: Callable[[], Any]) -> int:
+    """Return how many functions a call runs on this thread."""
+    steps = 0
+
+    def count(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return steps
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_in_a_loop_a_wait_looks_only_at_what_is_new(ended: bool) -> None:
+    work = _Work(2000)
+    if ended:
+        work.end(*range(2000))
+    else:
+        work.end(0)
+    rest = wait(work.refs)[1]
+    found: list[Any] = []
+
+    def again() -> None:
+        nonlocal rest
+        work.futures.append(Future())
+        rest.append(ObjectRef(work.futures[-1]))
+        ready, rest = wait(rest, timeout=0)
+        found.extend(ready)
+
+    for number in range(1, 20):
+        if not ended:
+            work.end(2000 - number)
+        again()
+    assert _steps(again) < 300
+    order = range(1, 21) if ended else range(1999, 1980, -1)
+    assert found == [work.refs[number] for number in order]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_loop_of_waits_returns_each_once_whatever_is_done_to_the_list(data: st.DataObject) -> None:
+    work = _Work(8)
+    rest: list[ObjectRef[Any]] = list(work.refs[:5])
+    left = list(rest)
+    ended: set[int] = set()
+    for _ in range(data.draw(st.integers(0, 30))):
+        step = data.draw(
+            st.sampled_from(["wait", "wait", "end", "append", "insert", "remove", "shuffle", "copy"])
+        )
+        if step == "end":
+            number = data.draw(st.integers(0, 7))
+            if number not in ended:
+                ended.add(number)
+                work.end(number)
+        elif step in ("append", "insert"):
+            new = [ref for ref in work.refs if ref not in left]
+            if new:
+                at = len(left) if step == "append" else data.draw(st.integers(0, len(left)))
+                rest.insert(at, new[0])
+                left.insert(at, new[0])
+        elif step == "remove" and left:
+            at = data.draw(st.integers(0, len(left) - 1))
+            del rest[at], left[at]
+        elif step == "shuffle":
+            left = data.draw(st.permutations(left))
+            rest[:] = left
+        elif step == "copy":
+            rest = list(rest)
+        elif step == "wait" and left:
+            count = data.draw(st.integers(1, len(left)))
+            expected = [ref for ref in left if work.refs.index(ref) in ended][:count]
+            left = [ref for ref in left if ref not in expected]
+            ready, rest = wait(rest, num_returns=count, timeout=0)
+            assert (ready, rest) == (expected, left)
+
+
+def test_several_threads_wait_for_one_list() -> None:
+    work = _Work(200)
+    work.end(0)
+    rest = wait(work.refs)[1]
+    found: list[Any] = []
+    threads = [_started(lambda: found.append(wait(rest, num_returns=199)[0])) for _ in range(3)]
+    work.end(*range(1, 200))
+    for thread in threads:
+        thread.join()
+    assert found == [work.refs[1:]] * 3
+
+
+def test_the_list_that_is_left_is_a_list_like_others() -> None:
+    work = _Work(3)
+    work.end(1)
+    rest = wait(work.refs)[1]
+    assert isinstance(rest, list)
+    assert repr(rest) == repr(list(rest))
+    assert type(copy.copy(rest)) is type(copy.deepcopy(rest)) is list
+    assert copy.copy(rest) == [work.refs[0], work.refs[2]]
+    future = weakref.ref(work.futures[0])
+    work.futures.clear()
+    work.refs.clear()
+    del rest
+    assert future() is None
 
 
 # -- as_completed --------------------------------------------------------------------------------------------
