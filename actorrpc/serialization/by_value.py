@@ -108,11 +108,15 @@ def goes_by_value(obj: Any) -> bool:
 def names_main(chunks: Iterable[Any]) -> bool:
     """Say whether a pickle, as the C pickler wrote it in pieces, may name the main module.
 
-    Long bytes and texts are pieces of their own, and nothing to look through: other pieces of their size start with a
-    frame, the first with the protocol before it.
+    Long bytes, texts and buffers are pieces of their own, and are not searched. The pickler's own pieces are bytes; those
+    as long start with a frame, the first with the protocol before it.
     """
-    for chunk in chunks:  # noqa: SIM110 - each step of a generator is a function more
-        if (len(chunk) < _LONG or chunk[0] in _STARTS) and find_main(chunk) is not None:
+    for chunk in chunks:
+        if (
+            type(chunk) is bytes
+            and (len(chunk) < _LONG or chunk[0] in _STARTS)
+            and find_main(chunk) is not None
+        ):
             return True
     return False
 

@@ -91,7 +91,9 @@ def punch(chunks: list[Any], spans: list[TensorSpan], inline: bool) -> tuple[byt
     position = 0
     before: Any = b""
     for chunk in chunks:
-        size = len(chunk) if isinstance(chunk, bytes) else memoryview(chunk).nbytes
+        if not isinstance(chunk, bytes):
+            chunk = pickle.PickleBuffer(chunk).raw()  # bytes in order, also of an array in Fortran's
+        size = len(chunk)
         if size >= _LONG and not inline and _announces(before, size):
             holes.append(HOLE.pack(position, size))
             spans.append(TensorSpan.of(chunk))

@@ -102,6 +102,27 @@ def test_a_plain_call_is_a_plain_pickle() -> None:
     assert not encoded.tensors
 
 
+class Columns:
+    """Pickles its memory, in Fortran's order, as a buffer."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Columns, (pickle.PickleBuffer(self.memory),)
+
+
+@pytest.mark.parametrize("remote_main", [True, False])
+def test_long_buffers_in_bytes_that_stand_by_themselves(remote_main: bool) -> None:
+    array = np.arange(20_000).reshape(100, 200)
+    columns, again, long = loads(
+        dumps([Columns(np.asfortranarray(array)), array, bytearray(100_000)], remote_main=remote_main)
+    )
+    assert bytes(columns.memory) == array.tobytes("F")
+    assert np.array_equal(again, array)
+    assert long == bytearray(100_000)
+
+
 @pytest.mark.parametrize("size", [100, 4096, 4097, 65535, 65536, 300_000])
 def test_buffers_of_all_sizes(size: int) -> None:
     data = random.Random(size).randbytes(size)
