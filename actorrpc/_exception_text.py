@@ -24,6 +24,7 @@ from typing import Any, Final, TypeGuard, TypeVar
 from actorrpc.errors import RemoteTraceback
 
 __all__ = [
+    "MAX_NOTES",
     "add_note",
     "cut",
     "cut_frames",
@@ -124,7 +125,7 @@ _MAX_MESSAGE = 8 << 10
 _MAX_FRAMES = 200
 _MAX_MEMBERS = 200  # of a group, printed as Python does
 _MAX_CHAIN = 64
-_MAX_NOTES = 100
+MAX_NOTES = 100
 _MAX_SCAN = 1000
 
 
@@ -179,7 +180,7 @@ def notes_of(error: BaseException) -> list[str]:
     notes: Any = dict_of(error).get("__notes__")
     if type(notes) not in (list, tuple):
         return [] if notes is None else [say(notes, repr)]
-    return [say(note) for note in notes[:_MAX_NOTES]]
+    return [say(note) for note in notes[:MAX_NOTES]]
 
 
 def format_error(

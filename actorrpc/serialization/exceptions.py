@@ -25,9 +25,8 @@ import msgpack
 
 from actorrpc._exception_text import ARGS as _ARGS
 from actorrpc._exception_text import CAUSE as _CAUSE
-from actorrpc._exception_text import MEMBERS as _MEMBERS
-from actorrpc._exception_text import MESSAGE as _MESSAGE
 from actorrpc._exception_text import (
+    MAX_NOTES,
     cut,
     format_error,
     is_of_handler,
@@ -37,6 +36,8 @@ from actorrpc._exception_text import (
     shown,
     type_name,
 )
+from actorrpc._exception_text import MEMBERS as _MEMBERS
+from actorrpc._exception_text import MESSAGE as _MESSAGE
 from actorrpc._exception_text import dict_of as _dict_of
 from actorrpc._exception_text import names_of as _names_of
 from actorrpc.errors import RemoteError, RemoteTraceback, RpcError, SerializationError
@@ -252,7 +253,7 @@ class _Packer:
             value = self._wrap(value)
             if self._fits is None or self._fits(value):
                 kept[name] = value
-            else:
+            elif name != "__notes__":  # the notes are sent beside the pickle as well, shortened
                 self.dropped.append(cut(str(name), 100))
         return kept
 
@@ -391,9 +392,11 @@ def _pickle(
     plan = _plan(_class_of(error))
     members = None
     if plan.group:  # each member on its own: one that cannot be rebuilt costs nothing but itself
-        inside = _MEMBERS.__get__(error)
-        share = max(limit // len(inside), _MAX_MEMBER_TEXT)
-        members = [_dump(member, worker, dumps, share, True, inside=True) for member in inside]
+        members, remaining = [], limit
+        for member in _MEMBERS.__get__(error):
+            room = max(remaining, _MAX_MEMBER_TEXT)
+            members.append(_dump(member, worker, dumps, room, True, inside=True))
+            remaining -= len(members[-1])
 
     def attempt(packer: _Packer, *, obey: bool = True) -> bytes | None:
         try:
@@ -661,7 +664,10 @@ def _rebuild(
                 raise TypeError(f"{type_name(type(made))} is not an exception")
             if failed:
                 notes = [*notes, f"only its plain values were rebuilt here: {failed}"]
-            if notes:
+            own = _dict_of(made).get("__notes__")
+            if type(own) is list:  # unabridged: ``notes`` starts with the first MAX_NOTES of them, shortened
+                own += notes[min(len(own), MAX_NOTES) :]
+            elif notes:
                 _dict_of(made)["__notes__"] = list(notes)
             return made, notes
         except BaseException as failure:

@@ -25,12 +25,14 @@ from typing import Any, ClassVar
 import cloudpickle
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
+import torch
 
 from actorrpc import _exception_text, errors
 from actorrpc._exception_text import report
 from actorrpc.errors import RemoteError, RemoteTraceback, SerializationError
-from actorrpc.serialization import exceptions
+from actorrpc.serialization import codec, exceptions
 from actorrpc.serialization.exceptions import dump, load
 from tests import unruly
 
@@ -719,6 +721,38 @@ def test_what_is_too_large_is_left_behind() -> None:
 
 def failing(*_: object) -> Any:
     raise ModuleNotFoundError("No module named 'theirs'", name="theirs")
+
+
+@pytest.mark.parametrize("same_main", [True, False])
+def test_large_arrays_and_tensors_arrive(same_main: bool) -> None:
+    array, tensor = np.arange(100_000), torch.arange(100_000)
+    error = ValueError(array, [array, "text"], tensor)
+    error.data = {"array": array}  # type: ignore[attr-defined]
+    arrived = send(error, dumps=codec.dumper(same_main), loads=codec.loads)
+    assert np.array_equal(arrived.args[0], array)
+    assert np.array_equal(arrived.args[1][0], array)
+    assert torch.equal(arrived.args[2], tensor)
+    assert np.array_equal(arrived.data["array"], array)
+
+
+def test_long_notes_arrive_whole() -> None:
+    error = ValueError("noted")
+    error.add_note("n" * 100_000)
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    first, second = send(error).__notes__
+    assert first == "n" * 100_000
+    assert "lock" in second
+    first, second = send(error, limit=50_000).__notes__
+    assert "characters left out" in first
+    assert second.endswith("as it cannot be sent: lock")
+
+
+def test_members_of_a_group_share_the_limit() -> None:
+    group = ExceptionGroup("both", [ValueError("x" * 80_000), ValueError("y" * 80_000), KeyError("small")])
+    long, short, small = send(group, limit=100_000).exceptions
+    assert long.args == ("x" * 80_000,)
+    assert "characters left out" in short.args[0]
+    assert small.args == ("small",)
 
 
 def test_a_class_unknown_to_the_caller() -> None:
