@@ -93,6 +93,7 @@ _QUICK = (
     "actors/e2e/test_gradients.py::test_contexts_are_forgotten",
     "actors/e2e/test_in_a_group.py",
     "actors/e2e/test_object_limits.py::test_who_holds_what_is_said",
+    "actors/e2e/test_large_errors.py::test_long_exceptions_keep_their_class_and_contents[embedded-text]",
     "actors/e2e/test_objects.py::test_a_result_outlives",
     "actors/e2e/test_objects.py::test_items_of_a_stream",
     "actors/e2e/test_objects.py::test_no_bytes_move",

@@ -323,7 +323,7 @@ class Inbox:
         """Return the value that a reply carries, or raise its error. Called once per reply, by the thread that waits."""
         call.keep = None
         if frame.kind == frames.FAILURE:
-            raise exceptions.load(frame.body, loads=codec.loads)
+            raise exceptions.load(outbound.body_of(frame), loads=codec.loads)
         if not frame.flags and not frame.extra and not self._agent.interceptors:
             return outbound.open_plain(frame.body, call.peer)
         message = outbound.MessageContext(call.peer)

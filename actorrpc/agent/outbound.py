@@ -46,6 +46,7 @@ __all__ = [
     "Assembly",
     "MessageContext",
     "begin_stream",
+    "body_of",
     "discard",
     "open_body",
     "open_carefully",
@@ -400,12 +401,15 @@ def open_body(
     return opened
 
 
+def body_of(frame: Frame) -> bytes | memoryview:
+    """Return the body of a message whose chunks have all arrived: a body longer than one chunk is the last buffer."""
+    return frame.buffers[-1] if frame.flags & BODY and frame.buffers else frame.body
+
+
 def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Sequence[memoryview], Any]:
     buffers = frame.buffers
     if buffers is not None:
-        if frame.flags & BODY:
-            return buffers[:-1], buffers[-1]
-        return buffers, frame.body
+        return buffers[:-1] if frame.flags & BODY else buffers, body_of(frame)
     if frame.flags & LANE:
         assert conn is not None
         if conn.borrower is None:
