@@ -536,6 +536,43 @@ def test_a_creation_that_fails_before_it_runs_ends_every_wait() -> None:
     rpc_group(_unopened, 3)
 
 
+class UnreadableAtLength:
+    """Raises a long error where it is unpickled."""
+
+    def __getstate__(self) -> int:
+        return 1
+
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("cannot be opened: " + "x" * (6 << 20))
+
+
+def _fail_at_length(size: int) -> None:
+    raise LookupError("x" * size)
+
+
+def _long_errors(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    for to in ("worker0", "worker1"):
+        for call in (
+            lambda to=to: rpc.rpc_sync(to, _fail_at_length, (3 << 20,)),
+            lambda to=to: rpc.rpc_async(to, _fail_at_length, (3 << 20,)).wait(),
+            lambda to=to: rpc.remote(to, _fail_at_length, (3 << 20,)).to_here(),
+        ):
+            with pytest.raises(LookupError) as caught:
+                call()
+            assert caught.value.args == ("x" * (3 << 20),)
+    # Why it was not made is told its owner, in one frame: that must not be over the limit of frames.
+    rref = rpc.remote("worker1", own, (UnreadableAtLength(),))
+    assert rpc.rpc_sync("worker1", take_in, (rref,)) == "told"
+    assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
+
+
+@pytest.mark.limit(60)
+def test_errors_longer_than_a_chunk_arrive_whole() -> None:
+    rpc_group(_long_errors, 2)
+
+
 # -- pickling ------------------------------------------------------------------------------------
 
 

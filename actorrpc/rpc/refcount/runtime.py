@@ -144,7 +144,8 @@ class References:
         named = UserDelete(((handle.rref_id, handle.fork_id),))  # type: ignore[arg-type]
         owner = self._peer(handle.owner)
         dumps = codec.dumper(owner is not None and owner.same_main)
-        packed = exceptions.dump(error, worker=self.agent.name, dumps=dumps)
+        limit = self.agent.settings.chunk // 4  # a notice is one frame, and this error is pickled up to twice
+        packed = exceptions.dump(error, worker=self.agent.name, dumps=dumps, limit=limit)
         self._notify(handle.owner, _GIVEN_UP, msgpack.packb([pack_message(named), packed]))
 
     def _creation_given_up(self, peer: Peer, body: bytes) -> None:
