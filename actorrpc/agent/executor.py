@@ -114,7 +114,8 @@ class Executor:
         self._agent = agent
         # Made ahead: it is for when there is no memory to make one.
         short = LimitError(
-            f"worker {agent.name!r} has nothing left to say what became of the call: no memory, or no descriptors"
+            f"worker {agent.name!r} cannot send what became of the call: it has no memory or no descriptors left, or the "
+            "error is larger than its setting max_message"
         )
         short.maybe_executed = True
         self._short = exceptions.dump(short, worker=agent.name, dumps=codec.dumper(None))
@@ -404,7 +405,9 @@ class Executor:
             dumps = codec.dumper(execution.peer.same_main)
             name, shown = self._agent.name, getattr(execution.actor, "shown", "")
             where = f"{name}, actor {shown}" if shown else name
-            data = exceptions.dump(error, worker=name, dumps=dumps, where=where)
+            # Pickled up to twice, with texts beside it: within ``max_message`` unless that is below 256 KiB.
+            limit = min(exceptions.MAX_PICKLE, self._agent.settings.max_message // 4)
+            data = exceptions.dump(error, worker=name, dumps=dumps, limit=limit, where=where)
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
             if self._agent.flights is not None:
@@ -477,7 +480,10 @@ class Executor:
                 return True
             return outbound.send(agent, conn, kind, id, encoded, remaining=INFINITE, chain=0, header=header)
         except RpcError as error:
-            if conn.state is CLOSED or kind == FAILURE:
+            if conn.state is CLOSED:
+                return False
+            if kind == FAILURE:
+                self._fail_shortly(conn, id, conn.peer.name, error)
                 return False
             data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(conn.peer.same_main))
             outbound.send(agent, conn, FAILURE, id, data, remaining=INFINITE, chain=0, header=None)

@@ -21,6 +21,7 @@ from actorrpc.agent.peers import Peer
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
+    LimitError,
     PeerDiedError,
     RpcTimeoutError,
     SerializationError,
@@ -59,6 +60,26 @@ def _later(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0)
     future: Future[Any] = Future()
     agent.call(agent.peer(to), function, args, {}, timeout, future=future)
     return future
+
+
+def _fail_at_length(size: int) -> None:
+    raise LookupError("x" * size)
+
+
+@pytest.mark.parametrize("max_message", [1 << 20, 4 << 20])
+def test_an_error_over_the_limit_of_messages_is_shortened(max_message: int) -> None:
+    with agents(2, max_message=max_message, chunk=1 << 16) as made, pytest.raises(LookupError) as caught:
+        _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
+    assert "characters left out" in str(caught.value)
+
+
+@pytest.mark.prints("an error cannot be sent to 'a0': actorrpc.errors.LimitError")
+def test_an_error_whose_text_is_over_the_limit_of_messages_ends_its_call() -> None:
+    with (
+        agents(2, max_message=1 << 10, chunk=1 << 10) as made,
+        pytest.raises(LimitError, match="max_message"),
+    ):
+        _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
 
 
 @pytest.mark.slow
