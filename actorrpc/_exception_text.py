@@ -60,12 +60,12 @@ def is_a(error: object, kinds: type[_E] | tuple[type[_E], ...]) -> TypeGuard[_E]
 
 
 def mark_handlers(error: BaseException) -> None:
-    """Note that a signal handler of the program has raised it."""
+    """Note that a signal handler of the program, or an interruption of an actor's method, has raised it."""
     dict_of(error)[_OF_HANDLER] = True
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Say whether a signal handler of the program has raised it: then it is no failure of the code that it came in."""
+    """Say whether :func:`mark_handlers` has marked it: then it is no failure of the code that it came in."""
     return _OF_HANDLER in dict_of(error)
 
 
@@ -164,7 +164,8 @@ def shown(name: str) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    return cut(f"{shown(type_name(type(error)))}: {say(error)}", 1000)
+    name, text = shown(type_name(type(error))), say(error)
+    return cut(f"{name}: {text}" if text else name, 1000)
 
 
 def report(log: logging.Logger, error: BaseException, message: str, *args: object) -> None:

@@ -386,7 +386,7 @@ class Agent:
             call.keep = None
             try:
                 value = codec.unpickle(body)
-            except Exception as error:
+            except BaseException as error:
                 value = outbound.open_carefully(body, peer, error)
         else:
             value = self.inbox.open_reply(call, reply)

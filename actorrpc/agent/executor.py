@@ -149,7 +149,7 @@ class Executor:
                         else:
                             try:
                                 opened = codec.unpickle(frame[6])
-                            except Exception as error:
+                            except BaseException as error:
                                 opened = outbound.open_carefully(frame[6], peer, error)
                         function, args, kwargs = opened
                         if type(function) is int:

@@ -295,7 +295,7 @@ class Inbox:
                 call.keep = None
                 try:
                     value = codec.unpickle(frame[6])
-                except Exception as met:
+                except BaseException as met:
                     value = outbound.open_carefully(frame[6], peer, met)
             else:
                 value = self.open_reply(call, frame)

@@ -355,16 +355,17 @@ def open_plain(body: bytes, peer: Peer) -> Any:
     if body[-1] == STOP:
         try:
             return codec.unpickle(body)
-        except Exception as error:
+        except BaseException as error:
             return open_carefully(body, peer, error)
     return open_carefully(body, peer)
 
 
-def open_carefully(body: bytes, peer: Peer, error: Exception | None = None) -> Any:
+def open_carefully(body: bytes, peer: Peer, error: BaseException | None = None) -> Any:
     """Return the object of a message that carries nothing but its body; ``error``: what a first attempt has met.
 
     Raises:
-        Exception: what rebuilding the object raises; ``error``, where it is no use to look further.
+        RpcError: the object cannot be rebuilt.
+        BaseException: ``error``, where a signal handler or an interruption has raised it.
     """
     if error is not None and is_of_handler(error):
         raise error

@@ -29,7 +29,7 @@ from typing import Any, Final, NoReturn
 import cloudpickle
 import torch
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exception_text import is_of_handler, line_of
 from actorrpc.errors import LimitError, ProtocolError, RefusedError, RpcError, SerializationError
 from actorrpc.serialization import by_value, data_only
 from actorrpc.serialization import tensors as tensors_module
@@ -737,7 +737,9 @@ def decode(
         return _decode_table(body, buffers, decoding)
     except RpcError:
         raise
-    except Exception as error:
+    except (
+        BaseException
+    ) as error:  # users' classes may raise SystemExit here, which must not end the reader's program
         if is_of_handler(error):
             raise
         raise not_rebuilt(error) from error
@@ -745,7 +747,7 @@ def decode(
         message.decoding = outer
 
 
-def not_rebuilt(error: Exception, what: str = "a message") -> RpcError:
+def not_rebuilt(error: BaseException, what: str = "a message") -> RpcError:
     """Return what says that unpickling has raised ``error``, which is to be its cause."""
     if isinstance(error, pickle.UnpicklingError):  # all else users' classes may raise as well
         return ProtocolError(f"{what} cannot be unpickled: {error}")
@@ -760,7 +762,7 @@ def not_rebuilt(error: Exception, what: str = "a message") -> RpcError:
             f"{error}. The RPC pickler does not serialize function code that can be imported where it is called: "
             "make sure that functions and classes are defined in a module that both sides have"
         )
-    return SerializationError(f"{what} cannot be rebuilt here: {type(error).__name__}: {error}")
+    return SerializationError(f"{what} cannot be rebuilt here: {line_of(error)}")
 
 
 def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _Decoding) -> Any:

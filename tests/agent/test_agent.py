@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import operator
+import signal
 import socket
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -23,6 +26,7 @@ from actorrpc.errors import (
     DeadlockError,
     LimitError,
     PeerDiedError,
+    RemoteError,
     RpcTimeoutError,
     SerializationError,
     ShutdownError,
@@ -60,6 +64,52 @@ def _later(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0)
     future: Future[Any] = Future()
     agent.call(agent.peer(to), function, args, {}, timeout, future=future)
     return future
+
+
+class Leaving:
+    """Raises something that is no Exception where it is unpickled."""
+
+    def __init__(self, kind: type[BaseException], padding: bytes = b"") -> None:
+        self.kind = kind
+        self.padding = padding
+
+    def __reduce__(self) -> Any:
+        return _leave, (self.kind, self.padding)
+
+
+def _leave(kind: type[BaseException], padding: bytes) -> None:
+    if kind is SystemExit:
+        sys.exit(3)
+    if kind is InterruptedError:
+        signal.raise_signal(signal.SIGUSR1)  # the program's handler raises KeyboardInterrupt
+    raise kind
+
+
+@pytest.mark.parametrize("size", [0, 3 << 20])
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_what_unpickling_raises_ends_neither_reader_nor_worker(
+    pair: list[Agent], kind: type[BaseException], size: int
+) -> None:
+    caller = pair[0]
+    for way in (_sync, lambda *call: _later(*call).wait(60)):
+        with pytest.raises(SerializationError, match=kind.__name__) as caught:
+            way(caller, "a1", Leaving, kind, bytes(size))
+        assert type(caught.value.__cause__) is kind
+        with pytest.raises(SerializationError, match=kind.__name__) as caught:
+            way(caller, "a1", operator.is_, Leaving(kind, bytes(size)), None)
+        assert isinstance(caught.value, RemoteError)
+    assert _sync(caller, "a1", operator.add, 1, 2) == 3
+    del caught
+
+
+def test_what_a_signal_handler_raises_in_unpickling_stays_what_it_is(pair: list[Agent]) -> None:
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _sync(pair[0], "a1", Leaving, InterruptedError)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert _sync(pair[0], "a1", operator.add, 1, 2) == 3
 
 
 def _fail_at_length(size: int) -> None:

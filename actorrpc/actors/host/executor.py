@@ -130,7 +130,7 @@ class ActorExecutor:
                             if body[-1] == outbound.STOP:
                                 try:
                                     args, kwargs = codec.unpickle(body)
-                                except Exception as met:
+                                except BaseException as met:
                                     args, kwargs = outbound.open_carefully(body, peer, met)
                             else:
                                 args, kwargs = outbound.open_carefully(body, peer)

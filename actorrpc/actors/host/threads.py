@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from actorrpc import _time
+from actorrpc._exception_text import mark_handlers
 from actorrpc._limits import NO_THREAD
 from actorrpc.actors.host.carriers import Carrier
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
@@ -73,7 +74,12 @@ class Interrupted(KeyboardInterrupt):
 
     No Exception, so that ``except Exception`` lets it pass; and of the kind that Ctrl-C raises, as libraries are prepared for
     that: an event loop that the method runs itself lets it pass, and swallows all others in its callbacks.
+    Like a signal handler's exception, it is no failure of the code that it arrives in.
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        mark_handlers(self)
 
 
 def bears_interruption(frame: FrameType | None) -> bool:

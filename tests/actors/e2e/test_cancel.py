@@ -199,6 +199,30 @@ def _started(actor: Any, ref: Any) -> None:
     assert not ref.done()
 
 
+class Endless:
+    """Never ends where it is unpickled."""
+
+    def __init__(self, entered: str) -> None:
+        self.entered = entered
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        Path(state["entered"]).touch()
+        while True:
+            time.sleep(0.001)
+
+
+def test_an_argument_that_is_unpickled_for_ever_is_interrupted(tmp_path: Path) -> None:
+    actor = Busy.remote()
+    entered = tmp_path / "entered"
+    actorrpc.get(actor.note.remote("made"))
+    ref = actor.note.remote(Endless(str(entered)))
+    until(entered.exists)
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    assert actorrpc.get(actor.note.remote("alive")) == "alive"
+
+
 @pytest.mark.parametrize("method", ["spin", "sleepy", "catches"])
 def test_a_running_method_is_interrupted(method: str) -> None:
     actor = Busy.remote()

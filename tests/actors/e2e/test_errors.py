@@ -79,6 +79,12 @@ class Faulty:
     def sealed_error(self) -> Any:
         raise ValueError(Sealed())
 
+    def leaving(self) -> Any:
+        return Leaving()
+
+    def leaving_items(self) -> Any:
+        yield Leaving()
+
     def lock(self) -> Any:
         return threading.Lock()
 
@@ -235,6 +241,30 @@ def test_a_huge_result() -> None:
     found = actorrpc.get(actor.huge.remote(count))
     assert int(found[-1]) == count - 1
     assert actor.rpc_sync().huge(3_000_000).numel() == 3_000_000
+
+
+class Leaving:
+    """Calls sys.exit() where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def test_unpickling_that_exits_ends_nothing() -> None:
+    actor = Faulty.remote()
+    for call in (
+        lambda: actorrpc.get(actor.leaving.remote()),
+        lambda: actorrpc.get(actorrpc.put(Leaving())),
+        lambda: actorrpc.get(actor.give.remote(Leaving())),
+        lambda: actorrpc.get(actor.give.remote(actorrpc.put(Leaving()))),
+        lambda: [actorrpc.get(ref) for ref in actor.leaving_items.remote()],
+    ):
+        with pytest.raises(SerializationError, match="SystemExit: 3"):
+            call()
+    never = Faulty.remote(Leaving())
+    with pytest.raises(actorrpc.ActorDiedError, match="SystemExit: 3"):
+        actorrpc.get(never.ping.remote())
+    assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
 def test_wrong_calls_are_refused_here() -> None:
