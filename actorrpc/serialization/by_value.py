@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dis
 import hashlib
+import inspect
 import io
 import pickle
 import re
@@ -36,6 +37,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeVar
 
@@ -43,6 +45,13 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from actorrpc.errors import ProtocolError
+from actorrpc.serialization.reducers import (
+    REDUCERS,
+    complete_model,
+    reduce_cached_property,
+    reduce_function,
+    reduce_module,
+)
 from actorrpc.serialization.tensors import message
 
 __all__ = [
@@ -342,19 +351,24 @@ def has_late() -> bool:
     return late_seen[2]
 
 
-def _is_late(obj: Any) -> bool:
-    name = obj.__qualname__.partition(".")[0]
-    return _before is not None and name not in _before
+def _is_late(name: str) -> bool:
+    return _before is not None and name.partition(".")[0] not in _before
 
 
-def _own(name: str) -> Any:
-    """Return what our main module has under a name, where that is a function or a class of its own."""
-    found: Any = sys.modules["__main__"]
+def _found_in(module: Any, name: str) -> Any:
+    """Return what a module has under a qualified name, or None."""
+    found = module
     try:
         for part in name.split("."):
             found = getattr(found, part)
     except AttributeError:
         return None
+    return found
+
+
+def _own(name: str) -> Any:
+    """Return what our main module has under a name, where that is a function or a class of its own."""
+    found = _found_in(sys.modules["__main__"], name)
     return found if isinstance(found, _KINDS) and getattr(found, "__module__", None) in MAIN else None
 
 
@@ -434,12 +448,34 @@ def captured(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
     yield from ((f"default {at}", value) for at, value in enumerate(function.__defaults__ or ()))
     yield from ((f"default '{name}'", value) for name, value in (function.__kwdefaults__ or {}).items())
     space = function.__globals__
-    for name in _cloudpickle._extract_code_globals(code):
+    for name in {**_cloudpickle._extract_code_globals(code), **dict.fromkeys(_names_in_classes(code))}:
         if name in space:
             yield f"global '{name}'", space[name]
     yield from ((f"attribute '{name}'", value) for name, value in function.__dict__.items())
 
 
+@lru_cache(maxsize=_MAX_CACHED)
+def _names_in_classes(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that the bodies of classes in a function may take from its globals.
+
+    Such a body looks a name up among the class's attributes first, by instructions that cloudpickle does not look at. A name that
+    the body has assigned before is the class's own.
+    """
+    found: dict[str, None] = {}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            assigned = {"__name__"}  # which each function's globals have
+            if not inner.co_flags & inspect.CO_OPTIMIZED:
+                for each in dis.get_instructions(inner):
+                    if each.opname == "STORE_NAME":
+                        assigned.add(each.argval)
+                    elif each.opname in _LOADS_OF_CLASSES and each.argval not in assigned:
+                        found[each.argval] = None
+            found.update(dict.fromkeys(_names_in_classes(inner)))
+    return tuple(found)
+
+
+_LOADS_OF_CLASSES: Final = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _rebinding: dict[types.CodeType, bool] = {}
 
 
@@ -471,7 +507,7 @@ def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
         return kind, value.hex()
     if kind is tuple or kind is frozenset:
         return kind, tuple([_state_key(each, seen, pure) for each in value])
-    if kind is types.ModuleType or kind is types.BuiltinFunctionType:
+    if kind is types.BuiltinFunctionType or isinstance(value, ModuleType):
         return kind, value
     if kind is types.FunctionType:
         if _cloudpickle._should_pickle_by_reference(value):
@@ -568,6 +604,9 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.FunctionType):
             if self._by_reference(obj):
                 return NotImplemented
+            decorated = reduce_function(obj)
+            if decorated is not None:
+                return decorated
             if self._named is not None:
                 try:
                     return self._name(obj, *self._define_function(obj))
@@ -584,14 +623,41 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if getattr(obj, "__module__", None) == "builtins":
                 return _cloudpickle._class_reduce(obj)
             return self._reduce_class(obj)
+        reduce = REDUCERS.get(type(obj))
+        if reduce is not None:
+            return NotImplemented if self._has_name(obj) else reduce(obj)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            return reduce_module(obj, _is_main_or_by_value)
+        if isinstance(obj, cached_property):
+            return reduce_cached_property(obj)
         return NotImplemented
+
+    def _dynamic_function_reduce(self, func: FunctionType) -> tuple[Any, ...]:
+        reduced: tuple[Any, ...] = super()._dynamic_function_reduce(func)
+        space, captured_globals = func.__globals__, reduced[2][1]["__globals__"]
+        for name in _names_in_classes(func.__code__):
+            if name in space:
+                captured_globals[name] = space[name]
+        return reduced
+
+    def _has_name(self, obj: Any) -> bool:
+        """Say whether the receiver finds an object under its module and name; the object's own reducer writes these then."""
+        module = getattr(obj, "__module__", None)
+        name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
+        if not isinstance(module, str) or not isinstance(name, str):
+            return False
+        if module in MAIN:
+            found = self._remote_main and not _is_late(name)
+            return found and _found_in(sys.modules["__main__"], name) is obj
+        return not is_by_value(module) and _found_in(sys.modules.get(module), name) is obj
 
     def _by_reference(self, obj: Any) -> bool:
         if getattr(obj, "__module__", None) in MAIN:
-            return self._remote_main and in_main(obj) and not _is_late(obj)
+            return self._remote_main and in_main(obj) and not _is_late(obj.__qualname__)
         return bool(_cloudpickle._should_pickle_by_reference(obj))
 
     def _reduce_class(self, cls: type) -> Any:
+        complete_model(cls)
         _complete[cls] = True
         if self._named is not None:
             try:
@@ -640,6 +706,10 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         sink = io.BytesIO()
         ByValuePickler(sink, self._refusing, remote_main=self._remote_main).dump(obj)
         return sink.getvalue()
+
+
+def _is_main_or_by_value(name: str) -> bool:
+    return name in MAIN or is_by_value(name)
 
 
 def in_main(obj: Any) -> bool:

@@ -576,15 +576,16 @@ def _encode_by_value(
     try:
         if isinstance(error, RpcError) and not isinstance(error, SerializationError):
             raise error
-        where = _unpicklable_part(obj, encoded, remote_main)
+        where, remedy = _unpicklable_part(obj, encoded, remote_main)
         assert error is not None
-        raise SerializationError(f"{where}: {describe(error)}" if where else describe(error)) from error
+        why = describe(error) + remedy
+        raise SerializationError(f"{where}: {why}" if where else why) from error
     finally:
         del error  # its traceback holds this frame, and the frame the whole message
 
 
-def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> str:
-    """Return the way to the part that cannot be pickled; registered reducers are left alone."""
+def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> tuple[str, str]:
+    """Return the way to the part that cannot be pickled, and a remedy; registered reducers are left alone."""
     probe = Encoded(None, encoded.device_map, False)
     foreign = {cls: _stand_in for cls in _own if cls not in _TENSOR_REDUCERS}
     table = ChainMap(foreign, _by_value_table)
@@ -608,7 +609,7 @@ def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> str:
     ) as error:  # iterating over a user's object, or its repr, may raise: the error itself matters more
         if is_of_handler(error):
             raise
-        return ""
+        return "", ""
     finally:
         message.encoding = encoded
 
@@ -753,9 +754,11 @@ def not_rebuilt(error: BaseException, what: str = "a message") -> RpcError:
         return ProtocolError(f"{what} cannot be unpickled: {error}")
     if isinstance(error, AttributeError) and "on <module '__main__'" in str(error):
         return SerializationError(
-            f"{error}. Both processes run the same program, so what it defines above init() or init_rpc() travels by name, and "
-            "this one has not. The RPC pickler does not serialize function code that can be imported where it is called: "
-            "define functions and classes on all ranks, or below init() or init_rpc(), or in a module that the program imports"
+            f"{error}. The sender wrote the name of an object of its main module, and the main module of this process does "
+            "not have the name. The RPC pickler does not serialize function code that can be imported where it is called: "
+            "between processes that run the same program, define functions and classes on all ranks, or below init() or "
+            "init_rpc(). An object whose __reduce__ returns a name is always sent by name: define it in a module that both "
+            "processes import"
         )
     if isinstance(error, (AttributeError, ImportError)):
         return SerializationError(

@@ -22,13 +22,21 @@ _newobj: Final = object().__reduce_ex__(5)[0]  # copyreg's function for objects 
 _PACKAGE: Final = __name__.partition(".")[0] + "."
 _MAX_PROBES: Final = 500
 _MAX_DEPTH: Final = 20
+_REMEDY: Final = (
+    ". Functions and classes of the main script, and local ones, are sent with all that they refer to; those of an "
+    "imported module are sent by name. Move the code that needs this object into a module that both processes import, or "
+    "make the object where it is used"
+)
 _LEAVES: Final = frozenset(
     {type(None), bool, int, str, bytes, complex, type(Ellipsis), range, float, bytearray}
 )
 
 
-def path_to(obj: object, passes: Callable[[Any], bool]) -> str:
-    """Return the way to the smallest part of ``obj`` that does not pass; bounded, so perhaps not all of it.
+def path_to(obj: object, passes: Callable[[Any], bool]) -> tuple[str, str]:
+    """Return the way to the smallest part of ``obj`` that does not pass, and a remedy.
+
+    The search is bounded, so the way may end before that part. The remedy is empty unless a function or a class refers
+    to the part.
 
     Looks at the parts that pickle would look at, in its order. Only for error messages.
     """
@@ -37,6 +45,7 @@ def path_to(obj: object, passes: Callable[[Any], bool]) -> str:
     kept = []  # parts may be made on the way: kept, lest another takes over its id
     probes = 0
     here: Any = obj
+    remedy = ""
     parts = _parts_of_call(obj)
     while len(steps) < _MAX_DEPTH:
         for kind, name, part in parts:
@@ -44,18 +53,20 @@ def path_to(obj: object, passes: Callable[[Any], bool]) -> str:
                 continue
             probes += 1
             if probes > _MAX_PROBES:
-                return _written(steps)
+                return _written(steps), remedy
             seen.add(id(part))
             kept.append(part)
             if not passes(part):
                 # What pickle wraps the parts in (a tuple of arguments) is no step of its own.
                 steps.append((kind, name))
+                if isinstance(here, (types.FunctionType, type)):
+                    remedy = _REMEDY
                 here = part
                 break
         else:
-            return _written(steps)
+            return _written(steps), remedy
         parts = _parts(here)
-    return _written(steps)
+    return _written(steps), remedy
 
 
 def _written(steps: Iterable[tuple[str, str]]) -> str:

@@ -1,0 +1,264 @@
+"""Reducers for objects that neither pickle nor cloudpickle sends by value: :class:`ByValuePickler` calls them.
+
+They are for code of the main module, which receivers cannot import:
+
+* instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) and torch's operators
+  are sent by name, after checking that the name gives the same object;
+* ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``lru_cache``, ``cached_property``, ``singledispatch``, functions that
+  ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are made again at the receiver from the
+  arguments that they were made of. The contents of caches and compiled code are not sent.
+
+Functions whose docstring ends with "(wire format)" are named in pickles. No function keeps state or takes a lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import pkgutil
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any, Final, cast
+
+import torch
+from cloudpickle import cloudpickle as _cloudpickle
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+
+__all__ = ["REDUCERS", "complete_model", "reduce_cached_property", "reduce_function", "reduce_module"]
+
+_Reduced = tuple[Any, ...]
+
+# -- modules and operators of torch, by name -----------------------------------------------------------
+
+
+def reduce_module(module: ModuleType, is_sent_by_value: Callable[[str], bool]) -> _Reduced:
+    """Reduce an instance of a subclass of ``ModuleType`` to a name.
+
+    Args:
+        is_sent_by_value: says of a module's name that receivers cannot import the module.
+
+    Raises:
+        PicklingError: no importable module has the object, neither as itself nor as an attribute.
+    """
+    for name in _names_of(module, is_sent_by_value):
+        try:
+            found = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError):
+            continue
+        if found is module:
+            return pkgutil.resolve_name, (name,)
+    raise pickle.PicklingError(
+        f"cannot pickle the {type(module).__qualname__} {module.__name__!r}: no module has it under a name by which the receiver "
+        "could import it"
+    )
+
+
+def _names_of(module: ModuleType, is_sent_by_value: Callable[[str], bool]) -> Iterator[str]:
+    """Yield names under which an object may be found, as ``module:attribute``; the likely names first."""
+    own = str(module.__name__)
+    yield f"{own}:"
+    parent, _, last = own.rpartition(".")
+    if parent in sys.modules:
+        yield f"{parent}:{last}"
+    importable = [
+        (name, each)
+        for name, each in sys.modules.copy().items()
+        if isinstance(each, ModuleType) and not is_sent_by_value(name)
+    ]
+    yield from (f"{name}:" for name, each in importable if each is module)
+    for name, each in importable:
+        for attribute, value in vars(each).copy().items():
+            if value is module:
+                yield f"{name}:{attribute}"
+
+
+def _reduce_operator(operator: OpOverload | OpOverloadPacket) -> _Reduced:
+    if isinstance(operator, OpOverload):
+        name, overload = operator._schema.name, operator._overloadname
+    else:
+        name, overload = operator._qualified_op_name, None
+    return make_operator, (name, overload, OPDEFS.get(name))
+
+
+def make_operator(name: str, overload: str | None, _custom: CustomOpDef | None) -> Any:
+    """Return an operator of ``torch.ops`` (wire format). Reading the third argument has registered a custom operator."""
+    namespace, _, operator = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), operator)
+    return packet if overload is None else getattr(packet, overload)
+
+
+def _reduce_custom_operator(op: CustomOpDef) -> _Reduced:
+    kernels = {device: _variable(inspect.unwrap(each), "fn") for device, each in op._backend_fns.items()}
+    return make_custom_operator, (
+        op._qualname,
+        (op._schema, op._init_fn, op._tags),
+        kernels,
+        {
+            "register_fake": op._abstract_fn and (op._abstract_fn,),
+            "register_vmap": op._vmap_fn and (op._vmap_fn,),
+        },
+        (op._backward_fn, op._setup_context_fn),
+        (op._torch_dispatch_fns, op._autocast_dtype),
+    )
+
+
+def make_custom_operator(
+    name: str,
+    made_of: tuple[Any, ...],
+    kernels: Mapping[str | None, Callable[..., Any]],
+    registered: Mapping[str, tuple[Any, ...] | None],
+    gradient: tuple[Any, Any],
+    by_key: tuple[Mapping[Any, Any], Mapping[Any, Any]],
+) -> Any:
+    """Register a custom operator, unless this process has an operator of its name (wire format)."""
+    found = OPDEFS.get(name)
+    if found is not None:
+        return found
+    namespace, _, short = name.partition("::")
+    made = CustomOpDef(namespace, short, *made_of)
+    for device, kernel in kernels.items():
+        made.register_kernel(device)(kernel)
+    for method, arguments in registered.items():
+        if arguments is not None:
+            getattr(made, method)(*arguments)
+    backward, setup_context = gradient
+    if backward is not None:
+        made.register_autograd(backward, setup_context=setup_context)
+    dispatchers, autocast = by_key
+    for cls, function in dispatchers.items():
+        made.register_torch_dispatch(cls, function)
+    for device, dtype in autocast.items():
+        made.register_autocast(device, dtype)
+    return made
+
+
+# -- what typing makes ---------------------------------------------------------------------------------
+
+_PARAMETERS: Final = ("bound", "covariant", "contravariant", "infer_variance")
+
+
+def complete_model(cls: type) -> None:
+    """Have pydantic build a model whose annotations it could not resolve when the class was made, as its first use would.
+
+    Pickles of unfinished models cannot be loaded, and the receiver does not have the names that the annotations mention.
+    """
+    if vars(cls).get("__pydantic_complete__") is False and hasattr(cls, "model_rebuild"):
+        cls.model_rebuild(raise_errors=False)
+
+
+def _reduce_type_parameter(parameter: Any) -> _Reduced:
+    options = {
+        name: getattr(parameter, f"__{name}__") for name in _PARAMETERS if hasattr(parameter, f"__{name}__")
+    }
+    if getattr(parameter, "has_default", bool)():
+        options["default"] = parameter.__default__
+    return _tracked(parameter, type(parameter), (parameter.__name__,), options)
+
+
+def _reduce_new_type(found: Any) -> _Reduced:
+    return _tracked(found, typing.NewType, (found.__qualname__, found.__supertype__), {})
+
+
+def _tracked(obj: Any, make: type, args: tuple[Any, ...], options: dict[str, Any]) -> _Reduced:
+    return make_tracked, (_cloudpickle._get_or_create_tracker_id(obj), make, args, options, obj.__module__)
+
+
+def make_tracked(id: str, make: Any, args: tuple[Any, ...], options: dict[str, Any], module: str) -> Any:
+    """Make an object, or return the object that this process made of the same original (wire format)."""
+    made = make(*args, **options)
+    made.__module__ = module
+    return _cloudpickle._lookup_class_or_track(id, made)
+
+
+# -- what functools makes ------------------------------------------------------------------------------
+
+_OF_CACHES: Final = frozenset({"__wrapped__", "cache_parameters"})  # lru_cache sets them
+
+
+def _reduce_lru_cache(cache: Any) -> _Reduced:
+    parameters = cache.cache_parameters()
+    attributes = {name: value for name, value in vars(cache).items() if name not in _OF_CACHES}
+    return make_lru_cache, (cache.__wrapped__, parameters["maxsize"], parameters["typed"]), attributes
+
+
+def make_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    """Make an empty cache around a function (wire format)."""
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def reduce_cached_property(found: functools.cached_property[Any]) -> _Reduced:
+    """Reduce a cached property to its class and its attributes, without the lock that Python 3.11 has there."""
+    state = {name: value for name, value in vars(found).items() if name != "lock"}
+    return make_cached_property, (type(found),), state, None, None, fill_cached_property
+
+
+def make_cached_property(kind: Any) -> Any:
+    """Make an empty cached property (wire format)."""
+    return kind.__new__(kind)
+
+
+def fill_cached_property(made: Any, state: dict[str, Any]) -> None:
+    """Give a cached property its attributes, and a lock of its own where Python has one (wire format)."""
+    vars(made).update(vars(functools.cached_property(bool)) | state)
+
+
+REDUCERS: Final[dict[type, Callable[[Any], _Reduced]]] = {
+    CustomOpDef: _reduce_custom_operator,
+    OpOverload: _reduce_operator,
+    OpOverloadPacket: _reduce_operator,
+    type(functools.lru_cache(bool)): _reduce_lru_cache,
+    typing.NewType: _reduce_new_type,
+    typing.ParamSpec: _reduce_type_parameter,
+    typing.TypeVarTuple: _reduce_type_parameter,
+}
+"""The reducers of objects that a module may have under their own name."""
+
+# -- functions that a decorator made -------------------------------------------------------------------
+
+_DISPATCHER: Final = cast(FunctionType, functools.singledispatch(bool)).__code__
+
+
+def reduce_function(function: FunctionType) -> _Reduced | None:
+    """Reduce a function of ``singledispatch``, ``torch.compile`` or ``torch.compiler.disable``; None for any other function."""
+    if function.__code__ is _DISPATCHER:
+        found: Any = function
+        state = dict(found.registry), found.__wrapped__
+        return make_dispatcher, (function.__name__,), state, None, None, fill_dispatcher
+    own = function.__dict__
+    if own and own.get("_torchdynamo_wrapper_id") == id(function):
+        context = _variable(own.get("get_compiler_config", function), "self")
+        return apply_context, (context, own["_torchdynamo_orig_callable"])
+    return None
+
+
+def _variable(function: FunctionType, name: str) -> Any:
+    """Return what a function has captured under a name."""
+    assert function.__closure__ is not None
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def make_dispatcher(name: str) -> Any:
+    """Make a ``singledispatch`` function that has nothing to dispatch to yet (wire format)."""
+
+    def placeholder(_arg: object) -> None:
+        """Be replaced by :func:`fill_dispatcher`."""
+
+    placeholder.__name__ = name
+    return functools.singledispatch(placeholder)
+
+
+def fill_dispatcher(made: Any, state: tuple[dict[type, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Register the functions of a ``singledispatch`` function (wire format)."""
+    registry, wrapped = state
+    for cls, function in registry.items():
+        made.register(cls, function)
+    functools.update_wrapper(made, wrapped)
+
+
+def apply_context(context: Callable[[Any], Any], function: Any) -> Any:
+    """Compile a function, or disable its compilation, as the sender's context does (wire format)."""
+    return context(function)

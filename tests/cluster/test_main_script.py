@@ -1,0 +1,67 @@
+"""What a script defines above init() reaches the processes of the embedded cluster, which cannot import it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PROGRAM = Path(__file__).parent / "programs" / "main_script.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Return what each function of the script gave in another process, by its name."""
+    done = subprocess.run(
+        [sys.executable, str(_PROGRAM), "--size", "3"],
+        env={**os.environ, "PYTHONPATH": str(_PROGRAM.parents[3])},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("backends", True),
+        ("configuration", True),
+        ("operators", True),
+        ("type_parameters", [True, True, 3, "P", "Ts"]),
+        ("cache", [102334155, 0, {"maxsize": 7, "typed": False}, "fibonacci"]),
+        ("dispatch", [3, 0, "depth"]),
+        ("members", [1, 1, 5, "int", "object"]),
+        ("compilation", [2.0, 3.0, 4.0, True]),
+        ("custom_operator", [8.0, 12.0]),
+        ("custom_overload", 27.0),
+        ("body_of_a_class", [3, 4, 3]),
+    ],
+)
+def test_code_of_the_main_script_runs_in_other_processes(
+    found: dict[str, Any], name: str, expected: Any
+) -> None:
+    assert found[name] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a_lock", ["global 'LOCK'", "Move the code that needs this object into a module"]),
+        ("unknown_module", ["global 'SETTINGS'", "'settings_of_nobody': no module has it"]),
+        ("a_name", ["'NAMED'", "__reduce__ returns a name", "define it in a module"]),
+    ],
+)
+def test_an_error_names_what_cannot_be_sent_and_the_remedy(
+    found: dict[str, Any], name: str, words: list[str]
+) -> None:
+    assert found[name].startswith("SerializationError: ")
+    assert [word for word in words if word not in found[name]] == []
