@@ -624,6 +624,7 @@ def enter(
     doors = _Doors()
     try:
         doors.open(settings, None, True)
+        note_main(one_script=False)
         record = WorkerRecord(
             name=name,
             rank=rank,

@@ -4,7 +4,8 @@ A definition is the cloudpickle of one function or class, named by its hash: a p
 the hash from then on. Classes keep their identity: the same local class sent twice arrives as one class,
 and it comes home as the class that it was. A function whose captured state could change (a list in its
 closure, a tensor, an RRef) is no definition: it travels whole in each message, as its state is at the time.
-A class is read when it is first sent to anybody: attributes set on it later do not travel.
+A class is read when it is first sent after a call of :func:`look_again`, which each creation of an actor makes. If the class has
+changed since, it has another hash and is sent once more; a process that already has the class keeps it as it was received first.
 
 Some things go by value though they could be imported: the main module, modules that are registered so, and what lies in them.
 ``cloudpickle.register_pickle_by_value(module)`` says that others do not have a module, nor what lies in it. Most
@@ -57,6 +58,7 @@ from actorrpc.serialization.tensors import message
 __all__ = [
     "MAIN",
     "ByValuePickler",
+    "DefinedClass",
     "DefinitionStore",
     "GoesByValueError",
     "UnknownDefinitionError",
@@ -69,11 +71,13 @@ __all__ = [
     "is_by_value",
     "load_here",
     "loads_here",
+    "look_again",
     "modules",
     "names_main",
     "note_main",
     "reduce_method",
     "refuse",
+    "runs_one_script",
     "stop",
 ]
 
@@ -309,6 +313,35 @@ def _remember(cls: type, key: bytes, data: bytes) -> None:
         _classes[False].setdefault(cls, (key, data))
 
 
+def look_again() -> None:
+    """Have each class read again when it is sent next, in case it has changed."""
+    for known in _classes.values():
+        known.clear()
+
+
+class DefinedClass:
+    """A class of the main module, and its definition at the moment at which this object was made.
+
+    Receivers that do not have the class under its name get that definition, even if the class has changed when it is sent.
+
+    Args:
+        definition: hash and bytes; None has the class read when it is sent.
+    """
+
+    __slots__ = ("cls", "definition")
+
+    def __init__(self, cls: type, definition: tuple[bytes, bytes] | None) -> None:
+        self.cls = cls
+        self.definition = definition
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.cls,)
+
+
+def _same(obj: Any) -> Any:
+    return obj
+
+
 def fill_class(cls: type, state: Any) -> Any:
     """Give a class made here its attributes, once (wire format)."""
     if cls not in _complete:
@@ -328,11 +361,20 @@ _stalled = -1  # where the script was when it did not come to a name in time: no
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late ones of others, which our main module does not have
 
 
-def note_main() -> None:
-    """Note what the main module has now, as all others that run the same script have it: what comes later is late."""
+def note_main(one_script: bool = True) -> None:
+    """Note what the main module has now, as all others that run the same script have it: what comes later is late.
+
+    Args:
+        one_script: False says that the processes of the group do not all run the same script: nothing is late.
+    """
     global _before, late_seen, _stalled
     space = vars(sys.modules["__main__"])
-    _before, late_seen, _stalled = frozenset(space), (space, -1, False), -1
+    _before, late_seen, _stalled = frozenset(space) if one_script else None, (space, -1, False), -1
+
+
+def runs_one_script() -> bool:
+    """Say whether all processes of the group run the same script."""
+    return _before is not None
 
 
 def has_late() -> bool:
@@ -623,6 +665,10 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if getattr(obj, "__module__", None) == "builtins":
                 return _cloudpickle._class_reduce(obj)
             return self._reduce_class(obj)
+        if type(obj) is DefinedClass:
+            if self._named is None or self._remote_main or obj.definition is None:
+                return NotImplemented
+            return self._name(obj.cls, *obj.definition)
         reduce = REDUCERS.get(type(obj))
         if reduce is not None:
             return NotImplemented if self._has_name(obj) else reduce(obj)
@@ -660,16 +706,20 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         complete_model(cls)
         _complete[cls] = True
         if self._named is not None:
-            try:
-                data = self._dump_definition(cls)
-            except _NotADefinitionError:
-                pass
-            else:
-                found = (hash_of(data), data)
-                _classes[self._remote_main][cls] = found
+            found = self.define_class(cls)
+            if found is not None:
                 return self._name(cls, *found)
         reduced = _cloudpickle._dynamic_class_reduce(cls)
         return self._inline(cls, (*reduced[:5], fill_class))
+
+    def define_class(self, cls: type) -> tuple[bytes, bytes] | None:
+        """Return hash and definition of a class as it is now; None if it refers to an object that belongs to the message."""
+        try:
+            data = self._dump_definition(cls)
+        except _NotADefinitionError:
+            return None
+        found = _classes[self._remote_main][cls] = (hash_of(data), data)
+        return found
 
     def _prefers_own(self, obj: Any) -> bool:
         """Say whether the peer may have this by its name, and is to take that."""

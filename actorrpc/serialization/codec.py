@@ -63,6 +63,7 @@ __all__ = [
     "current_decoding",
     "current_encoding",
     "decode",
+    "defined",
     "dumper",
     "dumps",
     "encode",
@@ -809,6 +810,24 @@ def dumps(obj: object, *, remote_main: bool | None = True) -> bytes:
         SerializationError: a part cannot be sent.
     """
     return _encode(obj, Encoded(None, None, True), remote_main, (), _MAX_BUFFERS).body
+
+
+def defined(cls: type) -> by_value.DefinedClass:
+    """Return a class of the main module with the definition that it has now.
+
+    Without a definition if the class cannot be sent by value: that does no harm where it is sent by name, and elsewhere
+    sending it raises the error.
+    """
+    pickler = ByValuePickler(
+        _Nowhere, _by_value_table, remote_main=False, named={}, refusing=_definition_table
+    )
+    try:
+        definition = pickler.define_class(cls)
+    except Exception as error:
+        if is_of_handler(error):
+            raise
+        definition = None
+    return by_value.DefinedClass(cls, definition)
 
 
 def dumper(remote_main: bool | None) -> Callable[[object], bytes]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from actorrpc.errors import ProtocolError
 from actorrpc.serialization import codec
+from actorrpc.serialization.by_value import DefinedClass
 
 __all__ = ["LocalReferences", "take"]
 
@@ -45,4 +46,5 @@ def take(index: int) -> Any:
     holder = codec.current_decoding()
     if not isinstance(holder, LocalReferences) or not 0 <= index < len(holder.objects):
         raise ProtocolError("a reference is missing from the copy of an object")
-    return holder.objects[index]
+    found = holder.objects[index]
+    return found.cls if type(found) is DefinedClass else found

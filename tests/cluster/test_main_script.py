@@ -65,3 +65,9 @@ def test_an_error_names_what_cannot_be_sent_and_the_remedy(
 ) -> None:
     assert found[name].startswith("SerializationError: ")
     assert [word for word in words if word not in found[name]] == []
+
+
+def test_an_actor_has_its_class_as_it_was_at_the_creation(found: dict[str, Any]) -> None:
+    seen, knows = found["changes"]
+    assert seen == [[1, 1, 1], [2, 2, 1], [2, 2, 3]]
+    assert knows == [True, True, True]  # an instance is of the same class for all of them

@@ -164,6 +164,25 @@ def test_a_local_class_is_one_class(peer: Peer) -> None:
     assert peer.received == 1
 
 
+def test_a_class_is_sent_again_only_if_it_has_changed(peer: Peer) -> None:
+    class Local:
+        value = 1
+
+        def get(self) -> int:
+            return self.value
+
+    peer.send(Local())
+    by_value.look_again()
+    peer.send(Local())
+    assert peer.received == 1
+    Local.value = 2
+    peer.send(Local())
+    assert peer.received == 1  # nothing has asked to read it again
+    by_value.look_again()
+    assert type(peer.send(Local())) is Local
+    assert peer.received == 2
+
+
 def test_a_class_made_from_its_definition(peer: Peer) -> None:
     class Base(abc.ABC):
         @abc.abstractmethod

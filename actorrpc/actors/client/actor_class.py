@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, Union
 
 from actorrpc._exception_text import say
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.context import runtime
-from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.class_info import BASE, ClassInfo
 from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.errors import ConfigError, SerializationError
 from actorrpc.serialization import codec
-from actorrpc.serialization.by_value import MAIN, goes_by_value, in_main
+from actorrpc.serialization.by_value import MAIN, goes_by_value, in_main, runs_one_script
 from actorrpc.serialization.local_refs import LocalReferences
 
 __all__ = ["OPTIONS", "ActorClass", "is_importable", "itself", "offer_class", "options_of"]
@@ -81,7 +78,7 @@ class _Making(type):
         own.update(
             __actor_class__=actor,
             _actorrpc_options=options if options is not None else options_of(actor),
-            _actorrpc_shared=_shared(made, actor),
+            _actorrpc_first=None if any(BASE in vars(base) for base in actor.__mro__) else made,
             _actorrpc_alias=None,
             _actorrpc_info=None,
         )
@@ -89,33 +86,6 @@ class _Making(type):
             if name not in ("__annotations__", "__type_params__"):
                 own[name] = getattr(actor, name, None)
         return made
-
-
-class _Shared:
-    """What an actor class and its variants with other options have in common.
-
-    ``lock`` guards the making of ``snapshot``, so that the class is pickled once. It is re-entrant: pickling runs code of
-    the class's own.
-    """
-
-    __slots__ = ("__weakref__", "first", "lock", "snapshot")
-
-    def __init__(self, first: ActorClass[..., Any] | None) -> None:
-        self.first = first
-        self.lock = threading.RLock()
-        self.snapshot: Snapshot | None = None
-
-
-# Of classes that inherit from Actor: those have no actor class that stays. Nothing in one leads to the class.
-_of_classes: Final[weakref.WeakKeyDictionary[type, _Shared]] = weakref.WeakKeyDictionary()
-
-
-def _shared(made: ActorClass[..., Any], actor: type) -> _Shared:
-    if not any(BASE in vars(base) for base in actor.__mro__):
-        return _Shared(made)
-    found = _of_classes.get(actor)
-    # Where two threads make one, the first that is kept is what both take.
-    return found if found is not None else _of_classes.setdefault(actor, _Shared(None))
 
 
 class _ClassItself:
@@ -127,7 +97,7 @@ class _ClassItself:
         self._of = actor_class
 
     def __reduce__(self) -> tuple[Any, ...]:
-        first = self._of._actorrpc_shared.first
+        first = self._of._actorrpc_first
         if first is not None and is_importable(first):
             return getattr, (first, "__actor_class__")
         return itself(self._of.__actor_class__)
@@ -136,12 +106,16 @@ class _ClassItself:
 def itself(obj: Any) -> tuple[Any, ...]:
     """Reduce to a class or a function; in a snapshot to the object, where its name is all that would be copied.
 
-    The program gives a name of the main module to another class while the snapshot waits to be sent, therefore only the object
-    says which class was meant. Whether it goes by its name is found out when it is sent.
+    The program may give a name of the main module to another class, or change the class, while the snapshot waits to be
+    sent. Therefore the snapshot keeps the object, and the definition that a class has now. Whether the object is sent by its
+    name is decided when it is sent.
     """
     context = codec.current_encoding()
-    if isinstance(context, LocalReferences) and in_main(obj):
-        return context.hold(obj)
+    if isinstance(context, LocalReferences):
+        if isinstance(obj, type) and obj.__module__ in MAIN and not runs_one_script():
+            return context.hold(codec.defined(obj))
+        if in_main(obj):
+            return context.hold(obj)
     return _same, (obj,)
 
 
@@ -155,7 +129,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
     The class itself is ``Cls.__actor_class__``; its attributes, static and class methods can be used through this, too, it
     can be inherited from, and ``isinstance(x, Cls)`` asks the class. Immutable and thread-safe.
 
-    The class is pickled when its first actor is created: attributes that are set on it later are not seen by actors.
+    Each actor gets the class as it is when the actor is created: later changes of the class are seen by later actors only.
 
     Args:
         actor: the class.
@@ -165,7 +139,9 @@ class ActorClass(Generic[P, C], metaclass=_Making):
     # Those of the instance are in its dict, so that nothing here hides an attribute of the class.
     __actor_class__: type[C]
     _actorrpc_options: ActorOptions
-    _actorrpc_shared: _Shared
+    _actorrpc_first: (
+        ActorClass[..., Any] | None
+    )  # the actor class that may have the class's name in its module
     _actorrpc_alias: Any
     _actorrpc_info: ClassInfo | None  # when it has been checked that the class and the options go together
 
@@ -207,9 +183,10 @@ class ActorClass(Generic[P, C], metaclass=_Making):
                 self._check(own["__actor_class__"], info, own["_actorrpc_options"])
                 own["_actorrpc_info"] = info
             in_force = runtime(start=True)
-            snapshot = own["_actorrpc_shared"].snapshot or self._snapshot()
             try:
-                card = in_force.supervisor.create(snapshot, info, own["_actorrpc_options"], args, kwargs)
+                card = in_force.supervisor.create(
+                    self._to_send(), info, own["_actorrpc_options"], args, kwargs
+                )
             except SerializationError as error:
                 info.constructor.signature.name_argument(error)
                 raise
@@ -225,7 +202,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
 
     def _with(self, options: ActorOptions, alias: Any) -> ActorClass[P, C]:
         made: ActorClass[P, C] = ActorClass(self.__actor_class__, options)
-        _own(made).update(_actorrpc_shared=self._actorrpc_shared, _actorrpc_alias=alias)
+        _own(made).update(_actorrpc_first=self._actorrpc_first, _actorrpc_alias=alias)
         return made
 
     @staticmethod
@@ -249,19 +226,9 @@ class ActorClass(Generic[P, C], metaclass=_Making):
                     f"concurrency_groups=, which has: {', '.join(map(repr, groups)) or 'none'}"
                 )
 
-    def _snapshot(self) -> Snapshot:
-        shared = self._actorrpc_shared
-        found = shared.snapshot
-        if found is None:
-            with shared.lock:
-                found = shared.snapshot
-                if found is None:
-                    found = Snapshot.of(_ClassItself(self))
-                    if not in_main(
-                        self.__actor_class__
-                    ):  # else it leads to the class, which nothing shared may
-                        shared.snapshot = found
-        return found
+    def _to_send(self) -> object:
+        """Return what is pickled as the class."""
+        return _ClassItself(self)
 
     # -- as the class that it stands for -----------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownErr
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import exceptions
+from actorrpc.serialization.by_value import look_again
 from actorrpc.transport.connection_state import OPEN
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.identity import WorkerKey
@@ -105,13 +106,13 @@ class Supervisor:
 
     def create(
         self,
-        cls: Snapshot | type,
+        cls: object,
         info: ClassInfo,
         options: ActorOptions,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Card:
-        """Begin to make an actor; does not wait for its constructor. The arguments are taken as they are now.
+        """Begin to make an actor; does not wait for its constructor. Class and arguments are taken as they are now.
 
         A name, and a detached actor, are agreed upon with rank 0 before this returns.
 
@@ -129,7 +130,8 @@ class Supervisor:
         agent.check_process()
         place = self._places.place(options, info.name)
         options, shown = self._prepared(options)
-        snapshot = cls if isinstance(cls, Snapshot) else Snapshot.of(cls)
+        look_again()
+        snapshot = Snapshot.of(cls)
         arguments = Snapshot.of((args, kwargs)) if args or kwargs else None
         actor_id = _new_id()
         if options.lifetime != "detached" or agent.record.rank == 0:

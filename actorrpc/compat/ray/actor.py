@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 from actorrpc import actors
 from actorrpc._exception_text import say
 from actorrpc.actors.client.handle import _RemoteCall
-from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.compat.ray.exceptions import RayError, in_rays_words, unplaced
 from actorrpc.compat.ray.object_ref import ObjectRef, gathered, unwrapped, wrapped
@@ -318,16 +317,18 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
 
     def _with(self, options: ActorOptions, alias: Any) -> ActorClass[P, C]:
         made: ActorClass[P, C] = ActorClass(self.__actor_class__, options)
-        _own(made).update(_actorrpc_shared=self._actorrpc_shared, _actorrpc_alias=alias, _ray=_extras(self))
+        _own(made).update(_actorrpc_first=self._actorrpc_first, _actorrpc_alias=alias, _ray=_extras(self))
         return made
 
     def _searching(self, paths: tuple[str, ...]) -> ActorClass[P, C]:
         """Return the same class, whose processes look in some directories before they open it."""
         made = self._with(self._actorrpc_options, self._actorrpc_alias)
-        shared = type(self._actorrpc_shared)(self._actorrpc_shared.first)
-        shared.snapshot = Snapshot.of(WithPaths(paths, _ClassOf(self)))
-        _own(made)["_actorrpc_shared"] = shared
+        _own(made)["_ray_paths"] = paths
         return made
+
+    def _to_send(self) -> object:
+        paths = _own(self).get("_ray_paths")
+        return super()._to_send() if paths is None else WithPaths(paths, _ClassOf(self))
 
     def __reduce__(self) -> Any:
         reduced = super().__reduce__()

@@ -228,13 +228,6 @@ def test_a_local_class_goes_by_value_with_its_options() -> None:
     assert set(ClassInfo.of(copied).methods) == {"one"}
 
 
-def test_all_its_actors_share_one_snapshot() -> None:
-    """The class is pickled once, though each call makes an actor class of it; and nothing keeps it when it has gone."""
-    first: Any = Counter.options(num_cpus=3)
-    assert first._snapshot() is ActorClass(Counter)._snapshot()
-    assert Above._actorrpc_shared is not first._actorrpc_shared  # type: ignore[attr-defined]
-
-
 # -- actors --------------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ import torch
 
 import actorrpc
 from actorrpc.actors.client.actor_class import ActorClass
+from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.errors import ActorDiedError, ConfigError, NotInitializedError, RemoteError
 from actorrpc.serialization import codec
@@ -154,8 +155,8 @@ def test_pickling_goes_by_name_where_the_module_has_it() -> None:
 
 def test_the_class_goes_by_name_as_well() -> None:
     # A copy of the class would not be the one that the module's functions know.
-    assert things.Counter._snapshot().open() is things.Counter.__actor_class__
-    assert things.Counter.options(name="x")._snapshot() is things.Counter._snapshot()
+    opened = Snapshot.of(things.Counter.options(name="x")).open()
+    assert opened.__actor_class__ is things.Counter.__actor_class__
 
 
 def test_a_local_class_goes_by_value() -> None:
@@ -167,7 +168,7 @@ def test_a_local_class_goes_by_value() -> None:
     arrived = codec.loads(codec.dumps(Local.options(num_cpus=1)))
     assert arrived.__qualname__ == Local.__qualname__
     assert arrived._actorrpc_options == ActorOptions(num_cpus=1)
-    opened = Local._snapshot().open()
+    opened = Snapshot.of(Local).open().__actor_class__
     assert opened().other().__actor_class__ is opened
 
 
@@ -180,12 +181,11 @@ def test_a_class_of_the_main_module_stays_itself_when_its_name_goes_to_another(
         return ActorClass(made)
 
     first, second = define(), define()
-    before = second._snapshot()
+    before = Snapshot.of(second)
     third = define()
-    assert before.open() is second.__actor_class__
+    assert before.open() == second
     for each in (first, second, third):
-        assert each._snapshot().open() is each.__actor_class__
-    # It is not kept where it leads to the class itself: what is kept outlives actor classes.
+        assert Snapshot.of(each).open() == each
     gone = weakref.ref(third.__actor_class__)
     monkeypatch.undo()
     del each, third

@@ -243,6 +243,47 @@ def a_name() -> Any:
     return NAMED
 
 
+# -- classes that change -------------------------------------------------------------------------------------------
+
+SCALE = 1
+
+
+def scaled(x: int) -> int:
+    return x * SCALE
+
+
+class Base:
+    def of_base(self) -> int:
+        return 1
+
+
+@actorrpc.remote
+class Model(Base):
+    rate = 1
+
+    def seen(self) -> Any:
+        return [self.rate, scaled(1), self.of_base()]
+
+    def is_one(self, other: Any) -> bool:
+        return isinstance(other, Base)
+
+
+def changes() -> Any:
+    """Change a class between the creations of actors, the first time before the first actor's process is there."""
+    global SCALE
+    first = Model.remote()
+    Model.rate = SCALE = 2
+    second = Model.remote()
+    assert actorrpc.get(second.seen.remote()) == [2, 2, 1]
+    Base.of_base = lambda _self: 3  # type: ignore[method-assign]
+    third = Model.remote()
+    actors = (first, second, third)
+    return [
+        actorrpc.get([each.seen.remote() for each in actors]),
+        actorrpc.get([each.is_one.remote(Base()) for each in actors]),
+    ]
+
+
 def main() -> None:
     found: dict[str, Any] = {}
     with actorrpc.init(num_cpus=8):
@@ -251,6 +292,7 @@ def main() -> None:
                 found[name] = actorrpc.get(actorrpc.remote(function).remote(), timeout=60)
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
+        found["changes"] = changes()
     print(json.dumps(found))
 
 
