@@ -1,0 +1,281 @@
+"""A cluster or a group on which programs run one after the other, and what they must not leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import actorrpc
+from actorrpc import rpc, testing
+from tests import leaks, output, processes, ranks
+from tests.programs import library
+from tests.programs.generator import Features
+from tests.programs.model import Model, complaints
+from tests.programs.program import Program
+
+__all__ = ["MODES", "PRELUDE", "Options", "Session", "features_of"]
+
+PRELUDE = """\
+import asyncio
+import time
+
+import numpy
+import torch
+
+import actorrpc
+from actorrpc import rpc
+from tests.programs.library import *
+
+"""
+MODES = ("embedded", "group", "tcp", "cuts")
+_CUTS = (
+    testing.cut(after=(500, 60_000), part=0.5),
+    testing.reset(after=(500, 60_000), part=0.5),
+    testing.half_close(after=(500, 80_000), part=0.5),
+)
+# Messages that say what a program has done to its actors.
+_ANNOUNCED = (r"on the actor's event loop", r"failed and nobody looked at the error")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How programs run.
+
+    Attributes:
+        mode: "embedded" (cluster), "group" (``init_rpc``), "tcp" (a group over TCP), or "cuts" (TCP connections that are cut).
+        bound: how many seconds a call of a program may take.
+        settle: how many seconds it may take until nothing of a program is left.
+        collect: the collector runs after so many allocations in all processes, if not 0.
+        switch_interval: how often threads are switched in all processes, in seconds, if not 0.
+    """
+
+    mode: str = "embedded"
+    bound: float = 30.0
+    settle: float = 10.0
+    collect: int = 0
+    switch_interval: float = 0.0
+
+
+def features_of(mode: str) -> Features:
+    """Return what programs can do in a mode."""
+    if mode == "embedded":
+        return Features()
+    return Features(own_processes=False, remote_workers=("worker1", "worker2"))
+
+
+@dataclass
+class Session:
+    """Runs programs; a context manager. Only in the main thread, one at a time in a process.
+
+    Attributes:
+        left: what is said at the end of the session of what it has left behind; filled by ``__exit__``.
+    """
+
+    options: Options = field(default_factory=Options)
+    left: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Session:
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._environment())
+            self._errors = stack.enter_context(_errors())
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
+            ranks.start_server()
+            self._before = leaks.LeakSnapshot.take(whole_session=False)
+            stack.push(self._settle_all)
+            self._workers = stack.enter_context(
+                _cluster() if self.options.mode == "embedded" else _group(self.options)
+            )
+            self._offset = 0
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *given: Any) -> None:
+        self._stack.__exit__(*given)
+
+    def run(self, program: Program) -> list[str]:
+        """Run a program; return what the model does not allow."""
+        before = leaks.Holdings.take()
+        observations = library.begin(self.options.bound)
+        namespace: dict[str, Any] = {"workers": self._workers}
+        exec(_prelude(), namespace)
+        exec(compile(program.source, f"<program {program.seed}>", "exec"), namespace)
+        actor_ids = {make.actor: namespace[make.actor].actor_id for make in program.actors}
+        model = Model(program)
+        found = [*observations.failures]
+        found += [f"{name}: was not over within {observations.bound} s" for name in observations.late]
+        found += self._answers(program, namespace, observations.bound)
+        namespace.clear()
+        found += self._settled(before, actor_ids, model)
+        events, self._offset = library.read_journal(self._offset)
+        events = [event for event in events if event.call in model.calls]
+        found += complaints(model, observations.outcomes, events, actor_ids)
+        return found + [f"printed: {text}" for text in self._errors.unasked()]
+
+    def _answers(self, program: Program, namespace: dict[str, Any], bound: float) -> Iterator[str]:
+        """Call each actor once more: nothing that the program has left occupies it."""
+        refs = {
+            make.actor: namespace[make.actor].value.remote(f"{program.seed}_{make.actor}")
+            for make in program.actors
+        }
+        for name, ref in refs.items():
+            try:
+                actorrpc.get(ref, timeout=bound)
+            except actorrpc.GetTimeoutError:
+                yield f"{name} is occupied: it does not answer within {bound} s"
+            except actorrpc.ActorError:
+                pass  # the program has ended it
+
+    def _settled(self, before: leaks.Holdings, actor_ids: dict[str, int], model: Model) -> Iterator[str]:
+        """Wait until nothing of the program is left."""
+        began = time.monotonic()
+        ids = set(actor_ids.values())
+        collected = False
+        while True:
+            gc.collect()
+            held = leaks.Holdings.take().left(before)
+            alive = [row for row in actorrpc.list_actors() if row.actor_id in ids and row.state != "DEAD"]
+            if not held and not alive:
+                return
+            waited = time.monotonic() - began
+            if waited >= self.options.settle:
+                break
+            if waited >= 0.1 and not collected:  # exceptions that methods have caught keep handles in cycles
+                collected = True
+                for worker in actorrpc.workers():
+                    with contextlib.suppress(actorrpc.PeerDiedError):
+                        rpc.rpc_sync(worker.name, gc.collect)
+            time.sleep(0.002)
+        yield from (f"left behind: {each}" for each in held)
+        yield from (f"left behind: actor {row}" for row in alive)
+
+    def _settle_all(self, *_: Any) -> None:
+        left = leaks.settle(self._before)
+        if left:
+            processes.kill(left.processes)
+            self.left.append(f"left behind:\n{left}")
+        self.left += [f"printed: {text}" for text in self._errors.unasked()]
+
+    @contextlib.contextmanager
+    def _environment(self) -> Iterator[None]:
+        with tempfile.TemporaryDirectory(prefix="programs-") as directory:
+            journal = Path(directory, "journal")
+            journal.touch()
+            variables = {library.JOURNAL: str(journal)}
+            interval, collect = sys.getswitchinterval(), gc.get_threshold()
+            if self.options.collect:
+                variables[library.COLLECT] = str(self.options.collect)
+                gc.set_threshold(self.options.collect, 2, 2)
+            if self.options.switch_interval:
+                variables["ACTORRPC_SWITCH_INTERVAL"] = str(self.options.switch_interval)
+                sys.setswitchinterval(self.options.switch_interval)
+            os.environ.update(variables)
+            try:
+                yield
+            finally:
+                for name in variables:
+                    del os.environ[name]
+                sys.setswitchinterval(interval)
+                gc.set_threshold(*collect)
+
+
+@functools.cache
+def _prelude() -> Any:
+    return compile(PRELUDE, "<prelude>", "exec")
+
+
+# -- where programs run ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _cluster() -> Iterator[list[str]]:
+    with actorrpc.init():
+        yield actorrpc.scale(2)
+
+
+def _join(rank: int, store: str, mode: str, stack: contextlib.ExitStack) -> None:
+    given: dict[str, Any] = {}
+    if mode == "tcp":
+        given = {"transport": "tcp"}
+    elif mode == "cuts":
+        given = stack.enter_context(testing.FaultProxy(disturbances=_CUTS, seed=rank)).options
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=3,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}/store", **given),
+    )
+
+
+def _serve(rank: int, _: int, store: str, mode: str) -> None:
+    with contextlib.ExitStack() as stack:
+        _join(rank + 1, store, mode, stack)
+        rpc.shutdown()
+
+
+@contextlib.contextmanager
+def _group(options: Options) -> Iterator[list[str]]:
+    """Make this process worker 0 of a group of three; the two others serve."""
+    failed: list[BaseException] = []
+
+    def others(store: str) -> None:
+        try:
+            ranks.run_group(_serve, 2, store, options.mode, timeout=3_600, leak_wait=10)
+        except BaseException as error:
+            failed.append(error)
+
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="programs-"))
+        thread = threading.Thread(target=others, args=(store,), name="others")
+        thread.start()
+        stack.callback(thread.join)
+        _join(0, store, options.mode, stack)
+        try:
+            yield ["worker1", "worker2"]
+        except BaseException:
+            rpc.shutdown(graceful=False)
+            raise
+        rpc.shutdown()
+    if failed:
+        raise failed[0]
+
+
+# -- output -----------------------------------------------------------------------------------------------------
+
+
+class _Errors:
+    """What the processes of a session have written to standard error."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def unasked(self) -> list[str]:
+        """Return the entries that came since the last time and were not announced."""
+        sys.stderr.flush()
+        return output.unasked(self._file.read().decode(errors="replace"), _ANNOUNCED)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[_Errors]:
+    with tempfile.NamedTemporaryFile(prefix="programs-") as sink, open(sink.name, "rb") as source:
+        sys.stderr.flush()
+        kept = os.dup(2)
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield _Errors(source)
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
