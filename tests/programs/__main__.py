@@ -43,7 +43,9 @@ def main() -> int:
             print(f"# seed {seed}\n{PRELUDE}{generate(seed, features_of(asked.mode)).source}")
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options = Options(asked.mode, asked.bound, asked.collect, asked.switch_interval)
+    options = Options(
+        asked.mode, asked.bound, collect=asked.collect, switch_interval=asked.switch_interval
+    )
     processes.begin_session()
     ranks.remember_environment()
     began = time.monotonic()

@@ -1,9 +1,10 @@
 """A seed gives a program.
 
-Programs do not wait for ever by themselves. Two rules see to that:
+Programs do not wait for ever by themselves. Three rules see to that:
 
 * A nested call goes to an actor behind all those that its callers hold, or back to one of them (which serves the calls that
   descend from its own), or to a task.
+* A stream with ``backpressure`` is read at once: it holds its actor.
 * A method that waits for references among its arguments gets those only whose outcomes the driver has observed.
 """
 
@@ -192,7 +193,9 @@ class _Author:
         call = Invocation(
             self._numbers.next(), self._target(), "stream", (fails, *args), options=tuple(options)
         )
-        self._add(call, size, is_stream=True)
+        known = self._add(call, size, is_stream=True)
+        if options:  # its generator pauses, and holds its actor until it is read
+            self._observe(known)
 
     def _put(self) -> None:
         literal, size = self._literal()

@@ -104,9 +104,12 @@ class Model:
         crashes = any(call.target == TASKS and call.method == "crash" for call in self.calls.values()) or any(
             isinstance(each, Cancel) and each.force for driver in program.drivers for each in driver.statements
         )
-        self.at_most = {
-            call.name: 1 + _retries(call, crashes and call.target == TASKS) for call in self.calls.values()
-        }
+        self.at_most: dict[str, int] = {}
+        for root in program.calls():
+            times = 1
+            for call in root.tree():  # a call that is made again makes its nested calls again
+                times *= 1 + _retries(call, crashes and call.target == TASKS)
+                self.at_most[call.name] = times
 
     # -- what reaches whom ---------------------------------------------------------------------------------------
 
@@ -315,9 +318,10 @@ def _wrong_items(items: library.Items, allowed: Allowed, actor_ids: Mapping[str,
     ended_itself = items.end is not None and not any(
         isinstance(kind, str) and kind in items.end.classes for kind in allowed.errors
     )
-    if (ended_itself or (items.end is None and not items.closed)) and len(items.items) < len(allowed.value):
+    finished = items.end is None and not items.closed and CANCELLED not in allowed.errors
+    if (ended_itself or finished) and len(items.items) < len(allowed.value):
         return f"ended after {len(items.items)} of {len(allowed.value)} items"
-    if items.end is None and not items.closed and allowed.errors and not disturbed:
+    if finished and allowed.errors and not disturbed:
         return f"ended, and had to raise {_words(allowed.errors)}"
     return ""
 

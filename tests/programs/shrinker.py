@@ -197,8 +197,10 @@ def is_valid(program: Program) -> bool:
 def _is_valid_driver(driver: Driver, program: Program) -> bool:
     kinds = {make.actor: make.kind for make in program.actors}
     observed: set[str] = set()
-    endless: dict[str, set[str]] = {}  # calls that run until they are cancelled, and the actors that they hold
+    endless: dict[str, set[str]] = {}  # calls that run until they are cancelled or read, and the actors that they hold
     for statement in driver.statements:
+        if isinstance(statement, SeeStream):
+            endless.pop(statement.name, None)
         if isinstance(statement, See | SeeStream | SeeAll | Gradients):
             if endless:
                 return False
@@ -211,7 +213,7 @@ def _is_valid_driver(driver: Driver, program: Program) -> bool:
             endless = {name: held for name, held in endless.items() if statement.actor not in held}
         elif isinstance(statement, Start):
             calls = list(statement.call.tree())
-            if calls[-1].method == "work" and not _ends_in_time(statement.call, kinds):
+            if calls[0].option("backpressure") is not None or calls[-1].method == "work" and not _ends_in_time(statement.call, kinds):
                 endless[statement.call.name] = {call.target for call in calls}
             for call in calls:
                 for argument in call.args if call.method == "read" else ():
