@@ -1,8 +1,8 @@
 """Tensors outside of the pickle: which bytes of which storage travel, and how a tensor is built on them.
 
 A tensor is reduced to a few integers (storage, dtype, offset, sizes, strides); its bytes stay where they
-are until the message is written, as :class:`TensorSpan` objects. A storage travels once per message, and of it
-only the range that the message's tensors touch, so tensors that shared memory share it again on arrival.
+are until the message is written, as :class:`TensorSpan` objects. Of a storage, only the bytes that the message's tensors
+use are sent (:mod:`actorrpc.serialization.blocks`), and tensors that overlap share memory again on arrival.
 :func:`tensor` and its neighbours are named in pickles: their names and arguments are the wire format.
 
 Runs on whichever thread encodes or decodes; what belongs to one message hangs on the thread-local
@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 
 from actorrpc.errors import ProtocolError, SerializationError
+from actorrpc.serialization import blocks
 
 __all__ = [
     "ENTRY",
@@ -46,9 +47,12 @@ _PORTION: Final = (
     16 << 10
 )  # bytes of a stack: not more than these does a tensor keep that is kept when its neighbours are not
 _AT_ONCE: Final = 32 << 10  # elements: of fewer, torch makes a stack on the calling thread alone
-_WASTE: Final = 64 << 10  # so many unused bytes may travel for a lone tensor's strides to stay as they are
 _PINNED: Final = 64 << 10  # from so many bytes on, what comes from a GPU goes into pinned memory
-_ALIGN: Final = 16  # ranges start on a multiple of the widest element, so that any dtype fits on them
+_ALIGN: Final = 16  # blocks that share a span start on a multiple of the widest element
+# The blocks of a divided storage are copied into one span. The first _OWN_SPANS blocks of at least _OWN_SPAN bytes are not
+# copied: they are spans of their own.
+_OWN_SPAN: Final = 1 << 20
+_OWN_SPANS: Final = 64
 
 _CONJ: Final = 1 << 8
 _NEG: Final = 1 << 9
@@ -163,10 +167,21 @@ class TensorSpan:
 # -- going out ----------------------------------------------------------------------------------
 
 
-ENTRY: Final = "BQQ"  # one storage in the table: kind, bytes that travel, offset in the sender's storage
+ENTRY: Final = "BQQ"  # one block in the table: kind, bytes that are sent, offset in the sender's storage
 _IN_BODY: Final = 1
 _COMPACT: Final = 2  # the bytes are the one tensor's elements in order; its strides are meaningless
 _PLACED: Final = 4  # goes to a device: its name is in the list of names
+_GATHERED: Final = (
+    8  # the bytes follow those of the last gathered block, in the one buffer of all gathered blocks
+)
+_PITCHED: Final = (
+    16  # the rows are sent closer together than they lie at the sender; a _PITCH entry says how close
+)
+# The second and further tensors of a block have entries that hold the number of an earlier entry in place of the size.
+_SAME: Final = 32  # the number of a tensor that overlaps this one
+_BESIDE: Final = 64  # the number of the block's first tensor, which does not overlap this one
+# The last entries of the table, one for each pitched block in order: the distance of the rows at the sender, and as sent.
+_PITCH: Final = 128
 
 
 _FREED: Final = "a tensor's storage was freed or resized: it has no bytes to send"
@@ -179,13 +194,18 @@ class SharedStorageError(Exception):
     """Two tensors of a message share memory, and one of them is in the pickle: all are to be in the table."""
 
 
-# A storage of a message, as a list (an object costs a third of a microsecond): the range [low, high) of it
-# that is used, in bytes, and by whom. In place of a storage: a stack, and then its bytes.
-_STORAGE, _LOW, _HIGH, _USED, _LONE, _DEVICE = range(6)
+# A tensor of a message, as a list (an object costs a third of a microsecond): its storage, the range [low, high) of the
+# storage that it uses, in bytes, whether it is contiguous, the tensor itself (None: the whole storage is sent), the device at
+# the receiver, and the block that is sent for it, once that is known and differs from the range.
+# A stack takes the place of a storage, and then the stack's bytes do. A tensor that is sent in the block of an earlier tensor
+# has the number of that tensor in place of the storage, and the kind of its entry in place of low.
+_STORAGE, _LOW, _HIGH, _CONTIGUOUS, _TENSOR, _DEVICE, _BLOCK = range(7)
+# Elements are copied as these, by their size: whatever dtype they have, every bit arrives.
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Outgoing:
-    """The storages of one message while it is encoded.
+    """The tensors and storages of one message while it is encoded.
 
     Args:
         device_map: device here -> device there.
@@ -195,54 +215,52 @@ class Outgoing:
         cpu: the receiver's device for what is on the CPU; empty where it stays there.
     """
 
-    __slots__ = ("_device_map", "_embedded", "by_storage", "cpu", "pieces")
+    __slots__ = ("_device_map", "_embedded", "_shared", "by_storage", "cpu", "pieces")
 
     def __init__(self, device_map: Mapping[str, str] | None, embedded: Set[int] = frozenset()) -> None:
         self.by_storage: dict[int, int] = {}
+        # The number of a storage's first tensor -> the numbers of all of its tensors, if there are several.
+        self._shared: dict[int, list[int]] = {}
         self._device_map = device_map
         self._embedded = embedded
         cpu = device_map.get("cpu", "") if device_map else ""
         self.cpu = "" if cpu == "cpu" else cpu
         self.pieces: list[list[Any]] = []
 
-    def touch(self, t: torch.Tensor, low: int, high: int, used: int, off_cpu: int) -> int:
-        """Note that ``t`` uses [low, high) of its storage; return the storage's number."""
+    def touch(self, t: torch.Tensor, low: int, high: int, is_contiguous: bool, off_cpu: int) -> int:
+        """Note that ``t`` uses [low, high) of its storage, all of it or with gaps; return the tensor's number."""
         storage = t.untyped_storage()
         key = storage._cdata  # the storage is kept by its piece, so the number stays its own
-        index = self.by_storage.get(key)
-        if index is None:
+        number = len(self.pieces)
+        first = self.by_storage.setdefault(key, number)
+        if first == number:
             if key in self._embedded:
                 raise SharedStorageError
             device = self.target(t.device) if off_cpu else self.cpu
-            index = self.by_storage[key] = len(self.pieces)
-            # Once two tensors share the storage, the geometry has to stay: no lone tensor any more.
-            self.pieces.append([storage, low, high, used, t, device])
         else:
-            piece = self.pieces[index]
-            piece[_LONE] = None
-            if low < piece[_LOW]:
-                piece[_LOW] = low
-            if high > piece[_HIGH]:
-                piece[_HIGH] = high
-        return index
+            self._shared.setdefault(first, [first]).append(number)
+            device = self.pieces[first][_DEVICE]
+        self.pieces.append([storage, low, high, is_contiguous, t, device, None])
+        return number
 
     def whole(self, storage: torch.UntypedStorage) -> int:
         """Note that the whole storage travels; return its number."""
         key = storage._cdata
         size = storage.nbytes()
-        index = self.by_storage.get(key)
-        if index is None:
+        number = len(self.pieces)
+        first = self.by_storage.setdefault(key, number)
+        if first == number:
             if key in self._embedded:
                 raise SharedStorageError
             kind = storage.device.type
             if kind == "meta":
                 raise SerializationError("a storage on the meta device has no bytes to send")
-            index = self.by_storage[key] = len(self.pieces)
             device = self.target(storage.device) if kind != "cpu" else self.cpu
-            self.pieces.append([storage, 0, size, size, None, device])
         else:
-            self.pieces[index][_LOW : _LONE + 1] = 0, size, size, None
-        return index
+            self._shared.setdefault(first, [first]).append(number)
+            device = self.pieces[first][_DEVICE]
+        self.pieces.append([storage, 0, size, True, None, device, None])
+        return number
 
     def target(self, device: torch.device) -> str:
         """Return the receiver's device for one of ours.
@@ -292,20 +310,38 @@ class Outgoing:
             SerializationError: a storage is shorter than its tensors say (it was freed or resized).
         """
         numbers: list[int] = []
+        pitches: list[int] = []
         small = []
         names = b""
-        for storage, low, high, used, lone, device in self.pieces:
+        gather = None if inline or not self._shared else _Gathering(spans)
+        for numbers_there in self._shared.values():
+            self._divide(numbers_there, gather)
+        if gather is not None and gather.total <= INLINE_BYTES:
+            gather.blocks.clear()
+        for number, piece in enumerate(self.pieces):
+            storage, low, high, contiguous, t, device, block = piece
             if type(storage) is bytes:
                 small.append(storage)
                 numbers += (_IN_BODY, len(storage), 0)
                 continue
+            if type(storage) is int:
+                numbers += (low, storage, 0)
+                continue
             if high > storage.nbytes():
                 raise SerializationError(_FREED)
-            low &= -_ALIGN
+            if not contiguous and block is None:
+                view = blocks.View(number, t, low, high, False)
+                if view.step:
+                    (block,) = blocks.plan([view])
             kind, size = 0, high - low
-            if lone is not None and used * 2 < size and size - used > _WASTE:
-                keep = _on_cpu(_raw(lone).contiguous())
-                kind, low, size = _COMPACT, 0, used
+            if block is not None:
+                low, size = block.low, block.size
+                if block.pitch:
+                    kind = _PITCHED
+                    pitches += (_PITCH, block.step, block.pitch)
+            if block is not None and not block.is_dense:
+                kind |= _COMPACT * block.is_compact
+                keep = _on_cpu(_filled(block, storage))
                 address = keep.data_ptr()
             elif device:
                 staged = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -314,7 +350,10 @@ class Outgoing:
             else:
                 keep = storage
                 address = storage.data_ptr() + low
-            if inline or size <= INLINE_BYTES:
+            if gather is not None and block in gather.blocks:
+                kind |= _GATHERED
+                gather.add(address, size, keep)
+            elif inline or size <= INLINE_BYTES:
                 kind |= _IN_BODY
                 small.append(_copy_out(address, size))
             else:
@@ -323,7 +362,95 @@ class Outgoing:
                 kind |= _PLACED
                 names += bytes((len(device),)) + device.encode()
             numbers += (kind, size, low)
-        return numbers, small[0] if len(small) == 1 else b"".join(small), names
+        if gather is not None:
+            gather.close()
+        return numbers + pitches, small[0] if len(small) == 1 else b"".join(small), names
+
+    def _divide(self, numbers: list[int], gather: _Gathering | None) -> None:
+        """Find the blocks in which the tensors of one storage are sent."""
+        pieces = self.pieces
+        views = []
+        for number in numbers:
+            storage, low, high, contiguous, t, _, _ = pieces[number]
+            if high > storage.nbytes():
+                raise SerializationError(_FREED)
+            views.append(blocks.View(number, t, low, high, contiguous))
+        found = blocks.plan(views)
+        own = 0
+        for block in found:
+            first = min([view.number for group in block.groups for view in group])
+            for group in block.groups:
+                leader = min([view.number for view in group])
+                for view in group:
+                    if view.number != leader:
+                        pieces[view.number][:_HIGH] = leader, _SAME
+                if leader != first:
+                    pieces[leader][:_HIGH] = first, _BESIDE
+            pieces[first][_BLOCK] = block
+            if gather is not None and len(found) > 1:
+                own += block.is_dense and block.size >= _OWN_SPAN
+                if not block.is_dense or block.size < _OWN_SPAN or own > _OWN_SPANS:
+                    gather.blocks.add(block)
+                    gather.total += block.size
+
+
+class _Gathering:
+    """Copies blocks into one span, so that a message may have any number of them.
+
+    Attributes:
+        blocks: the blocks that go there.
+        total: the sum of their sizes.
+    """
+
+    def __init__(self, spans: list[TensorSpan]) -> None:
+        self.blocks: set[blocks.Block] = set()
+        self.total = 0
+        self._spans = spans
+        self._place = -1
+        self._parts: list[tuple[int, int, int, object]] = []
+        self._size = 0
+
+    def add(self, address: int, size: int, keep: object) -> None:
+        """Take the next block."""
+        if self._place < 0:
+            self._place = len(self._spans)
+            self._spans.append(TensorSpan(0, 0, None))
+        start = -(-self._size // _ALIGN) * _ALIGN
+        self._parts.append((start, address, size, keep))
+        self._size = start + size
+
+    def close(self) -> None:
+        """Make the span."""
+        if self._place >= 0:
+            span = self._spans[self._place] = TensorSpan.of(bytearray(self._size))
+            for start, address, size, _ in self._parts:
+                ctypes.memmove(span.address + start, address, size)
+
+
+def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of a block that has gaps in the storage, with zeros in the gaps that are left."""
+    if block.is_compact:
+        return _raw(block.groups[0][0].tensor).contiguous()
+    made = torch.zeros(block.size, dtype=torch.uint8, device=storage.device)
+    for view in chain.from_iterable(block.groups):
+        item = view.item
+        dtype = _BITS[item]
+        strides, sizes = list(zip(*view.steps, strict=True)) or ((), ())
+        start: int = view.low - block.low
+        placed: Sequence[int] = strides
+        if block.pitch:
+            start, placed = blocks.repitch(start, strides, block.step, block.pitch)
+        source, target = (
+            torch.empty(0, dtype=dtype, device=storage.device).set_(
+                where, at // item, sizes, [stride // item for stride in steps]
+            )
+            for where, at, steps in (
+                (storage, view.low, strides),
+                (made.untyped_storage(), start, placed),
+            )
+        )
+        target.copy_(source)
+    return made
 
 
 def _on_cpu(t: torch.Tensor) -> torch.Tensor:
@@ -421,10 +548,10 @@ def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[Any, ...]:
         index = out.target(t.device) if flags & _OFF_CPU else out.cpu or -1
     elif t.is_contiguous():
         low = offset * size
-        index = out.touch(t, low, low + count * size, count * size, flags & _OFF_CPU)
+        index = out.touch(t, low, low + count * size, True, flags & _OFF_CPU)
     else:
         last = offset + sum([(n - 1) * s for n, s in zip(t.shape, stride, strict=True)])
-        index = out.touch(t, offset * size, (last + 1) * size, count * size, flags & _OFF_CPU)
+        index = out.touch(t, offset * size, (last + 1) * size, False, flags & _OFF_CPU)
     code = _CODES[t.dtype] | flags & ~_OFF_CPU
     if t.requires_grad:
         code |= _GRAD
@@ -533,7 +660,7 @@ def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -
         return None
     pieces = _outgoing().pieces
     stack = _Stack(len(pieces), code, shape)
-    pieces.append([stack, 0, 0, 0, None, ""])
+    pieces.append([stack, 0, 0, True, None, "", None])
     stack.members.append(t)
     # One step of torch's compares all that matters: the kind of tensor, its dtype, sizes, strides, whether it requires grad.
     fits = _TensorGuards(t, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
@@ -569,7 +696,9 @@ def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
         return meta, (_CODES[t.dtype], tuple(t.shape), t.stride(), t.storage_offset(), grad)
     if t._is_zerotensor():
         return tensor, _describe(out, torch.zeros(t.shape, dtype=t.dtype), _GRAD * grad)
-    # Quantised tensors: torch's own reduction, of which our reducers for storages take the bytes out.
+    # Quantised tensors: torch reduces them to their whole storage, whose bytes our reducers take out of the pickle.
+    if t.nbytes < t.untyped_storage().nbytes():
+        t = t.clone()
     reduced: tuple[Any, ...] = t.__reduce_ex__(5)
     return reduced
 
@@ -615,9 +744,10 @@ def tensor_reducers() -> dict[type, Any]:
 # -- coming in ----------------------------------------------------------------------------------
 
 
-# A storage of a message being decoded, as a list: a writable buffer, its offset in the sender's storage, its
-# kind, its device, and the first tensor built on it, with which the others share memory.
-_DATA, _START, _KIND, _PLACE, _FIRST = range(5)
+# An entry of a message being decoded, as a list: a writable buffer, the buffer's offset in the sender's storage, kind, device,
+# the first tensor that was built on it, the distances of rows if it is pitched, and the entry whose storage it shares.
+# Tensors that overlap have one entry. Tensors of one block that do not overlap have entries with one storage.
+_DATA, _START, _KIND, _PLACE, _FIRST, _ROWS, _BLOCK_OF = range(7)
 
 
 def arrive(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> list[list[Any]]:
@@ -629,26 +759,60 @@ def arrive(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> 
     arrived: list[list[Any]] = []
     at = 0
     pending = iter(buffers)
-    for n in range(0, len(numbers), 3):
+    pitches: list[tuple[int, ...]] = []
+    end = len(numbers)
+    while end and numbers[end - 3] == _PITCH:
+        pitches.append(numbers[end - 2 : end])
+        end -= 3
+    gathered: Any = None
+    for n in range(0, end, 3):
         kind, size, low = numbers[n : n + 3]
+        if kind in (_SAME, _BESIDE):
+            arrived.append(_joined_entry(arrived, size, kind))
+            continue
         device = ""
         if kind & _PLACED:
-            end = 1 + names[0]
-            device, names = names[1:end].decode(), names[end:]
+            last = 1 + names[0]
+            device, names = names[1:last].decode(), names[last:]
         data: Any
         if kind & _IN_BODY:
             data = bytearray(small[at : at + size])  # the body is not ours to write into, or to keep
             at += size
+        elif kind & _GATHERED:
+            if gathered is None:
+                gathered = _writable(next(pending, b""))
+            data = gathered[:size]
+            gathered = gathered[-(-size // _ALIGN) * _ALIGN :]
         else:
-            data = memoryview(next(pending, b"")).cast("B")
-            if data.readonly:
-                data = bytearray(data)
+            data = _writable(next(pending, b""))
         if len(data) != size or size == 0:
             raise ProtocolError(f"a storage of {size} bytes came as {len(data)} bytes")
-        arrived.append([data, low, kind, device, None])
-    if at != len(small) or names or next(pending, None) is not None:
+        rows = None
+        if kind & _PITCHED:
+            rows = pitches.pop() if pitches else (0, 0)
+            if not rows[0]:
+                raise ProtocolError("a message's table of storages has no rows")
+        arrived.append([data, low, kind, device, None, rows, None])
+    if at != len(small) or names or pitches or gathered or next(pending, None) is not None:
         raise ProtocolError("a message's table of storages has the wrong length")
     return arrived
+
+
+def _writable(buffer: Any) -> memoryview:
+    data = memoryview(buffer).cast("B")
+    return memoryview(bytearray(data)) if data.readonly else data
+
+
+def _joined_entry(arrived: list[list[Any]], number: int, kind: int) -> list[Any]:
+    """Return the entry of a tensor that is in a block with an earlier one."""
+    if number >= len(arrived):
+        raise ProtocolError(f"a tensor that shares memory with tensor {number} of {len(arrived)}")
+    earlier = arrived[number]
+    if kind == _SAME:
+        return earlier
+    entry = earlier.copy()
+    entry[_FIRST], entry[_BLOCK_OF] = None, earlier
+    return entry
 
 
 def _piece(index: int) -> list[Any]:
@@ -667,6 +831,8 @@ def _placing(device: str) -> Iterator[None]:
 
 
 def _storage(piece: list[Any]) -> torch.UntypedStorage:
+    while piece[_BLOCK_OF] is not None:
+        piece = piece[_BLOCK_OF]
     first = piece[_FIRST]
     if first is None:
         first = torch.frombuffer(piece[_DATA], dtype=torch.uint8)
@@ -700,11 +866,15 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
             return _marked(torch.empty_strided(shape, stride, dtype=dtype, device=device), code)
     arrived: list[list[Any]] = message.decoding.arrived
     piece = arrived[index] if 0 <= index < len(arrived) else _piece(index)  # the latter raises
-    data, low, kind, device, first = piece
+    data, low, kind, device, first, rows, block = piece
     size = dtype.itemsize
     start = offset * size - low
-    if kind & _COMPACT:
-        start, stride = 0, _packed(shape)
+    if kind & (_COMPACT | _PITCHED):
+        if rows is None:
+            start, stride = 0, _packed(shape)
+        else:
+            start, strides = blocks.repitch(start, [step * size for step in stride], *rows)
+            stride = tuple([step // size for step in strides])
     if len(stride) != rank:
         raise ProtocolError(f"a tensor of {rank} sizes and {len(stride)} strides")
     last = 0
@@ -715,7 +885,7 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
     # Unsigned thinking: each term is at least 0, so the last element is the one farthest out.
     if start < 0 or start % size or start + (last + 1) * size > len(data):
         raise ProtocolError(f"a tensor of sizes {shape}, strides {stride} outside of its storage")
-    if first is None and not device and len(data) % size == 0:
+    if first is None and block is None and not device and len(data) % size == 0:
         t = torch.frombuffer(data, dtype=dtype)
         piece[_FIRST] = t
         if start or stride != (1,) or shape[0] * size != len(data):
@@ -785,7 +955,12 @@ def stacked(index: int, code: int, *shape: int) -> Iterator[torch.Tensor]:
     size = math.prod(shape) * dtype.itemsize
     piece = _piece(index)
     data = piece[_DATA]
-    if piece[1:] != [0, _IN_BODY, "", None] or (shape and min(shape) <= 0) or not data or len(data) % size:
+    if (
+        piece[1:] != [0, _IN_BODY, "", None, None, None]
+        or (shape and min(shape) <= 0)
+        or not data
+        or len(data) % size
+    ):
         raise ProtocolError(f"tensors of sizes {shape} in a stack of {len(data)} bytes")
     # It is taken once, and each byte of it: nobody makes much of a short message by taking it again in other sizes.
     piece[_DATA] = b""

@@ -95,38 +95,9 @@ def strided(draw: Any) -> torch.Tensor:
 def test_any_view_arrives_as_it_was(t: torch.Tensor) -> None:
     arrived = trip(t)
     same(t, arrived)
-    touched = t.numel() and 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    if not t.numel() or t.numel() * 2 >= touched + 16 // t.itemsize:
+    if t.is_contiguous() or t.transpose(0, -1).is_contiguous():
         assert arrived.stride() == t.stride()
     assert not arrived._is_view()
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_views_of_one_storage_share_it_on_arrival(data: Any) -> None:
-    base = torch.arange(data.draw(st.sampled_from([16, 300, 5000])), dtype=torch.float32)
-    spans = st.tuples(st.integers(0, len(base) - 1), st.integers(1, 50), st.integers(1, 3))
-    views = [
-        base[start : start + length : step]
-        for start, length, step in data.draw(st.lists(spans, min_size=2, max_size=5))
-    ]
-    if data.draw(st.booleans()):
-        views.append(base.view(torch.int32)[1:3])
-    if data.draw(st.booleans()):
-        views.append(base.view(torch.float64)[1:3])
-    encoded = encode(views)
-    assert len(encoded.spans) <= 1
-    arrived = trip(views)
-    for a, b in zip(views, arrived, strict=True):
-        same(a, b)
-        assert a.stride() == b.stride()
-    assert len({t.untyped_storage()._cdata for t in arrived}) == 1
-    # Writing through one is seen through the others exactly where it is seen at home.
-    with torch.no_grad():
-        views[0].fill_(-1.0)
-        arrived[0].fill_(-1.0)
-    for a, b in zip(views, arrived, strict=True):
-        bits(a, b)
 
 
 def test_one_tensor_twice_stays_one_object() -> None:
@@ -135,16 +106,6 @@ def test_one_tensor_twice_stays_one_object() -> None:
     a, b, c = trip([t, {"again": t}, (p, p)])
     assert b["again"] is a
     assert c[0] is c[1]
-
-
-def test_only_the_range_in_use_is_sent() -> None:
-    base = torch.zeros(1 << 20)
-    encoded = encode((base[1000:9000], base[5000:11000]))
-    assert [span.nbytes for span in encoded.spans] == [40000]
-    (span,) = encode(base.view(1024, 1024)[:, 3]).spans or encode(base).spans
-    assert span.nbytes == 4 << 20  # the second: the column was compacted, and is small
-    assert encode(base.view(1024, 1024)[:, :4]).nbytes < 20000
-    assert trip(base.view(1024, 1024)[:, 3]).stride() == (1,)
 
 
 def test_small_tensors_own_their_memory() -> None:
@@ -687,7 +648,7 @@ class Decoding:
     tensors = None
 
     def __init__(self, size: int, kind: int = 0, low: int = 0) -> None:
-        self.arrived = [[bytearray(size), low, kind, "", None]]
+        self.arrived = [[bytearray(size), low, kind, "", None, None, None]]
 
 
 @pytest.fixture

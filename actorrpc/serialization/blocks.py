@@ -1,0 +1,214 @@
+"""Decide which bytes of a storage are sent for the tensors of a message that lie in it.
+
+A storage is sent in blocks. Tensors that overlap are in one block, therefore they share memory at the receiver. Blocks that
+lie close together are merged. The receiver never gets a byte that no tensor of the message uses: the sender copies a block
+with gaps into zeroed memory, or packs the block without its gaps.
+
+All positions, lengths and strides are in bytes. This module only computes; the sender's thread copies afterwards
+(:mod:`actorrpc.serialization.tensors`). The receiver calls :func:`repitch` with numbers that the peer has sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+__all__ = ["Block", "View", "plan", "repitch"]
+
+# Blocks are merged, and a tensor keeps its strides, if no gap is longer than _GAP and at most _WASTE times the used bytes are
+# sent.
+_GAP: Final = 4 << 10
+_WASTE: Final = 2
+
+
+class View:
+    """The bytes that one tensor uses of its storage.
+
+    Attributes:
+        number: the tensor's number in the message.
+        tensor: the tensor; None stands for the whole storage.
+        low, high: the offset of its first byte, and of the byte after its last byte.
+        item: the bytes of one element.
+        steps: (stride, size) of each dimension, in the order of strides. Dimensions of one element or stride 0 are left out.
+        gap: the length of its longest gap.
+        step: the distance between two contiguous runs of its bytes; 0 if it uses all bytes from low to high.
+        used: how many bytes it uses; 0 if its dimensions overlap in a way for which this is not computed.
+    """
+
+    __slots__ = ("gap", "high", "item", "low", "number", "step", "steps", "tensor", "used")
+
+    def __init__(self, number: int, tensor: Any, low: int, high: int, is_contiguous: bool) -> None:
+        self.number, self.tensor, self.low, self.high = number, tensor, low, high
+        self.item: int = 1 if tensor is None else tensor.itemsize
+        self.gap = self.step = 0
+        self.used = high - low
+        self.steps: list[tuple[int, int]] = []
+        if is_contiguous:
+            if high - low > self.item:
+                self.steps.append((self.item, (high - low) // self.item))
+            return
+        moving = zip(tensor.stride(), tensor.shape, strict=True)
+        self.steps = sorted([(stride * self.item, n) for stride, n in moving if n > 1 and stride])
+        reach = used = self.item
+        for stride, n in self.steps:
+            if stride > reach:
+                self.gap = max(self.gap, stride - reach)
+                self.step = self.step or stride
+            if self.step:
+                used = used * n if stride >= reach else 0
+            reach += (n - 1) * stride
+            if not self.step:
+                used = reach
+        self.used = used
+
+
+class Block:
+    """A part of a storage that becomes one storage at the receiver.
+
+    Attributes:
+        groups: the views in the block. Views of different groups do not overlap.
+        low, high: the range of the sender's storage.
+        size: how many bytes are sent.
+        is_dense: every byte from low to high is used, so the range is sent without a copy.
+        is_compact: the elements of the block's only tensor are sent, in order.
+        step, pitch: the distance between two rows in the sender's storage, and in the bytes sent. Both are 0 if the bytes keep
+            their distances.
+    """
+
+    __slots__ = ("_used", "groups", "high", "is_compact", "is_dense", "low", "pitch", "size", "step")
+
+    def __init__(self, views: list[View], used: int, step: int = 0, pitch: int = 0) -> None:
+        self.groups = [views]
+        self.low = min([view.low for view in views])
+        self.high = max([view.high for view in views])
+        self.size = self.high - self.low
+        self.is_dense = used == self.size
+        self.is_compact = False
+        self.step, self.pitch = step, pitch
+        self._used = used
+
+    def absorbs(self, other: Block) -> bool:
+        """Merge ``other``, a block that starts later, into this block if the rule allows it; return whether it was merged."""
+        gap = other.low - self.high
+        used = self._used + other._used
+        if self.pitch or other.pitch or self.is_compact or other.is_compact:
+            return False
+        if not 0 <= gap <= _GAP or other.high - self.low > _WASTE * used:
+            return False
+        self.groups += other.groups
+        self.high = other.high
+        self.size = self.high - self.low
+        self.is_dense = self.is_dense and other.is_dense and not gap
+        self._used = used
+        return True
+
+    def align(self) -> None:
+        """Move ``low`` down to a multiple of the largest element, so that every tensor starts at a whole element."""
+        low = self.low & -max([view.item for group in self.groups for view in group])
+        if low != self.low and not self.pitch:
+            self.size += self.low - low
+            self.low = low
+            self.is_dense = False
+
+
+def plan(views: Iterable[View]) -> list[Block]:
+    """Return the blocks in which a storage is sent."""
+    blocks: list[Block] = []
+    for cluster in _clusters(views):
+        for block in _split(cluster):
+            if not blocks or not blocks[-1].absorbs(block):
+                blocks.append(block)
+    for block in blocks:
+        block.align()
+    return blocks
+
+
+def repitch(start: int, strides: Sequence[int], step: int, pitch: int) -> tuple[int, list[int]]:
+    """Return a tensor's start and strides after the distance between rows has been changed from ``step`` to ``pitch``."""
+    row, column = divmod(start, step)
+    return row * pitch + column, [stride // step * pitch + stride % step for stride in strides]
+
+
+def _clusters(views: Iterable[View]) -> Iterator[list[View]]:
+    """Divide views into groups whose ranges from low to high overlap; each group is ordered by low."""
+    cluster: list[View] = []
+    high = 0
+    for view in sorted(views, key=lambda each: each.low):
+        if view.low >= high and cluster:
+            yield cluster
+            cluster = []
+        cluster.append(view)
+        high = max(high, view.high)
+    yield cluster
+
+
+def _split(cluster: list[View]) -> list[Block]:
+    """Return the blocks of views whose ranges from low to high overlap, although their bytes may not."""
+    low = min([view.low for view in cluster])
+    high = max([view.high for view in cluster])
+    end = low
+    for view in cluster:
+        if not view.step and view.low <= end:
+            end = max(end, view.high)
+    if end == high:
+        return [Block(cluster, high - low)]
+    step = min([view.step for view in cluster if view.step])
+    columns = _columns(cluster, step)
+    if columns is None:
+        return [_cheapest(cluster, 0, 0, 0)]
+    if all(len(views) == 1 for _, _, views in columns) and sum([v.used for v in cluster]) == high - low:
+        whole = Block(cluster, high - low)
+        whole.groups = [[view] for view in cluster]
+        return [whole]
+    return [_cheapest(views, step, first, end) for first, end, views in columns]
+
+
+def _columns(cluster: Sequence[View], step: int) -> list[tuple[int, int, list[View]]] | None:
+    """Cut the storage into rows of ``step`` bytes, and divide the views into groups that have no column in common.
+
+    Returns for each group its first column, the column after its last, and its views. A group whose columns continue in the
+    next row has an end above ``step``. Returns None if a view's strides do not fit such rows.
+    """
+    windows: list[tuple[int, int, View]] = []
+    for view in cluster:
+        width = view.item + sum([stride * (n - 1) for stride, n in view.steps if stride < step])
+        if step % view.item or any(stride % step for stride, _ in view.steps if stride >= step):
+            return None
+        windows.append((view.low % step, view.low % step + width, view))
+    windows.sort(key=lambda window: window[:2])
+    groups: list[tuple[int, int, list[View]]] = []
+    for first, end, view in windows:
+        if groups and first < groups[-1][1]:
+            before, reach, views = groups[-1]
+            groups[-1] = before, max(reach, end), [*views, view]
+        else:
+            groups.append((first, end, [view]))
+    while len(groups) > 1 and groups[0][0] + step < groups[-1][1]:  # the last continues in the next row
+        (_, end, views), (first, reach, more) = groups.pop(0), groups.pop()
+        groups.append((first, max(reach, end + step), more + views))
+    if any(end - first > step for first, end, _ in groups):
+        return None
+    return groups
+
+
+def _cheapest(views: list[View], step: int, first: int, end: int) -> Block:
+    """Return the block of views that may overlap. They keep their strides if the rule allows it; else the shortest form is sent.
+
+    ``step``: the views lie in rows of this length, between the columns ``first`` and ``end``; 0: there are no such rows.
+    """
+    used = max([view.used for view in views])  # the views together use at least as many bytes
+    block = Block(views, used)
+    if max([view.gap for view in views]) <= _GAP and block.size <= _WASTE * used:
+        return block
+    if step:
+        item = max([view.item for view in views])
+        first -= first % item
+        low = block.low - (block.low - first) % step
+        pitch = -(-(end - first) // item) * item
+        size = ((block.high - 1 - low) // step + 1) * pitch
+        if low >= 0 and size < block.size:
+            block.low, block.size, block.step, block.pitch, block.is_dense = low, size, step, pitch, False
+    if len(views) == 1 and views[0].tensor.numel() * views[0].item <= block.size:
+        block.size, block.is_compact, block.is_dense = views[0].tensor.numel() * views[0].item, True, False
+        block.step = block.pitch = 0
+    return block

@@ -1,0 +1,197 @@
+"""Parts of storages across the codec: no byte is sent that no tensor uses, and tensors that overlap share memory on arrival."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actorrpc.errors import SerializationError
+from actorrpc.serialization.codec import Encoded, decode, dumps, encode, loads
+
+SECRET, USED = 0xAA, 0x11
+
+
+def secret(nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), SECRET, dtype=torch.uint8)
+
+
+def trip(obj: Any) -> tuple[Any, Encoded]:
+    """Send an object to another imaginary process; return what arrives, and the message."""
+    encoded = encode(obj)
+    buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+    return decode(encoded.body, buffers, definitions=None), encoded
+
+
+def memory(tensors: Any) -> bytes:
+    """Return all that is in the storages of tensors, each storage once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return b"".join(
+        bytes(torch.empty(0, dtype=torch.uint8).set_(each).tolist()) for each in storages.values()
+    )
+
+
+def mark(base: torch.Tensor, views: list[torch.Tensor]) -> None:
+    """Set all bytes of a storage that the views use."""
+    for t in views:
+        elements = torch.arange(len(base) // t.itemsize).as_strided(t.shape, t.stride(), t.storage_offset())
+        base.view(-1, t.itemsize)[elements.flatten()] = USED
+
+
+@st.composite
+def views_of_one_storage(draw: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A storage, and rows, columns, blocks, and views of any geometry."""
+    base = secret(1 << 15)
+    found = []
+    for _ in range(draw(st.integers(1, 5))):
+        dtype = draw(st.sampled_from([torch.uint8, torch.int32, torch.int32, torch.float64]))
+        whole = base.view(dtype)
+        width = draw(st.sampled_from([8, 8, 64, 2048])) * 4 // dtype.itemsize
+        rows = whole.view(-1, width)
+        kind = draw(st.sampled_from(["rows", "columns", "block", "slice", "any"]))
+        first, last = sorted(draw(st.lists(st.integers(0, len(rows)), min_size=2, max_size=2)))
+        left, right = sorted(draw(st.lists(st.integers(0, min(width, 8)), min_size=2, max_size=2)))
+        match kind:
+            case "rows":
+                t = rows[first : last : draw(st.integers(1, 3))]
+            case "columns":
+                t = rows[:, left:right]
+            case "block":
+                t = rows[first:last, left:right]
+            case "slice":
+                t = whole[first : last : draw(st.integers(1, 9))]
+            case _:
+                shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+                stride = [draw(st.sampled_from([0, 1, 2, 3, 8, 100])) for _ in shape]
+                t = whole.as_strided(shape, stride, draw(st.integers(0, 300)))
+        found.append(t.t() if t.dim() == 2 and draw(st.booleans()) else t)
+    return base, found
+
+
+@settings(max_examples=200, deadline=None)
+@given(views_of_one_storage(), st.booleans())
+def test_only_used_bytes_arrive_and_overlapping_views_share_memory(
+    storage: tuple[torch.Tensor, list[torch.Tensor]], by_themselves: bool
+) -> None:
+    base, views = storage
+    mark(base, views)
+    before = [t.clone() for t in views]
+    if by_themselves:
+        arrived, sent = loads(dumps(views)), dumps(views)
+    else:
+        arrived, encoded = trip(views)
+        sent = encoded.body + b"".join(bytes(span.view()) for span in encoded.spans)
+    assert bytes([SECRET]) * 2 not in sent
+    assert SECRET not in memory(arrived)
+    for a, b in zip(before, arrived, strict=True):
+        assert torch.equal(a, b)
+        assert not b._is_view()
+    # A change of one is seen in the others exactly where it is seen at home.
+    for here, there in zip(views, arrived, strict=True):
+        if here.numel() and 0 not in here.stride():
+            here.fill_(5)
+            there.fill_(5)
+            for a, b in zip(views, arrived, strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rows", [range(0, 64, 2), [5, 3], range(0, 64, 40)])
+def test_of_rows_that_lie_apart_no_others_are_sent(rows: Any) -> None:
+    base = torch.arange(64 * 2048, dtype=torch.float32).view(64, 2048)
+    arrived, encoded = trip({"rows": [base[row] for row in rows]})
+    assert encoded.nbytes < len(rows) * base[0].nbytes + 100 * len(rows) + 500
+    for row, t in zip(rows, arrived["rows"], strict=True):
+        assert torch.equal(base[row], t)
+
+
+def test_any_number_of_rows_is_one_buffer() -> None:
+    base = torch.zeros(24_000, 8 << 10, dtype=torch.uint8)
+    base[::2] = 1
+    arrived, encoded = trip([base[row] for row in range(0, 24_000, 2)])
+    assert len(encoded.spans) == 1
+    assert all(bool(t.all()) for t in arrived)
+
+
+def test_large_rows_are_not_copied_before_they_are_sent() -> None:
+    base = torch.zeros(5, 1 << 20, dtype=torch.uint8)
+    encoded = encode([base[0], base[2], base[4]])
+    assert [span.address - base.data_ptr() for span in encoded.spans] == [0, 2 << 20, 4 << 20]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x[3:90],
+        lambda x: x.t(),
+        lambda x: x.unbind(1),
+        lambda x: (x, x[:, 0]),
+        lambda x: x.chunk(4, 1),
+    ],
+    ids=["whole", "rows", "transposed", "all columns", "whole and column", "column blocks"],
+)
+def test_what_has_no_gaps_is_not_copied(view: Any) -> None:
+    base = torch.arange(512.0 * 64).view(512, 64)
+    encoded = encode(view(base))
+    (span,) = encoded.spans
+    assert base.data_ptr() <= span.address < base.data_ptr() + base.nbytes
+
+
+def test_ranges_that_lie_close_are_one_storage_with_zeros_between() -> None:
+    base = secret(40_000)
+    near, far = [base[:5000], base[6000:11_000]], base[20_000:30_000]
+    mark(base, [*near, far])
+    (a, b, c), encoded = trip([*near, far])
+    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != c.untyped_storage().data_ptr()
+    assert SECRET not in memory([a, b, c])
+    assert int(base[5500]) == SECRET  # the sender's memory stays as it is
+    assert encoded.nbytes < 21_000 + 500
+    sparse, _ = trip([base[n : n + 10] for n in range(0, 40_000, 1000)])  # too little of it is used
+    assert len(memory(sparse)) < 2 * 400
+
+
+def test_columns_are_packed_and_overlapping_ones_share_memory() -> None:
+    base = torch.arange(1000.0 * 3000).view(1000, 3000)
+    blocks = {"a": base[:, :4], "b": base[:, 2:6], "c": base[5:900, 100:102]}
+    arrived, encoded = trip(blocks)
+    assert encoded.nbytes < (6 * 1000 + 2 * 895) * 4 + 1000
+    for name, t in blocks.items():
+        assert torch.equal(t, arrived[name])
+    arrived["a"][:, 3] = -1
+    assert arrived["b"][:, 1].eq(-1).all()
+    assert arrived["b"][:, 0].eq(base[:, 2]).all()
+
+
+def test_a_lone_view_with_gaps() -> None:
+    base = torch.arange(1000.0 * 3000).view(1000, 3000)
+    for view in (
+        base[:, :2],
+        base[::7],
+        base[:, :2].expand(50, 1000, 2),
+        base[2:5, 3:6].t(),
+        base[:, :2000:2],
+    ):
+        arrived, encoded = trip(view)
+        assert torch.equal(view, arrived)
+        used = view.nbytes if 0 not in view.stride() else view[0].nbytes
+        assert encoded.nbytes <= 2 * used + 500
+    assert trip(base[:, :2000])[0].stride() == (3000, 1)  # little is wasted
+
+
+def test_a_storage_that_was_freed_is_refused_wherever_its_tensors_are() -> None:
+    base = torch.zeros(64, 4096)
+    views = [base[0], base[:, 3], base[40]]
+    base.untyped_storage().resize_(0)
+    with pytest.raises(SerializationError, match="freed"):
+        encode(views)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_quantised_tensors() -> None:
+    whole = torch.quantize_per_tensor(torch.arange(1000.0).repeat(100, 1), 0.1, 0, torch.qint8)
+    arrived, encoded = trip(whole[3])
+    assert torch.equal(arrived.int_repr(), whole[3].int_repr())
+    assert encoded.nbytes < 2000
