@@ -891,10 +891,31 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
         if start or stride != (1,) or shape[0] * size != len(data):
             # In place: the result is no view, as no tensor that arrives should be.
             t.as_strided_(shape, stride, start // size)
-    else:
+    elif first is None:
         storage = _storage(piece)
         t = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start // size, shape, stride)
+        piece[_FIRST] = t
+    else:
+        t = _beside(first, dtype, shape, stride, start // size)
     return _marked(t, code) if code & (_CONJ | _NEG) else t
+
+
+def _beside(
+    first: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """Build a tensor on the storage of ``first``; the two share torch's version counter.
+
+    Therefore autograd raises an error if one is changed in place after the other was saved for a backward pass. Neither is a
+    view: torch refuses every change in place of views that a custom autograd function has returned.
+    """
+    base = first.detach()
+    torch._C._set_conj(base, False)
+    torch._C._set_neg(base, False)
+    if dtype is not base.dtype:
+        room = base.untyped_storage().nbytes()
+        raw = base.as_strided((room // base.itemsize,), (1,), 0).view(torch.uint8)
+        base = raw.as_strided((room // dtype.itemsize * dtype.itemsize,), (1,), 0).view(dtype)
+    return base.as_strided(shape, stride, offset).detach()
 
 
 def _marked(t: torch.Tensor, code: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -117,6 +118,46 @@ def test_results(pair: Pair) -> None:
         with pytest.raises(RuntimeError, match=r"call\s+actorrpc\.autograd\.backward"):
             result.sum().backward()
     assert not pair.here.all()
+
+
+def overlapping(order: list[int]) -> list[torch.Tensor]:
+    y = torch.arange(6.0, requires_grad=True) * 1
+    parts = [y, y[1:], y.view(2, 3)[:, 1], y[:2]]
+    return [parts[number] for number in order]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
+def test_a_change_in_place_of_one_overlapping_result_is_seen_in_the_others(
+    pair: Pair, order: tuple[int, ...]
+) -> None:
+    with pair.context():
+        whole, *parts = (
+            found
+            for _, found in sorted(
+                zip(order, pair.call(overlapping, list(order)), strict=True), key=lambda each: each[0]
+            )
+        )
+        assert len({(each.grad_fn, each.output_nr) for each in (whole, *parts)}) == 4
+        squares = [(each * each).sum() for each in parts]
+        whole.mul_(2)
+        for each, square in zip(parts, squares, strict=True):
+            assert not each._is_view()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(square, each)
+
+
+def halves() -> tuple[torch.Tensor, ...]:
+    return (torch.arange(6.0, requires_grad=True) * 1).chunk(2)
+
+
+def test_results_that_do_not_overlap_are_changed_in_place_each_by_itself(pair: Pair) -> None:
+    with pair.context():
+        left, right = pair.call(halves)
+        assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        square = (left * left).sum()
+        right.mul_(2)
+        (gradient,) = torch.autograd.grad(square, left)
+        assert gradient.tolist() == [0.0, 2.0, 4.0]
 
 
 def parameter_there() -> torch.nn.Parameter:

@@ -165,6 +165,24 @@ def test_columns_are_packed_and_overlapping_ones_share_memory() -> None:
     assert arrived["b"][:, 0].eq(base[:, 2]).all()
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_autograd_sees_a_change_of_one_overlapping_tensor_in_the_others(backwards: bool) -> None:
+    base = torch.arange(64.0)
+    views = [
+        base,
+        base[1:9],
+        base.view(torch.int32)[3:5],
+        base.view(8, 8)[:, 2],
+        torch.view_as_complex(base.view(32, 2)),
+    ]
+    views[-1] = views[-1].conj()
+    arrived, _ = trip(views[::-1] if backwards else views)
+    before = [t._version for t in arrived]
+    arrived[1].add_(1)
+    assert all(t._version > version for t, version in zip(arrived, before, strict=True))
+    assert not any(t._is_view() for t in arrived)
+
+
 def test_a_lone_view_with_gaps() -> None:
     base = torch.arange(1000.0 * 3000).view(1000, 3000)
     for view in (
