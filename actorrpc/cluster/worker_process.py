@@ -107,6 +107,7 @@ def _dress(job: dict[str, Any]) -> None:
         os.environ.pop(name, None)
     os.environ.update(job["set"])
     sys.path[:] = job["path"]
+    sys.argv[:] = job["arguments"]
     if job["directory"] is not None:
         os.chdir(job["directory"])
 

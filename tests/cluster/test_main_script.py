@@ -71,3 +71,7 @@ def test_an_actor_has_its_class_as_it_was_at_the_creation(found: dict[str, Any])
     seen, knows = found["changes"]
     assert seen == [[1, 1, 1], [2, 2, 1], [2, 2, 3]]
     assert knows == [True, True, True]  # an instance is of the same class for all of them
+
+
+def test_processes_have_the_arguments_of_the_script(found: dict[str, Any]) -> None:
+    assert found["arguments"] == [str(_PROGRAM), "--size", "3"]

@@ -26,7 +26,7 @@ from actorrpc.agent.threads import Pool
 from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.transport.signals import uninterruptible
 
-__all__ = ["ForkServer", "import_path"]
+__all__ = ["ForkServer", "arguments", "import_path"]
 
 _WINDOW: Final = 4  # commands to fork that the server has not answered yet
 _SEND_S: Final = 10.0
@@ -63,6 +63,11 @@ def import_path() -> list[str]:
             with contextlib.suppress(OSError):  # relative to a directory that was removed
                 found.append(os.path.abspath(entry))
     return found
+
+
+def arguments() -> list[str]:
+    """Return ``sys.argv`` as another process can have it."""
+    return [each for each in getattr(sys, "argv", ()) if isinstance(each, str)]
 
 
 class ForkServer:

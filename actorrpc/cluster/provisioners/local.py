@@ -29,7 +29,7 @@ from actorrpc.cluster.exit import leave, leave_when_idle
 from actorrpc.cluster.gpus import Devices
 from actorrpc.cluster.logs import Logs, Output, pipes
 from actorrpc.cluster.provisioners.base import LaunchRequest, Node
-from actorrpc.cluster.provisioners.fork_client import ForkServer, import_path
+from actorrpc.cluster.provisioners.fork_client import ForkServer, arguments, import_path
 from actorrpc.errors import (
     ConfigError,
     PeerDiedError,
@@ -279,6 +279,7 @@ class LocalCluster:
             "label": spec.label,
             "threads": threads,
             "path": path,
+            "arguments": arguments(),
             "directory": directory,
         }
 

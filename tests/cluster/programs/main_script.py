@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import threading
 import types
 import typing
@@ -293,6 +294,7 @@ def main() -> None:
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
         found["changes"] = changes()
+        found["arguments"] = actorrpc.get(actorrpc.remote(lambda: sys.argv).remote(), timeout=60)
     print(json.dumps(found))
 
 
