@@ -33,31 +33,41 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true", help="print programs that fail as they are")
     parser.add_argument("--renew", type=int, default=50, help="how many programs a cluster runs")
     parser.add_argument("--bound", type=float, default=30.0, help="seconds that a call may take")
-    parser.add_argument("--for", type=float, default=float("inf"), dest="seconds", help="begin nothing after so long")
+    parser.add_argument(
+        "--for", type=float, default=float("inf"), dest="seconds", help="begin nothing after so long"
+    )
     parser.add_argument("--failures", type=int, default=5, help="end after so many failures")
     parser.add_argument("--switch-interval", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--collect", type=int, default=0, metavar="ALLOCATIONS", help="a busy garbage collector")
+    parser.add_argument(
+        "--collect", type=int, default=0, metavar="ALLOCATIONS", help="a busy garbage collector"
+    )
     asked = parser.parse_args()
     if asked.source:
         for seed in asked.seeds:
             print(f"# seed {seed}\n{PRELUDE}{generate(seed, features_of(asked.mode)).source}")
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options = Options(
-        asked.mode, asked.bound, collect=asked.collect, switch_interval=asked.switch_interval
-    )
+    options = Options(asked.mode, asked.bound, collect=asked.collect, switch_interval=asked.switch_interval)
     processes.begin_session()
     ranks.remember_environment()
     began = time.monotonic()
     try:
         result = run_seeds(
-            asked.seeds, options, asked.renew, asked.failures, began + asked.seconds, shrinks=not asked.no_shrink, report=print
+            asked.seeds,
+            options,
+            asked.renew,
+            asked.failures,
+            began + asked.seconds,
+            shrinks=not asked.no_shrink,
+            report=print,
         )
     finally:
         ranks.stop_server()
         processes.end_session()
     took = time.monotonic() - began
-    print(f"{result.count} programs in {took:.0f} s ({result.count / took:.1f}/s), {len(result.failures)} failed")
+    print(
+        f"{result.count} programs in {took:.0f} s ({result.count / took:.1f}/s), {len(result.failures)} failed"
+    )
     return 1 if result.failures else 0
 
 

@@ -38,7 +38,6 @@ from tests.programs.program import (
     Start,
     Statement,
     Stop,
-    references,
 )
 
 __all__ = ["Features", "generate"]
@@ -46,12 +45,30 @@ __all__ = ["Features", "generate"]
 _SMALL = (
     *("None", "True", "7", "-1.5", "'text'", "b'bytes'", "[]", "{}", "(1, 2)", "[1, [2, [3]]]", "{'a': [1]}"),
     *("torch.arange(3)", "torch.ones(2, 3, dtype=torch.float16)", "torch.tensor(5)", "numpy.arange(4.0)"),
-    *("torch.arange(12.0).reshape(3, 4)[:, 1]", "numpy.arange(20)[::3]", "torch.zeros(0)", "[torch.ones(2)] * 2"),
+    *(
+        "torch.arange(12.0).reshape(3, 4)[:, 1]",
+        "numpy.arange(20)[::3]",
+        "torch.zeros(0)",
+        "[torch.ones(2)] * 2",
+    ),
 )
 _LARGE = (
-    *("torch.arange(2_000)", "torch.arange(70_000.0)", "b'x' * 300_000", "numpy.arange(40_000)", "'y' * 70_000"),
-    *("list(range(3_000))", "[torch.arange(5_000.0), torch.arange(5_000.0)]", "{'a': torch.ones(40_000), 'b': 1}"),
-    *("list(torch.arange(40_000.0).reshape(4, 10_000)[::2])", "torch.arange(90_000.0).reshape(300, 300)[:, :20]"),
+    *(
+        "torch.arange(2_000)",
+        "torch.arange(70_000.0)",
+        "b'x' * 300_000",
+        "numpy.arange(40_000)",
+        "'y' * 70_000",
+    ),
+    *(
+        "list(range(3_000))",
+        "[torch.arange(5_000.0), torch.arange(5_000.0)]",
+        "{'a': torch.ones(40_000), 'b': 1}",
+    ),
+    *(
+        "list(torch.arange(40_000.0).reshape(4, 10_000)[::2])",
+        "torch.arange(90_000.0).reshape(300, 300)[:, :20]",
+    ),
 )
 _LARGE_SIZE = 400_000  # bytes, at most
 _MOST = 3_000_000  # bytes of an argument
@@ -230,7 +247,9 @@ class _Author:
             self._statements.append(Glance(known.name, self._dice.choice(_MOMENTS)))
 
     def _cancel(self) -> None:
-        known = self._one_of(lambda each: each.call is not None and each.call.via != "rpc_remote" and not each.parts)
+        known = self._one_of(
+            lambda each: each.call is not None and each.call.via != "rpc_remote" and not each.parts
+        )
         if known is not None:
             self._statements.append(Cancel(known.name, self._moment()))
 
@@ -241,15 +260,11 @@ class _Author:
         call = Invocation(self._numbers.next(), target, "work")
         if self._dice.random() < 0.3:
             timeout: tuple[tuple[str, object], ...] = (("timeout", self._dice.choice((0.001, 0.02, 0.05))),)
-            self._add(
-                replace(call, options=timeout if is_coroutine else (*timeout, ("interrupt", True))), 0
-            )
+            self._add(replace(call, options=timeout if is_coroutine else (*timeout, ("interrupt", True))), 0)
             return
         if self._dice.random() < 0.4:
             inner = self._nested_target([target])
-            call = replace(
-                call, method="ask", nested=Invocation(self._numbers.next(), inner, "work")
-            )
+            call = replace(call, method="ask", nested=Invocation(self._numbers.next(), inner, "work"))
         known = self._add(call, 0)
         for _ in range(self._dice.choice((0, 0, 1, 2))):
             self._start()

@@ -24,7 +24,6 @@ import torch
 import actorrpc
 from actorrpc import autograd, rpc
 
-
 JOURNAL = "ACTORRPC_PROGRAMS_JOURNAL"
 COLLECT = "ACTORRPC_PROGRAMS_COLLECT"
 
@@ -552,6 +551,16 @@ async def see_stream_async(call: str, stream: Any, most: int | None = None) -> N
     except Exception as error:
         end = _error(call, error, began)
     _current.outcomes.append((call, Items(items, end, closed)))
+
+
+def attempt(call: Callable[[], actorrpc.Future[Any]]) -> actorrpc.Future[Any]:
+    """Make a call; return its future, or one that has failed with what was raised."""
+    try:
+        return call()
+    except actorrpc.RpcError as error:
+        future: actorrpc.Future[Any] = actorrpc.Future()
+        future.set_exception(error)
+        return future
 
 
 def later(seconds: float, function: Callable[..., Any], *args: Any) -> None:

@@ -35,7 +35,6 @@ from tests.programs.program import (
     SeeAll,
     SeeStream,
     Start,
-    references,
 )
 
 __all__ = ["Allowed", "Model", "complaints"]
@@ -102,7 +101,9 @@ class Model:
                     ended = {name for actor in statement.path for name in self._ends(actor)}
                     self.allowed[statement.name] = Allowed(True, frozenset(ended))
         crashes = any(call.target == TASKS and call.method == "crash" for call in self.calls.values()) or any(
-            isinstance(each, Cancel) and each.force for driver in program.drivers for each in driver.statements
+            isinstance(each, Cancel) and each.force
+            for driver in program.drivers
+            for each in driver.statements
         )
         self.at_most: dict[str, int] = {}
         for root in program.calls():
@@ -160,7 +161,9 @@ class Model:
         nested = self._evaluate(call.nested) if call.nested is not None else None
         # The arguments of nested calls are arguments of this call as well: all of them are fetched before it runs.
         args = [self._argument(arg, call.via == "remote") for each in call.tree() for arg in each.args]
-        found = [arg for arg in args if isinstance(arg, Allowed)]  # references that are replaced by their values
+        found = [
+            arg for arg in args if isinstance(arg, Allowed)
+        ]  # references that are replaced by their values
         errors = self._disturbances[call.name].union(*(arg.errors for arg in found))
         raised = {name: values for arg in found for name, values in arg.raised.items()}
         made = Allowed(_NO_VALUE)
@@ -189,7 +192,9 @@ class Model:
             case "fail":
                 kind, *rest = values
                 return Allowed(
-                    _NO_VALUE, frozenset({(kind, call.name)}), {call.name: rest if kind == "Trouble" else None}
+                    _NO_VALUE,
+                    frozenset({(kind, call.name)}),
+                    {call.name: rest if kind == "Trouble" else None},
                 )
             case "ask":
                 assert nested is not None
@@ -333,7 +338,10 @@ def _differs(found: Any, expected: Any, actor_ids: Mapping[str, int]) -> str:
             return f"{_short(found)} where there was a reference"
         return _wrong(found, expected.allowed, actor_ids)
     if isinstance(expected, _Actor):
-        same = isinstance(found, library.Handle) and actor_ids.get(expected.name, found.actor_id) == found.actor_id
+        same = (
+            isinstance(found, library.Handle)
+            and actor_ids.get(expected.name, found.actor_id) == found.actor_id
+        )
         return "" if same else f"{_short(found)} in place of the handle of {expected.name}"
     if type(found) is not type(expected):
         return f"{_short(found)} in place of {_short(expected)}"
@@ -393,7 +401,9 @@ def _orders(model: Model, events: list[library.Event]) -> Iterator[str]:
             order = [
                 each.call.name
                 for each in driver.statements
-                if isinstance(each, Start) and each.call.target == make.actor and model.at_most[each.call.name] == 1
+                if isinstance(each, Start)
+                and each.call.target == make.actor
+                and model.at_most[each.call.name] == 1
             ]
             started = [event.call for event in events if event.what == "start" and event.call in order]
             if started != sorted(started, key=order.index):

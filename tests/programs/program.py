@@ -134,7 +134,7 @@ class Invocation:
     def source(self) -> str:
         passed = self._passed()
         if self.via == "rref":
-            return f"{self.target}.rref.rpc_async().{self.method}({passed})"
+            return f"attempt(lambda: {self.target}.rref.rpc_async().{self.method}({passed}))"
         if self.via in ("rpc_async", "rpc_remote"):
             function = self.via.removeprefix("rpc_") if self.via == "rpc_remote" else self.via
             return f'rpc.{function}("{self.target}", here.{self.method}, args=({passed},))'

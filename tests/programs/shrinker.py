@@ -89,9 +89,7 @@ def _simpler(statement: Statement) -> Iterator[Statement]:
                 yield SeeAll(tuple(each for each in statement.names if each != name))
         else:
             yield See(statement.names[0])
-    elif isinstance(statement, Cancel) and statement.seconds is not None:
-        yield replace(statement, seconds=None)
-    elif isinstance(statement, End) and statement.seconds is not None:
+    elif isinstance(statement, Cancel | End) and statement.seconds is not None:
         yield replace(statement, seconds=None)
     elif isinstance(statement, Gradients) and len(statement.path) > 1:
         yield replace(statement, path=statement.path[1:])
@@ -197,7 +195,9 @@ def is_valid(program: Program) -> bool:
 def _is_valid_driver(driver: Driver, program: Program) -> bool:
     kinds = {make.actor: make.kind for make in program.actors}
     observed: set[str] = set()
-    endless: dict[str, set[str]] = {}  # calls that run until they are cancelled or read, and the actors that they hold
+    endless: dict[
+        str, set[str]
+    ] = {}  # calls that run until they are cancelled or read, and the actors that they hold
     for statement in driver.statements:
         if isinstance(statement, SeeStream):
             endless.pop(statement.name, None)
@@ -213,7 +213,8 @@ def _is_valid_driver(driver: Driver, program: Program) -> bool:
             endless = {name: held for name, held in endless.items() if statement.actor not in held}
         elif isinstance(statement, Start):
             calls = list(statement.call.tree())
-            if calls[0].option("backpressure") is not None or calls[-1].method == "work" and not _ends_in_time(statement.call, kinds):
+            is_work = calls[-1].method == "work" and not _ends_in_time(statement.call, kinds)
+            if is_work or calls[0].option("backpressure") is not None:
                 endless[statement.call.name] = {call.target for call in calls}
             for call in calls:
                 for argument in call.args if call.method == "read" else ():
