@@ -266,6 +266,14 @@ def _opened(value: Any, found: list[Allowed]) -> Any:
     return value
 
 
+def _refers(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_refers, value))
+    if isinstance(value, dict):
+        return any(map(_refers, value.values()))
+    return isinstance(value, _Later | _Actor)
+
+
 # -- the comparison ------------------------------------------------------------------------------------------------
 
 
