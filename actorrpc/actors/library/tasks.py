@@ -13,29 +13,42 @@ import functools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.actor_class import ActorClass, is_importable, itself
 from actorrpc.actors.client.handle import ActorHandle
+from actorrpc.actors.client.pending_call import PendingCall
 from actorrpc.actors.client.route import SplitResults, shaped
+from actorrpc.actors.client.supervisor_client import call_quietly
 from actorrpc.actors.client.typed_methods import RemoteCall
 from actorrpc.actors.context import Runtime, runtime
 from actorrpc.actors.spec.class_info import TASKS, THE_FUNCTION, ClassInfo, MethodInfo, Signature, kind_of
 from actorrpc.actors.spec.options import CallOptions, TaskOptions
 from actorrpc.agent.calls import CURRENT
-from actorrpc.errors import ActorDiedError, ActorUnavailableError, PeerDiedError, RemoteError
+from actorrpc.errors import (
+    ActorDiedError,
+    ActorUnavailableError,
+    CancelledError,
+    PeerDiedError,
+    RemoteError,
+    SerializationError,
+)
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Route
+    from actorrpc.actors.streams.consumer import Again
     from actorrpc.agent.peers import Peer
 
 __all__ = ["RemoteFunction", "TaskFuture", "TaskRunner"]
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
-_ASK_S: Final = 60.0  # how long rank 0 may take to give us its runners
+_LEASE_S: Final = 60.0  # how long rank 0 may take to give this process a runner
 _THREADS: Final = 8  # tasks at a time on a worker that is not ours alone
 
 
@@ -108,16 +121,21 @@ class _Runner:
 
 
 class _RunnerPool:
-    """The runners for tasks of one kind, as this process uses them. Guarded by the lock of :class:`_RunnerPools`."""
+    """The runners for tasks of one kind, as this process uses them. Guarded by the lock of :class:`_RunnerPools`.
+
+    Attributes:
+        leases: the requests to rank 0 for one more runner that are not answered.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.runners: list[_Runner] = []
+        self.leases: list[Future[None]] = []
 
     def choose(self) -> _Runner | None:
         """Return the runner that has the least to do; None if there should be one more."""
         least = min(self.runners, key=lambda each: each.busy, default=None)
-        if least is None or (least.busy and len(self.runners) < self.limit):
+        if least is None or (least.busy and len(self.runners) + len(self.leases) < self.limit):
             return None
         return least
 
@@ -135,9 +153,7 @@ class _RunnerPools:
         self._pools: dict[Any, _RunnerPool] = {}
 
     def take(self, options: TaskOptions) -> _Runner:
-        """Return the runner for a task, which has one task more from now on."""
-        if self.runtime.spawner is not None and options.worker is None and not self._is_first:
-            self._borrow(options)
+        """Return the runner for a task, which has one task more from now on; :meth:`lease` has said that there is one."""
         with self._lock:
             runner = self._choose(options)
             runner.busy += 1
@@ -204,21 +220,50 @@ class _RunnerPools:
                 pool.runners.append(_Runner(_make(options, yielding=True)))
             return [each.handle for each in pool.runners]
 
-    def _borrow(self, options: TaskOptions) -> None:
-        """See that this process knows of a runner that has nothing to do for it, if rank 0 can have one."""
+    def lease(self, options: TaskOptions) -> Future[None] | None:
+        """Ask rank 0 for one more runner if this process knows none that has nothing to do for it. Does not wait.
+
+        Returns:
+            A future that completes when there is a runner for the task; None if there is one.
+        """
+        if self.runtime.spawner is None or options.worker is not None or self._is_first:
+            return None
+        lease: Future[None] = Future()
         with self._lock:
             pool = self._pool(options)
             if pool.choose() is not None:
-                return
-            count = len(pool.runners) + 1
+                return None
+            if len(pool.leases) >= pool.limit:
+                return pool.leases[-1]
+            pool.leases.append(lease)
+            count = len(pool.runners) + len(pool.leases)
+        lease.label = "a process for tasks"
+        lease.cover()  # the tasks that wait for it fail with its error
         agent = self.runtime.agent
         plain = replace(options, name=None, retry_exceptions=False)
-        handles = agent.ask(agent.peer(0), _share, (plain, count), {}, _ASK_S)
+        token = CURRENT.set(None)  # other calls may wait for it, too
+        try:
+            asked = call_quietly(agent, lambda: agent.peer(0), _share, (plain, count), _LEASE_S)
+        finally:
+            CURRENT.reset(token)
+        asked.add_done_callback(partial(self._leased, pool, lease, count))
+        return lease
+
+    def _leased(
+        self, pool: _RunnerPool, lease: Future[None], count: int, done: Future[list[ActorHandle[Any]]]
+    ) -> None:
+        error = done._error
         with self._lock:
-            known = {each.handle for each in pool.runners}
-            pool.runners.extend(_Runner(each) for each in handles if each not in known)
-            if len(pool.runners) < count:
-                pool.limit = len(pool.runners)
+            pool.leases.remove(lease)
+            if error is None:
+                known = {each.handle for each in pool.runners}
+                pool.runners.extend(_Runner(each) for each in done._value if each not in known)
+                if len(pool.runners) < count:
+                    pool.limit = len(pool.runners)
+        if error is None:
+            lease.set_result(None)
+        else:
+            lease.set_exception(error)
 
 
 def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
@@ -294,47 +339,95 @@ def _told(label: object, error: Any) -> BaseException:
     return told
 
 
-class _StreamRoute:
-    """The route to where a task's stream is made; what it explains speaks of the task, as :class:`TaskFuture` does."""
+class _AwaitsRunner:
+    """The source of a task's future until there is a runner for it."""
 
-    __slots__ = ("_label", "_route")
+    __slots__ = ("task", "unwanted")
 
-    def __init__(self, route: Route, label: object) -> None:
-        self._route = route
-        self._label = label
+    def __init__(self, task: TaskFuture) -> None:
+        self.task = task
+        self.unwanted = False
 
-    def explain(
-        self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
-    ) -> BaseException | Future[Any]:
-        """Say what it means that the stream has broken off with an error. As :meth:`Route.explain`."""
-        meaning = self._route.explain(method, options, error, peer)
-        if not isinstance(meaning, Future):
-            return _told(self._label, meaning)
-        told: Future[Any] = Future()
-        told.label = meaning.label
+    def cancel(self) -> bool:
+        """Have the task end, as soon as there is a runner, in place of being executed."""
+        self.unwanted = True
+        source = self.task._source
+        # It may have been started in this moment.
+        return not self.task._done if source is self or source is None else bool(source.cancel())
 
-        def known(done: Future[Any]) -> None:
-            done.acknowledge()  # it goes on in ours
-            told.set_exception(_told(self._label, done._error or error))
+    def drive(self, _deadline: float | None) -> None:
+        """Do nothing: rank 0 has been asked."""
 
-        meaning.add_done_callback(known)
-        return told
+    def flush(self) -> None:
+        """Do nothing: nothing of it is gathered anywhere."""
 
 
 class TaskFuture(Future[Any]):
     """The result of a task. Its errors speak of the task and not of the actor that executes it."""
 
-    __slots__ = ("_pools", "_runner")
+    __slots__ = ("_again", "_of", "_pools", "_route", "_runner")
 
     _then_class = Future
 
-    def __init__(self, call: Future[Any], pools: _RunnerPools, runner: _Runner, title: str) -> None:
+    def __init__(self, of: RemoteFunction[..., Any], pools: _RunnerPools) -> None:
         Future.__init__(self)
-        self.label = f"task {title}"
-        self._source = SplitResults(call)
+        self.label = f"task {of._title}"
+        self._of = of
         self._pools = pools
-        self._runner: _Runner | None = runner
+        self._runner: _Runner | None = None
+        self._route: Route | None = None
+        self._again: Again | None = None
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have a runner execute the task.
+
+        Raises:
+            SerializationError: the function, or an argument, cannot be sent.
+        """
+        of = self._of
+        runner = self._pools.take(of._options)
+        route = runner.route
+        try:
+            self._again = route.again(of._method, of._call, args, kwargs)
+            call = route.call(of._method, of._call, args, kwargs, refs=True)
+        except BaseException:
+            self._pools.give_back(runner)
+            raise
+        self._runner, self._route = runner, route
+        self._source = SplitResults(call)
         call.add_done_callback(self._ended)
+
+    def start_after(self, lease: Future[None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have a runner execute the task when there is one, with the arguments as they are now. No thread waits.
+
+        Raises:
+            SerializationError: the function, or an argument, cannot be sent.
+        """
+        try:
+            held = PendingCall.hold(args, kwargs)
+        except SerializationError as error:
+            self._of._method.signature.name_argument(error)
+            raise
+        context = copy_context()
+        self._source = awaits = _AwaitsRunner(self)
+
+        def leased(done: Future[None]) -> None:
+            error = done._error
+            if awaits.unwanted:
+                error = CancelledError(f"{self.label} was cancelled before it was sent", maybe_executed=False)
+            try:
+                if error is not None:
+                    raise error
+                context.run(self.start, *(held if type(held) is tuple else held.open()))
+            except BaseException as failed:
+                if self._claim():
+                    self._finish(None, failed)
+                if is_of_handler(failed):
+                    raise
+            if awaits.unwanted:
+                self.cancel()
+
+        lease.add_done_callback(leased)
 
     def _ended(self, call: Future[Any]) -> None:
         runner, self._runner = self._runner, None
@@ -348,9 +441,35 @@ class TaskFuture(Future[Any]):
             self._finish(call._value if error is None else None, error)
 
     def kill(self) -> Future[None] | None:
-        """End the process that executes the task; None if the task is over."""
+        """End the process that executes the task; None if no process does."""
         runner = self._runner
         return None if runner is None else runner.route.kill(False)
+
+    # -- a task whose result is a stream -----------------------------------------------------------------------
+
+    def again(self, error: BaseException, given: int) -> Future[Any] | None:
+        """Make the call again whose stream has failed. As what :meth:`Route.again` returns."""
+        return None if self._again is None else self._again(error, given)
+
+    def explain(
+        self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
+    ) -> BaseException | Future[Any]:
+        """Say what it means that the stream has broken off with an error. As :meth:`Route.explain`."""
+        route = self._route
+        if route is None:  # it has not begun
+            return error
+        meaning = route.explain(method, options, error, peer)
+        if not isinstance(meaning, Future):
+            return _told(self.label, meaning)
+        told: Future[Any] = Future()
+        told.label = meaning.label
+
+        def known(done: Future[Any]) -> None:
+            done.acknowledge()  # it goes on in ours
+            told.set_exception(_told(self.label, done._error or error))
+
+        meaning.add_done_callback(known)
+        return told
 
 
 _interned: Final[dict[CallOptions, CallOptions]] = {}
@@ -415,17 +534,16 @@ class RemoteFunction(Generic[P, Out]):
             """
             self._signature.check(args, kwargs)
             pools = _pools_of(runtime(start=True))
-            runner = pools.take(self._options)
+            task = TaskFuture(self, pools)
             given = (self._travels, *args)
-            try:
-                again = runner.route.again(self._method, self._call, given, kwargs)
-                future = runner.route.call(self._method, self._call, given, kwargs, refs=True)
-            except BaseException:
-                pools.give_back(runner)
-                raise
-            task = TaskFuture(future, pools, runner, self._title)
-            route = _StreamRoute(runner.route, task.label)
-            return shaped(task, self._method, self._shape, label=self._title, route=route, again=again)
+            lease = pools.lease(self._options)
+            if lease is not None and asyncio._get_running_loop() is not None:
+                task.start_after(lease, given, kwargs)
+            else:
+                if lease is not None:
+                    lease.wait()
+                task.start(given, kwargs)
+            return shaped(task, self._method, self._shape, label=self._title, route=task, again=task.again)
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> RemoteFunction[P, Any]: ...

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from actorrpc.errors import (
     PeerDiedError,
     RemoteError,
     RpcTimeoutError,
+    SerializationError,
 )
 from tests.actors import things
 from tests.actors.alone import alone
@@ -232,7 +234,57 @@ def test_in_the_embedded_cluster(tmp_path: Path) -> None:
         del nested
 
 
-@pytest.mark.slow
+@Remote
+def _size(given: list[int]) -> int:
+    return len(given)
+
+
+@Remote
+class Submitter:
+    """Each of its instances knows of no process for tasks at first. A loop that is blocked is reported, which fails the test."""
+
+    async def one(self) -> Any:
+        given = [1, 2]
+        ref = _size.remote(given)
+        given.append(3)
+        return await ref
+
+    async def many(self) -> list[int]:
+        return await asyncio.gather(*[things.process.remote() for _ in range(20)])
+
+    async def stream(self) -> list[int]:
+        return [await each async for each in things.count_to.remote(3)]
+
+    async def parts(self) -> list[int]:
+        both = actorrpc.remote(lambda: (1, 2)).options(num_returns=2).remote()
+        return [await each for each in both]
+
+    async def nested(self) -> Any:
+        return await things.add.remote(things.add.remote(1))
+
+    async def refused(self) -> Any:
+        return await things.add.remote(threading.Lock())
+
+    async def cancelled(self) -> Any:
+        ref = things.slowly.remote()
+        assert actorrpc.cancel(ref)
+        return await ref
+
+
+@pytest.mark.limit(60)
+def test_the_first_tasks_of_a_coroutine_do_not_block_its_loop() -> None:
+    with actorrpc.init(num_cpus=2):
+        assert get(Submitter.remote().one.remote()) == 2
+        assert len(set(get(Submitter.remote().many.remote()))) == 2
+        assert get(Submitter.remote().stream.remote()) == [0, 1, 2]
+        assert get(Submitter.remote().parts.remote()) == [1, 2]
+        assert get(Submitter.remote().nested.remote()) == 5
+        with pytest.raises(SerializationError, match="add"):
+            get(Submitter.remote().refused.remote())
+        with pytest.raises(CancelledError):
+            get(Submitter.remote().cancelled.remote())
+
+
 @pytest.mark.slow
 @pytest.mark.limit(60)
 def test_the_first_one_starts_the_cluster() -> None:
