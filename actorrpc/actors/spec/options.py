@@ -134,7 +134,7 @@ _ELSEWHERE: Final[dict[str, str]] = {
     "label_selector": "say labels={...}: a worker that joined with them",
     "max_calls": "processes that run tasks are kept; a process that leaks wants to be an actor that is killed",
     "memory": "no memory is reserved; limit a process with resource.setrlimit() in the actor's constructor",
-    "object_store_memory": "there is no object store: results stay with the actor that made them",
+    "object_store_memory": "the memory of large objects is a setting of the whole host: init(object_memory=...)",
     "placement_group": "placement is worker=, there is no scheduler",
     "placement_group_bundle_index": "placement is worker=, there is no scheduler",
     "scheduling_strategy": "say spread=True, host= or worker=",
