@@ -30,6 +30,7 @@ from actorrpc._limits import memory_limit
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.connector import Connector
+from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Executor
 from actorrpc.agent.hooks import Interceptor, MessageFilter, NoRecorder, Recorder, recorded
 from actorrpc.agent.inbound import Inbox
@@ -232,7 +233,7 @@ class Agent:
             PeerDiedError, BackpressureError, ShutdownError: nothing was executed.
         """
         if self.closed_down:
-            raise ShutdownError(f"worker {self.name!r} has shut down", maybe_executed=False)
+            raise self.shut_down_error()
         current = CURRENT.get()
         made = _time.now()
         deadline = made + timeout if timeout else INFINITE
@@ -689,6 +690,17 @@ class Agent:
                 tell(peer)
             except Exception:
                 _log.exception("a handler of the end of %r raised", peer.name)
+
+    def shut_down_error(self) -> ShutdownError:
+        """Return the error of a call that is made after this worker has shut down."""
+        why = f"worker {self.name!r} has shut down"
+        current = current_worker()
+        if current is not None and current.agent is not self:
+            why = (
+                f"what is called belongs to an earlier cluster or group of this process, which was shut down (as worker "
+                f"{self.name!r}): make the actor or the RRef again in the present one"
+            )
+        return ShutdownError(why, maybe_executed=False)
 
     def _shut_down(self, call: Call) -> ShutdownError:
         return ShutdownError(

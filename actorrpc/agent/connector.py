@@ -41,7 +41,6 @@ from actorrpc.errors import (
     ProtocolError,
     RpcError,
     RpcTimeoutError,
-    ShutdownError,
 )
 from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
@@ -525,12 +524,9 @@ class Connector:
         if self._agent.closed_down:  # looked at when it can be found by the thread that closes the agent
             conn.close()
             conn.reap()
-            raise self._shut_down()
+            raise self._agent.shut_down_error()
         conn.flush()
         return conn
-
-    def _shut_down(self) -> ShutdownError:
-        return ShutdownError(f"worker {self._agent.name!r} has shut down", maybe_executed=False)
 
     def addresses(self, peer: Peer) -> list[tuple[int, Any]]:
         """Return where a peer can be dialled: family and address."""
@@ -566,7 +562,7 @@ class Connector:
             plain.settimeout(max(0.05, limit - _time.now()))
             self._dialling.add(plain)
             if agent.closed_down:  # the thread that closed the agent may have looked before this one came
-                raise self._shut_down()
+                raise self._agent.shut_down_error()
             plain.connect(address)
             limit = min(limit, _time.now() + agent.settings.handshake_timeout)
             if self.tls is not None and family != socket.AF_UNIX:
@@ -609,7 +605,7 @@ class Connector:
         except OSError as error:
             sock.close()
             if agent.closed_down:
-                raise self._shut_down() from error
+                raise self._agent.shut_down_error() from error
             raise
         except BaseException:
             sock.close()

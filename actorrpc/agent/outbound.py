@@ -25,7 +25,7 @@ from actorrpc import _time
 from actorrpc._exception_text import is_of_handler
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.hooks import Recorder, recorded
-from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, ShutdownError
+from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec
 from actorrpc.transport.connection_state import CLOSED
@@ -460,7 +460,7 @@ def post(
         PeerDiedError, ShutdownError: it was not sent, or not all of it.
     """
     if agent.closed_down:
-        raise ShutdownError(f"worker {agent.name!r} has shut down", maybe_executed=False)
+        raise agent.shut_down_error()
     if peer.state != "alive":
         peer.check_alive(f"cannot call {label}")
     current = CURRENT.get()

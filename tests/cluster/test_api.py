@@ -55,6 +55,27 @@ def test_init_does_not_wait_and_shutdown_ends_everything() -> None:
         rpc.rpc_sync("boss", os.getpid)
 
 
+@actorrpc.remote
+class Counter:
+    def add(self) -> int:
+        return 1
+
+
+def test_calls_through_a_handle_of_an_earlier_cluster_say_so() -> None:
+    with init():
+        handle = Counter.remote()
+        assert actorrpc.get(handle.add.remote()) == 1
+        ref = rpc.RRef(1)
+    with pytest.raises(ShutdownError, match="has shut down"):
+        handle.add.remote()
+    with init():
+        for call in (handle.add.remote, handle.rpc_sync().add):
+            with pytest.raises(ShutdownError, match="belongs to an earlier cluster or group of this process"):
+                call()
+        with pytest.raises(ShutdownError, match="the cluster or group of this RRef or handle was shut down"):
+            rpc.rpc_sync("driver", str, (ref,))
+
+
 @pytest.mark.slow
 def test_settings_reach_the_workers() -> None:
     with init(heartbeat=3.5, max_threads=77, rpc_timeout=9), workers(1) as (name,):

@@ -69,7 +69,9 @@ class Leak(NamedTuple):
     holder: WorkerKey
 
 
-_SHUT_DOWN: Final = "RPC was shut down on this worker: its RRefs are of no use any more"
+_SHUT_DOWN: Final = (
+    "the cluster or group of this RRef or handle was shut down: make it again in the present one"
+)
 
 
 class HeldValue(NamedTuple):
