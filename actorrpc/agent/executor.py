@@ -13,6 +13,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Callable
+from types import AsyncGeneratorType, GeneratorType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -53,6 +54,11 @@ _pack = PREFIX.pack
 _CHARGED: Final = outbound.LANE | outbound.STREAM  # flags of messages that are bounded by their bytes
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
+# What to do about a result of these types, where a decorator hides that a method is a generator function.
+_OF_GENERATORS: Final[dict[type, str]] = {
+    GeneratorType: '. It is a generator, and its decorator hides that: call it with .options(num_returns="streaming")',
+    AsyncGeneratorType: ". Its decorator hides what it is: have the decorator's wrapper be an async generator function",
+}
 # The attribute that marks functions whose future is the answer; the name is torch's, whose decorator sets it
 # too.
 ASYNC_MARK: Final = "_wrapped_async_rpc_function"
@@ -392,7 +398,10 @@ class Executor:
         except BaseException as error:
             agent.roll_back(message)
             if is_a(error, SerializationError) or not is_a(error, RpcError):
-                wrapped = SerializationError(f"the result of {named(execution)} cannot be sent: {say(error)}")
+                remedy = _OF_GENERATORS.get(type(value), "") if execution.actor is not None else ""
+                wrapped = SerializationError(
+                    f"the result of {named(execution)} cannot be sent: {say(error)}{remedy}"
+                )
                 wrapped.__cause__ = error
                 error = wrapped
             elif is_a(error, LimitError):

@@ -12,12 +12,13 @@ import logging
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import cut_frames, is_a, let_frames_go
+from actorrpc._exception_text import add_note, cut_frames, is_a, let_frames_go
 from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.envelope import GRACE_S, Envelope
@@ -213,6 +214,8 @@ class ActorExecutor:
                 and not is_a(error, (RpcError, ActorExit))
             ):
                 self.agent.on_failure(execution, error)
+        if type(error) is NameError:
+            _explain_missing_name(error)
         if is_a(error, ActorExit):
             self.hosted.exited(entry, str(error))
         elif is_a(error, SystemExit) and "method" in entry.header:  # otherwise it is the constructor's
@@ -303,6 +306,12 @@ class ActorExecutor:
         call = self._intercepted(execution, method, args, kwargs)
         if kind == "generator" or ("window" in header and kind == "sync"):
             items = call()
+            if isinstance(items, AsyncGenerator):
+                items.aclose().close()
+                raise TypeError(
+                    f"{self.hosted.title}.{name} returned an async generator, and its decorator hides that: have the "
+                    "decorator's wrapper be an async generator function"
+                )
             self._stream(entry, items if inspect.isgenerator(items) else (item for item in items))
             return _NOTHING
         if kind.startswith("async"):
@@ -548,13 +557,14 @@ class ActorExecutor:
                 producer = self.runtime.streams.open(
                     int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
                 )
-                generator = call() if kind == "async_generator" else _stepwise(call())
+                items = call()
+                generator = items if isinstance(items, AsyncGenerator) else _stepwise(items)
                 if self.answer(entry, producer.ticket(), keep=False):
                     producer.serves(entry.frame.id)
                     if entry.conn is not None:
                         entry.conn.flush()
-                    items = self.checkpoints.behind_async(generator)
-                    await aproduce(items, producer, partial(self._end_of_stream, entry))
+                    kept = self.checkpoints.behind_async(generator)
+                    await aproduce(kept, producer, partial(self._end_of_stream, entry))
                 else:
                     producer.close()
                     await generator.aclose()
@@ -664,6 +674,18 @@ class ActorExecutor:
         loop = self.hosted.loop_of(queue)
         if loop is not None:
             loop.submit(partial(self.pump, queue))
+
+
+def _explain_missing_name(error: NameError) -> None:
+    """Add a note to the error of code that came by value: its globals are those that existed when it was sent."""
+    spaces = [frame.f_globals for frame, _ in walk_tb(error.__traceback__)]
+    module = sys.modules.get(spaces[-1].get("__name__", "")) if spaces else None
+    if spaces and (module is None or vars(module) is not spaces[-1]):
+        add_note(
+            error,
+            f"this code was sent by value, with the globals that existed then. If {error.name!r} was defined later, run the "
+            "class statement (of a notebook, its cell) again and make a new actor",
+        )
 
 
 async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -62,7 +62,7 @@ class TaskRunner:
         """Execute a function; a coroutine is run to its end."""
         _say(function)
         result = function(*args, **kwargs)
-        return asyncio.run(_finish(result)) if asyncio.iscoroutine(result) else result
+        return asyncio.run(_finish(result)) if isinstance(result, Coroutine) else result
 
     def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Execute a generator function, also an asynchronous one, and pass on what it yields."""

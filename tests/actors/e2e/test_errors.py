@@ -267,6 +267,60 @@ def test_unpickling_that_exits_ends_nothing() -> None:
     assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
+def _decorated(method: Any) -> Any:
+    return lambda *args: method(*args)
+
+
+class Decorated(actorrpc.Actor):
+    @_decorated
+    def plain(self) -> Any:
+        yield 1
+
+    @_decorated
+    async def coroutine(self) -> Any:
+        yield 1
+
+
+class DecoratedOnLoop(Decorated):
+    async def ping(self) -> None: ...
+
+
+@actorrpc.remote
+@_decorated
+def decorated_task() -> Any:
+    yield 1
+
+
+def _items(method: Any) -> list[Any]:
+    return [actorrpc.get(ref) for ref in method.options(num_returns="streaming").remote()]
+
+
+def test_generators_that_a_decorator_hides() -> None:
+    actor, on_loop = Decorated.remote(), DecoratedOnLoop.remote()
+    for method in (actor.plain, on_loop.plain, decorated_task):
+        with pytest.raises(SerializationError, match=r'call it with \.options\(num_returns="streaming"\)'):
+            actorrpc.get(method.remote())
+        assert _items(method) == [1]
+    for method in (actor.coroutine, on_loop.coroutine):
+        with pytest.raises(
+            SerializationError, match="have the decorator's wrapper be an async generator function"
+        ):
+            actorrpc.get(method.remote())
+    with pytest.raises(TypeError, match="have the decorator's wrapper be an async generator function"):
+        _items(actor.coroutine)
+    assert _items(on_loop.coroutine) == [1]
+
+
+def test_a_name_that_was_defined_after_its_class_was_sent() -> None:
+    space: dict[str, Any] = {"__name__": "__main__", "actorrpc": actorrpc}
+    exec("@actorrpc.remote\nclass Cell:\n    def call(self):\n        return helper()", space)
+    actor = space["Cell"].remote()
+    with pytest.raises(NameError, match="helper") as caught:
+        actorrpc.get(actor.call.remote())
+    assert "run the class statement (of a notebook, its cell) again" in caught.value.__notes__[0]
+    del caught
+
+
 def test_wrong_calls_are_refused_here() -> None:
     actor = Faulty.remote()
     with pytest.raises(AttributeError, match=r"pong.*ping"):
