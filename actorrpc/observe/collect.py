@@ -585,17 +585,19 @@ def _value(outcome: Outcome | None) -> tuple[str, str, int]:
         return "nothing yet", "", 0
     if outcome.error is not None:
         return "an error", "", 0
-    value = outcome.value
+    value: Any = outcome.value
+    if issubclass(type(value), Future):  # a promise
+        value = value._value
     kind = type(value)
     if kind is LifetimeToken:
-        return "actor", f"{value.actor_id:016x}", 0  # type: ignore[attr-defined]
+        return "actor", f"{value.actor_id:016x}", 0
     if kind is Snapshot:
-        return "a kept result", "", value.nbytes  # type: ignore[attr-defined]
+        return "a kept result", "", value.nbytes
     size = 0
-    if kind in _TENSORS and value.layout is torch.strided:  # type: ignore[attr-defined]
-        size = value.untyped_storage().nbytes()  # type: ignore[attr-defined]
+    if kind in _TENSORS and value.layout is torch.strided:
+        size = value.untyped_storage().nbytes()
     elif kind in _RAW:
-        size = len(value)  # type: ignore[arg-type]
+        size = len(value)
     return _name_of_class(kind), "", size
 
 

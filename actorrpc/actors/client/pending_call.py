@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.actors.host.envelope import GRACE_S
-from actorrpc.actors.refs.object_ref import StoredResult
+from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.calls import CURRENT, Call
@@ -139,7 +139,7 @@ class CallTemplate:
             header["unordered"] = True
         self.mail = self.kept_mail = self._mail(header)
 
-    # -- object_ref.ResultPolicy ----------------------------------------------------------------------------
+    # -- results.ResultPolicy -------------------------------------------------------------------------------
 
     def fetched(self) -> None:
         """Have large results come with the reply from now on: that is half the way, and one copy less."""

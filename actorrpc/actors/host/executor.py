@@ -24,7 +24,8 @@ from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.envelope import GRACE_S, Envelope
 from actorrpc.actors.host.mailbox import GroupQueue
 from actorrpc.actors.host.threads import RUNS, ActorThread, Interrupted
-from actorrpc.actors.refs.object_ref import SMALL, StoredResult, keep_large
+from actorrpc.actors.refs.object_ref import SMALL, keep_large
+from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
 from actorrpc.actors.streams.producer import aproduce, produce

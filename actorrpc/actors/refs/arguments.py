@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import all_of
 from actorrpc.futures import Future
@@ -49,7 +50,7 @@ def pack_arguments(
             elif type(value) is not StoredResult:
                 if template is not None:  # it came with the reply, and would have been better kept
                     template.handed_on()
-                return value
+                return each._value(value)
         left = True
         return each
 

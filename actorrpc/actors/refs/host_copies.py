@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.context import runtime
+from actorrpc.actors.refs.results import of_promise
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
@@ -107,6 +108,7 @@ def _lend(value: RRefId, anew: bool) -> Any:
 
 def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, found: Any) -> Any:
     """Return what the answer carries: the object itself, or who on the asker's host has it."""
+    found = of_promise(found)
     if type(found) is not Snapshot or found.nbytes < LARGE or agent.shares_memory(peer):
         return found
     place, lent = place_of(agent, peer.name), found.lent

@@ -15,12 +15,13 @@ import sys
 import threading
 from collections.abc import Generator, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
 from actorrpc._exception_text import shown, type_name
 from actorrpc.actors.context import current, runtime
 from actorrpc.actors.refs import pickles
 from actorrpc.actors.refs.host_copies import CopyOnHost, HostCopies
+from actorrpc.actors.refs.results import ATOMS, StoredResult, of_promise, readable, replace
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import named
@@ -28,7 +29,6 @@ from actorrpc.agent.outbound import MessageContext
 from actorrpc.errors import (
     CancelledError,
     PeerDiedError,
-    RpcError,
     RpcTimeoutError,
     RRefError,
     SerializationError,
@@ -43,7 +43,7 @@ from actorrpc.transport.signals import uninterruptible
 if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
 
-__all__ = ["ATOMS", "SMALL", "ObjectRef", "ResultPolicy", "StoredResult", "keep_large", "put"]
+__all__ = ["SMALL", "ObjectRef", "keep_large", "put"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -57,43 +57,9 @@ SOLE: Final = 2 if sys.version_info < (3, 14) else -1
 From Python 3.14 on, variables are lent to calls, and nothing can be known of that.
 """
 
-ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)})
-"""Classes of which one object may be given to everybody, as nobody can change it."""
-
 _TEXTS: Final = frozenset({str, bytes})
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _MAX_HOPS: Final = 8  # a promise of a promise of a kept result is three
-
-
-class ResultPolicy(Protocol):
-    """Whether the large results of a method are better sent with the reply, or kept where they are made."""
-
-    def fetched(self) -> None:
-        """Hear that the caller wanted the result itself."""
-
-    def handed_on(self) -> None:
-        """Hear that the caller has passed the reference on."""
-
-
-class StoredResult:
-    """Stands for a result that stayed where it was made.
-
-    Attributes:
-        rref: refers to it, or to a Snapshot of it. Nobody changes it there.
-        policy: hears what becomes of the result at its caller: whether it is fetched, or handed on.
-    """
-
-    __slots__ = ("policy", "rref")
-
-    def __init__(self, rref: RRef[Any]) -> None:
-        self.rref = rref
-        self.policy: ResultPolicy | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StoredResult, (self.rref,)
-
-    def __repr__(self) -> str:
-        return f"StoredResult({self.rref!r})"
 
 
 def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
@@ -185,7 +151,7 @@ class _Pursuit:
             step = claim.pop()
         except IndexError:
             return
-        error, value = step._error, step._value
+        error, value = step._error, of_promise(step._value)
         if self._is_nearby and type(value) is not Snapshot and type(error) is not CancelledError:
             step.acknowledge()  # who has asked the object's worker before has ended, or has let go of it, or has not got it
             assert self._rref is not None
@@ -455,21 +421,17 @@ class ObjectRef(Generic[T_co]):
             return found.open(copy)
         if sole and self._id is None and copy is not False:
             return found  # it is given away, and nobody can ask for it again
-        # It came with a reply, and is given away here for the first time: those who ask again get it as it was.
-        try:
-            snapshot = Snapshot.of(found, recorded=False)
-        except RpcError:
-            return found  # gradients flow through it, or it cannot be copied: all get the same
-        with _lock:
-            # That of a fetch has the same object as that of the call where it was begun before the call was over.
-            places = [each for each in (self._future, self._fetched) if each is not None]
-            having = [each for each in places if each._value is found]
-            for each in having:
-                each._value = snapshot
-            if not having:  # another thread was faster
-                snapshot = next(each._value for each in places if type(each._value) is Snapshot)
-                found = None
-        return snapshot.open(copy) if found is None or copy is False else found
+        kept, mine = replace(found, self._futures())
+        if type(kept) is not Snapshot:
+            return kept
+        return found if mine and copy is not False else kept.open(copy)
+
+    def _futures(self) -> list[Future[Any]]:
+        """Return the futures that may have the result's value.
+
+        That of a fetch has the same object as that of the call where it was begun before the call was over.
+        """
+        return [each for each in (self._future, self._fetched) if each is not None]
 
     # -- travelling ----------------------------------------------------------------------------------
 
@@ -597,6 +559,7 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
                 value = fetched._value
         elif type(error) is PeerDiedError:
             error = _lost(ref._name(), error)
+    value = readable(value, ref._futures())
     if type(value) is Snapshot:
         is_fetched = value.nbytes > SMALL and not rrefs.runtime().agent.shares_memory(context.peer)
     else:

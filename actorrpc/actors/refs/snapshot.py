@@ -112,7 +112,7 @@ class Snapshot:
         """Copy an object as it is now.
 
         Args:
-            recorded: False refuses an object through which gradients may flow, and does not show it to the recorder.
+            recorded: False refuses an object with a gradient history, and does not show it to the recorder.
             label: what the memory that it takes is called where memory is full; site: where it was made.
             remote_main: False copies what is in the main module by value even for workers that run the same program.
             context: the autograd context that it belongs to; by default the current one, if there is one.
@@ -125,7 +125,7 @@ class Snapshot:
         encoded = codec.encode_body(obj, remote_main, (), None, holder)
         if isinstance(encoded, bytes):
             return cls(encoded, (), _NOTHING, holder.objects, remote_main)
-        if encoded.grad and not recorded:
+        if not recorded and any(each.grad_fn is not None for each in encoded.tensors):
             raise RpcError("gradients may flow through it")
         runtime = current()
         spans = encoded.spans
@@ -134,7 +134,7 @@ class Snapshot:
             stored = _store(runtime.agent, spans, label or f"a {type(obj).__name__}", site)
         copies = [_copy_of(span) for span in spans] if stored is None else ()
         tag = None
-        if encoded.grad and runtime is not None:
+        if encoded.grad and recorded and runtime is not None:
             tag = runtime.agent.recorder.sent(encoded.tensors, None, context)
         made = cls(encoded.body, copies, dict(encoded.definitions), holder.objects, remote_main, tag)
         if stored is not None:

@@ -22,8 +22,9 @@ import torch
 
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler, say
-from actorrpc.actors.refs.object_ref import ATOMS, SOLE, ObjectRef, StoredResult
+from actorrpc.actors.refs.object_ref import SOLE, ObjectRef
 from actorrpc.actors.refs.progress_bar import progress_bar
+from actorrpc.actors.refs.results import ATOMS, StoredResult
 from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.errors import RemoteError, RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, generation, interruption_point

@@ -250,7 +250,7 @@ class References:
         return made if type(made) is type(error) else error.with_traceback(None)
 
     def promise(self, future: Future[Any]) -> Any:
-        """Return an RRef of this worker to what a future will be completed with."""
+        """Return an RRef of this worker to what a future will be completed with: to the future, where that is a value."""
         handle = self.table.create_user(self.me)
         # No call is under way that could bring the value: nothing but its holders keeps the entry.
         self.carry_out(self.table.confirmed(handle))
@@ -261,7 +261,7 @@ class References:
         def fulfil(done: Future[Any]) -> None:
             error = done._error
             if error is None:
-                self.carry_out(self.table.set_value(rref_id, done._value))
+                self.carry_out(self.table.set_value(rref_id, done))
             else:
                 done.acknowledge()  # by the process that holds the RRef
                 self.carry_out(self.table.set_error(rref_id, self.copy_of(error)))

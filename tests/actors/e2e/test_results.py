@@ -7,7 +7,7 @@ import concurrent.futures
 import gc
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +73,10 @@ class Source:
     def logged(self) -> list[Any]:
         return self.log
 
+    def make_later(self, path: str) -> list[int]:
+        pass_gate(path)
+        return [1, 2]
+
 
 @actorrpc.remote
 class Sink:
@@ -100,6 +104,14 @@ class Sink:
     def slow(self, path: str, number: int) -> int:
         pass_gate(path)
         return number
+
+    def read_later(self, path: str, refs: list[Any]) -> Any:
+        pass_gate(path)
+        return actorrpc.get(refs[0])
+
+    def yield_later(self, path: str, refs: list[Any]) -> Iterator[Any]:
+        pass_gate(path)
+        yield from refs
 
 
 # -- values ------------------------------------------------------------------------------------------------
@@ -132,6 +144,25 @@ def test_pending_results_are_promised(gate: Path) -> None:
     assert actorrpc.wait([result], timeout=0) == ([], [result])
     open_gate(gate)
     assert actorrpc.get(result) == 42
+
+
+def test_what_the_caller_changes_those_who_got_the_pending_result_do_not_see(
+    gates: Callable[[], Path],
+) -> None:
+    source, sink, streaming, near = Source.remote(), Sink.remote(), Sink.remote(), Sink.remote()
+    made, read, yielded = gates(), gates(), gates()
+    ref = source.make_later.remote(str(made))
+    late = sink.read_later.remote(str(read), [ref])
+    items = streaming.yield_later.remote(str(yielded), [ref])
+    (came_home,) = actorrpc.get(near.pass_on.remote([ref]))
+    open_gate(made)
+    actorrpc.wait([came_home])  # the value is there for all that have the reference
+    actorrpc.get(ref).append(9)
+    open_gate(read)
+    open_gate(yielded)
+    (item,) = items.values()
+    for each in (late, item, came_home, ref):
+        assert actorrpc.get(each) == [1, 2]
 
 
 def test_arguments_that_failed_fail_the_call() -> None:

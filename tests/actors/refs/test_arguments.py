@@ -11,7 +11,8 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.actors.refs.arguments import has_refs, pack_arguments, resolve
-from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.futures import Future
 from tests.actors.bare import alone, bare

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from actorrpc import errors, rpc
 from actorrpc.actors import context as runtimes
-from actorrpc.actors.refs.object_ref import SMALL, ObjectRef, StoredResult, keep_large, put
+from actorrpc.actors.refs.object_ref import SMALL, ObjectRef, keep_large, put
+from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.actors.refs.wait import get, wait
 from actorrpc.agent.context import current_worker
@@ -216,6 +218,40 @@ def test_promises_end_at_shutdown() -> None:
         future.label = "the work"
     with pytest.raises(errors.ShutdownError):
         waited.wait()
+
+
+_MUTABLE: dict[str, Callable[[], Any]] = {
+    "list": lambda: [1, 2],
+    "tensor": lambda: torch.ones(3),
+    "leaf": lambda: torch.ones(3, requires_grad=True),
+    "array": lambda: numpy.ones(3),
+    "dict": lambda: {"list": [1, 2], "tensor": torch.ones(3)},
+}
+
+
+def _change(value: Any) -> None:
+    if isinstance(value, dict):
+        _change(value["tensor"])
+        value["list"].append(3)
+    elif isinstance(value, list):
+        value.append(3)
+    else:
+        torch.as_tensor(value).detach().zero_()
+
+
+@pytest.mark.parametrize("kind", _MUTABLE)
+def test_each_reader_of_a_promise_has_a_value_of_its_own(group: None, kind: str) -> None:
+    make = _MUTABLE[kind]
+    future, ref = _pending()
+    came_home = _send(ref)
+    future.set_result(make())
+    sent_later = _send(ref)
+    for each in (ref, came_home, sent_later):
+        value = get(each)
+        assert repr(value) == repr(make())
+        _change(value)
+    for each in (ref, came_home, sent_later):
+        assert repr(get(each)) == repr(make())
 
 
 # -- kept values -------------------------------------------------------------------------------------------
@@ -555,7 +591,7 @@ def test_atoms_are_not_copied(group: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_gradients_flow_through_is_one_tensor(group: None) -> None:
-    ref = _came(torch.ones(2, requires_grad=True))
+    ref = _came(torch.ones(2, requires_grad=True) * 2)
     assert get(ref) is get(ref)
 
 

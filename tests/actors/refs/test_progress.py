@@ -14,7 +14,8 @@ import pytest
 import tqdm
 
 from actorrpc import errors, rpc
-from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import as_completed, get, progress
 from actorrpc.futures import Future

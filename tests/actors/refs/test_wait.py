@@ -20,7 +20,8 @@ from hypothesis import given, settings
 
 from actorrpc import errors, rpc
 from actorrpc.actors.refs import wait as wait_module
-from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import GetTimeoutError, all_of, as_completed, get, wait
 from actorrpc.agent.calls import CURRENT, Execution

@@ -1,0 +1,97 @@
+"""The values that the future of a result may have, and how several readers get values of their own from one future.
+
+The value is an object of a class in :data:`ATOMS`, a Snapshot, a :class:`StoredResult`, or an object that came with the reply.
+Readers may share the first three. The object that came with the reply is given to one reader only: before that, a Snapshot takes
+its place in the future, and all other readers get values that are made from the Snapshot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any, Final, Protocol
+
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.errors import RpcError
+from actorrpc.futures import Future
+from actorrpc.rpc.rref import RRef
+
+__all__ = ["ATOMS", "ResultPolicy", "StoredResult", "of_promise", "readable", "replace"]
+
+ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)})
+"""Classes of which one object may be given to everybody, as nobody can change it."""
+
+
+class ResultPolicy(Protocol):
+    """Whether the large results of a method are better sent with the reply, or kept where they are made."""
+
+    def fetched(self) -> None:
+        """Hear that the caller wanted the result itself."""
+
+    def handed_on(self) -> None:
+        """Hear that the caller has passed the reference on."""
+
+
+class StoredResult:
+    """Stands for a result that stayed where it was made.
+
+    Attributes:
+        rref: refers to it, or to a Snapshot of it. Nobody changes it there.
+        policy: hears what becomes of the result at its caller: whether it is fetched, or handed on.
+    """
+
+    __slots__ = ("policy", "rref")
+
+    def __init__(self, rref: RRef[Any]) -> None:
+        self.rref = rref
+        self.policy: ResultPolicy | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredResult, (self.rref,)
+
+    def __repr__(self) -> str:
+        return f"StoredResult({self.rref!r})"
+
+
+_SHARED: Final = ATOMS | {Snapshot, StoredResult}
+
+# Guards the values of completed futures while Snapshots take their places. Nothing is called under it; re-entrant, as the
+# collector may run finalisers that use ObjectRefs.
+_lock = threading.RLock()
+
+
+def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
+    """Put a Snapshot in the place of an object that came with a reply.
+
+    Args:
+        futures: the completed futures that may have the object as their value.
+
+    Returns:
+        What the futures hold now: the Snapshot, or the object itself where it cannot be copied or has a gradient history; all
+        readers share it then. And whether this call has put the Snapshot there: the object is then the caller's alone.
+    """
+    try:
+        snapshot = Snapshot.of(value, recorded=False)
+    except RpcError:
+        snapshot = None
+    with _lock:
+        having = [each for each in futures if each._value is value]
+        if not having:
+            # Another thread was faster. Its reader may have changed the object while it was copied above.
+            return next((each._value for each in futures if type(each._value) is Snapshot), value), False
+        if snapshot is None:
+            return value, False
+        for each in having:
+            each._value = snapshot
+    return snapshot, True
+
+
+def readable(value: Any, futures: Iterable[Future[Any]]) -> Any:
+    """Return what any number of readers may be given in the place of the value of completed futures."""
+    return value if type(value) in _SHARED else replace(value, futures)[0]
+
+
+def of_promise(found: Any) -> Any:
+    """Return what the readers of a value of this worker are given: a promise is kept as the future that it is for."""
+    # Not isinstance(): that asks the object for its class, and runs code of the user's.
+    return readable(found._value, (found,)) if issubclass(type(found), Future) else found
