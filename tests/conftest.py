@@ -108,6 +108,7 @@ _QUICK = (
     "actors/e2e/test_results.py::test_large_results_are_handed_over_as_they_were",
     "actors/e2e/test_results.py::test_values_outlive_handles",
     "actors/e2e/test_results.py::test_what_the_caller_changes",
+    "actors/e2e/test_results.py::test_parts_of_a_result",
     "actors/e2e/test_results.py::test_generators_stream",
     "actors/e2e/test_results.py::test_streams_end_early",
     "actors/e2e/test_results.py::test_a_process_that_dies_in_mid_stream",

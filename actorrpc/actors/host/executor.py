@@ -25,7 +25,7 @@ from actorrpc.actors.host.envelope import GRACE_S, Envelope
 from actorrpc.actors.host.mailbox import GroupQueue
 from actorrpc.actors.host.threads import RUNS, ActorThread, Interrupted
 from actorrpc.actors.refs.object_ref import SMALL, keep_large
-from actorrpc.actors.refs.results import StoredResult
+from actorrpc.actors.refs.results import ATOMS, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
 from actorrpc.actors.streams.producer import aproduce, produce
@@ -54,6 +54,7 @@ _NOTHING: Final = object()
 _UNUSUAL: Final = frozenset(
     {"references", "tag", "trace", "window"}
 )  # fields of headers whose calls take more than the body
+_TEXTS: Final = frozenset({str, bytes})
 _FIXED: Final = frozenset({int, float, bool, str, bytes, type(None)})
 _OF_ACTOR: Final = 1 << FRAME_BIT
 _NUMBER: Final = (1 << CALLER_BIT) - 1  # of an execution
@@ -597,8 +598,9 @@ class ActorExecutor:
         assert execution is not None
         count = header.get("num_returns", 1)
         if count != 1:
+            keep = False  # each part is kept by itself
             try:
-                value = self._split(entry, value, count, bool(header.get("keep")))
+                value = self._split(entry, value, count)
             except BaseException as error:
                 self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
                 return True
@@ -608,7 +610,8 @@ class ActorExecutor:
         self.agent.executor.answer(entry.conn, entry.frame.id, value, execution, wants_kept)
         return True
 
-    def _split(self, entry: Envelope, value: Any, count: int, keeps: bool) -> list[Any]:
+    def _split(self, entry: Envelope, value: Any, count: int) -> list[Any]:
+        """Return the parts of a result, each packed by itself: the caller's references share no object."""
         assert entry.execution is not None
         name = named(entry.execution)
         try:
@@ -617,18 +620,14 @@ class ActorExecutor:
             raise TypeError(f"{name} has num_returns={count}, but returned {type(value).__name__}") from None
         if len(values) != count:
             raise ValueError(f"{name} has num_returns={count}, but returned {len(values)} values")
-        if not keeps:
-            return values
-        found = []
-        for each in values:
-            snapshot = Snapshot.of(each)
-            if snapshot.nbytes <= SMALL:
-                found.append(each)
-            else:
-                found.append(
-                    snapshot if self.agent.shares_memory(entry.peer) else StoredResult(RRef(snapshot))
-                )
-        return found
+        stays = not self.agent.shares_memory(entry.peer)
+        for at, each in enumerate(values):
+            if type(each) in ATOMS and not (type(each) in _TEXTS and len(each) > SMALL):
+                continue
+            snapshot = values[at] = Snapshot.of(each, label=f"value {at} of the result of {name}")
+            if stays and snapshot.nbytes > SMALL:
+                values[at] = StoredResult(RRef(snapshot))
+        return values
 
     def fail(self, entry: Envelope, error: BaseException) -> None:
         if not self._claim(entry):  # nobody wants to hear of it any more

@@ -25,6 +25,39 @@ pytestmark = pytest.mark.usefixtures("place")
 _LARGE = 1 << 18
 
 
+class Thing:
+    """An object with much in it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.content = bytearray(nbytes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Thing) and self.content == other.content
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_KINDS: dict[str, Callable[[int], Any]] = {
+    "tensor": lambda nbytes: torch.ones(nbytes // 4),
+    "list": lambda nbytes: list(range(nbytes // 4)),
+    "dict": lambda nbytes: dict.fromkeys(range(nbytes // 8), True),
+    "bytes": bytes,
+    "object": Thing,
+}
+_KIB = 1 << 10
+_SIZES = {
+    "small": [100] * 8,
+    "small, but large together": [50 * _KIB] * 8,
+    "large": [600 * _KIB] * 2,
+    "mixed": [100, 50 * _KIB, 100 * _KIB, 600 * _KIB],
+}
+
+
+@actorrpc.remote
+def _parts(kind: str, sizes: list[int]) -> list[Any]:
+    return [_KINDS[kind](size) for size in sizes]
+
+
 @actorrpc.remote
 class Source:
     """Makes values and streams, and remembers what became of them."""
@@ -76,6 +109,16 @@ class Source:
     def make_later(self, path: str) -> list[int]:
         pass_gate(path)
         return [1, 2]
+
+    def parts(self, kind: str, sizes: list[int]) -> list[Any]:
+        return [_KINDS[kind](size) for size in sizes]
+
+    def items(self, kind: str, sizes: list[int]) -> Iterator[Any]:
+        yield from self.parts(kind, sizes)
+
+    def twice(self) -> tuple[list[int], list[int]]:
+        same = [1, 2]
+        return same, same
 
 
 @actorrpc.remote
@@ -163,6 +206,24 @@ def test_what_the_caller_changes_those_who_got_the_pending_result_do_not_see(
     (item,) = items.values()
     for each in (late, item, came_home, ref):
         assert actorrpc.get(each) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["actor", "task", "stream"])
+def test_parts_of_a_result_may_have_any_size(how: str) -> None:
+    source = Source.remote()
+    method: Any = {"actor": source.parts, "task": _parts, "stream": source.items}[how]
+    for kind, make in _KINDS.items():
+        for sizes in _SIZES.values():
+            refs = method.options(num_returns=len(sizes)).remote(kind, sizes)
+            for ref, size in zip(refs, sizes, strict=True):
+                found, wanted = actorrpc.get(ref), make(size)
+                assert torch.equal(found, wanted) if kind == "tensor" else found == wanted
+
+
+def test_parts_of_a_result_share_no_object() -> None:
+    first, second = Source.remote().twice.options(num_returns=2).remote()
+    actorrpc.get(first).append(3)
+    assert actorrpc.get(second) == [1, 2]
 
 
 def test_arguments_that_failed_fail_the_call() -> None:
