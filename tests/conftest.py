@@ -59,6 +59,7 @@ _SLOW = (
 )
 # But these of them (files, or beginnings of the names of tests): what users meet first, and each promise once.
 _QUICK = (
+    "actors/e2e/test_callers.py::test_an_actors_rref",
     "actors/e2e/test_cancel.py::test_a_running_method_is_interrupted",
     "actors/e2e/test_cancel.py::test_a_method_that_waits_is_told_once",
     "actors/e2e/test_cancel.py::test_a_call_that_waits_never_runs",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -41,6 +41,7 @@ from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
+    "MethodCalls",
     "RRef",
     "RRefProxy",
     "call_method",
@@ -52,9 +53,11 @@ __all__ = [
     "set_backward",
     "set_class",
     "value_here",
+    "with_calls",
 ]
 
 T = TypeVar("T")
+Style = Literal["rpc_sync", "rpc_async", "remote"]
 
 _NO_CONTEXT: Final = -1
 
@@ -220,23 +223,36 @@ def _backward(rref_id: RRefId, context_id: int, retain_graph: bool) -> None:
         _run_backward(value, context_id, retain_graph)
 
 
-def _rebuild(index: int) -> Any:
+def _rebuild(index: int, calls: MethodCalls | None = None) -> Any:
     """Stand for an RRef in a message: its fork came in the header."""
     message = codec.current_decoding()
     if not isinstance(message, MessageContext) or message.received is None:
         raise RRefError("an RRef can only be unpickled by RPC")
-    return message.received[1 + index]
+    rref = message.received[1 + index]
+    rref._calls = calls
+    return rref
 
 
-def _rebuild_own(created_on: int, local_id: int, incarnation: str) -> Any:
+def _rebuild_own(created_on: int, local_id: int, incarnation: str, calls: MethodCalls | None = None) -> Any:
     """Stand for an RRef in a call to its owner, whose caller holds it until the call is answered."""
     if not (type(created_on) is type(local_id) is int and type(incarnation) is str):
         raise ProtocolError("an RRef in a call to its owner cannot be read")
     references = runtime()
-    return references._wrap(references, references.table.handle_on(RRefId(created_on, local_id, incarnation)))
+    rref = references._wrap(references, references.table.handle_on(RRefId(created_on, local_id, incarnation)))
+    rref._calls = calls
+    return rref
 
 
 # -- what users hold --------------------------------------------------------------------------------
+
+
+class MethodCalls(Protocol):
+    """Makes the method calls of an RRef in place of the RRef itself. Travels with the RRef."""
+
+    def __call__(
+        self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> Any:
+        """Call a method of the value; return what a proxy of this style does."""
 
 
 class RRef(Generic[T]):
@@ -256,7 +272,7 @@ class RRef(Generic[T]):
         NotInitializedError: RPC is not initialised in this process.
     """
 
-    __slots__ = ("__weakref__", "_creation", "_handle", "_references", "_type_hint")
+    __slots__ = ("__weakref__", "_calls", "_creation", "_handle", "_references", "_type_hint")
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         references = runtime()
@@ -264,6 +280,7 @@ class RRef(Generic[T]):
         tensors.settle()
         self._handle = references.table.create_owner(value)
         self._creation: Future[None] | None = None
+        self._calls: MethodCalls | None = None
         self._type_hint = type_hint
 
     @classmethod
@@ -272,6 +289,7 @@ class RRef(Generic[T]):
         rref._references = references
         rref._handle = handle
         rref._creation = None
+        rref._calls = None
         rref._type_hint = None
         return rref
 
@@ -468,6 +486,12 @@ def lend(rref_id: RRefId) -> RRef[Any] | None:
     return None if handle is None else references._wrap(references, handle)
 
 
+def with_calls(rref: RRef[T], calls: MethodCalls | None) -> RRef[T]:
+    """Have the methods of an RRef's value called in another way, here and on the workers that the RRef is sent to."""
+    rref._calls = calls
+    return rref
+
+
 def reduce(rref: RRef[Any]) -> tuple[Any, ...]:
     """Return how to pickle an RRef in the message that is being packed: a fork goes with it.
 
@@ -487,12 +511,12 @@ def reduce(rref: RRef[Any]) -> tuple[Any, ...]:
     to = message.peer.key
     if message.held is not None and handle.owner == to:
         message.held = (*message.held, rref)
-        return _rebuild_own, tuple(handle.rref_id)
+        return _rebuild_own, (*handle.rref_id, rref._calls)
     fork: ForkData = references.table.fork(handle, to)
     if message.sent is None:
         message.sent = []
     message.sent.append(fork)
-    return _rebuild, (len(message.sent) - 1,)
+    return _rebuild, (len(message.sent) - 1, rref._calls)
 
 
 codec.register(RRef, reduce)
@@ -536,9 +560,7 @@ class RRefProxy:
 
     __slots__ = ("_rref", "_style", "_timeout")
 
-    def __init__(
-        self, rref: RRef[Any], style: Literal["rpc_sync", "rpc_async", "remote"], timeout: float
-    ) -> None:
+    def __init__(self, rref: RRef[Any], style: Style, timeout: float) -> None:
         self._rref = rref
         self._style = style
         self._timeout = timeout
@@ -563,7 +585,7 @@ class _Method:
 
     __slots__ = ("_name", "_rref", "_style", "_timeout")
 
-    def __init__(self, rref: RRef[Any], style: str, timeout: float, name: str) -> None:
+    def __init__(self, rref: RRef[Any], style: Style, timeout: float, name: str) -> None:
         self._rref = rref
         self._style = style
         self._timeout = timeout
@@ -582,6 +604,8 @@ class _Method:
         timeout = self._timeout
         seconds = references.default_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
         rref._check()
+        if rref._calls is not None:
+            return rref._calls(self._style, self._name, args, kwargs, timeout)
         agent, handle = references.agent, rref._handle
         peer = agent.self_peer if handle.owner == references.me else references.peer_of(handle.owner)
         arguments = (handle.rref_id[:], self._name, args, kwargs)

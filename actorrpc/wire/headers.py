@@ -39,6 +39,7 @@ class Header(TypedDict, total=False):
     priority: int
     window: int  # the result is a stream, of so many buffered items at most; 0: bounded by bytes only
     num_returns: int  # where it is not 1
+    rref: bytes  # with num_returns 0: names the RRef whose value the result becomes, as the reference counts pack that
     keep: bool  # a large result stays where it was made until it is fetched
     unordered: bool  # it need not wait for earlier requests of the same caller
     place: int  # the id of the same request when it was first made: it takes that one's place in the order

@@ -24,6 +24,7 @@ __all__ = [
     "Own",
     "Pair",
     "Picky",
+    "Recorder",
     "add",
     "count_to",
     "fib",
@@ -99,6 +100,9 @@ class Counter:
     def call(self, other: Any) -> int:
         return int(other.rpc_sync().add(10))
 
+    def parts_themselves(self) -> list[Any]:
+        return self.parts
+
     def leave(self) -> None:
         actorrpc.exit_actor()
 
@@ -110,6 +114,24 @@ class Counter:
 
     def __len__(self) -> int:
         return 5
+
+
+@actorrpc.remote
+class Recorder:
+    """Says on which thread it is called, and in which order."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.attribute_that_is_called = threading.get_ident
+
+    def thread(self) -> int:
+        return threading.get_ident()
+
+    def record(self, number: int) -> None:
+        self.numbers.append(number)
+
+    def recorded(self) -> list[int]:
+        return self.numbers
 
 
 @actorrpc.remote(max_concurrency=1)

@@ -49,7 +49,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.rpc import modules
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
-from actorrpc.rpc.rref import RRef
+from actorrpc.rpc.rref import RRef, with_calls
 from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 
@@ -670,9 +670,36 @@ class _ProxyMethod:
         return _send(self._handle, self._style, self._timeout, info, args, kwargs)
 
 
+class _CallsOfRRef:
+    """Makes the calls of an actor's RRef: they are those of its handle. Travels with the RRef."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: ActorHandle[Any]) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CallsOfRRef, (self._handle,)
+
+    def __call__(
+        self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> Any:
+        info = _card(self._handle).info.methods.get(name)
+        if info is None:  # an attribute that can be called
+            info, args, kwargs = _CALL, (_call_attribute, name, args, kwargs), {}
+        else:
+            info.check(args, kwargs)
+        return _send(self._handle, "rref" if style == "remote" else style, timeout, info, args, kwargs)
+
+
+def _call_attribute(instance: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an attribute of an instance, in the actor."""
+    return getattr(instance, name)(*args, **kwargs)
+
+
 def _send(
     handle: ActorHandle[Any],
-    style: Style,
+    style: Style | Literal["rref"],
     timeout: float,
     info: MethodInfo,
     args: tuple[Any, ...],
@@ -690,6 +717,8 @@ def _send(
         return shaped(future, info, options, route=route, again=again)
     if options.num_returns != 1:
         options = options.merged(num_returns=1)  # torch knows no such thing: the value is what it returns
+    if style == "rref":
+        return route.keep(info, options, args, kwargs, seconds)
     future = route.call(info, options, args, kwargs, refs=False, timeout=seconds)
     return future.wait() if style == "rpc_sync" else future
 
@@ -735,6 +764,14 @@ def _rref(handle: ActorHandle[Any]) -> Any:
             found = None  # of an incarnation that has died
     if found is None:
         found = _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _RREF, (), {})
+        # By a handle of its own: a cycle would keep this one, whose end ends the actor, until the collector finds it.
+        state = handle.__dict__
+        with_calls(
+            found,
+            _CallsOfRRef(
+                ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"])
+            ),
+        )
         handle.__dict__["_actorrpc_rref"] = found
     return found
 

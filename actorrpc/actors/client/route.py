@@ -255,6 +255,48 @@ class Route:
             raise
         return future
 
+    def keep(
+        self,
+        method: MethodInfo,
+        options: CallOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None = None,
+    ) -> RRef[Any]:
+        """Call a method whose result stays with the actor; return an RRef to it at once.
+
+        The call is never repeated, as the RRef names the worker where the actor lives now. Waits while the actor is being made or
+        restarted.
+
+        Args: as of :meth:`call`.
+
+        Raises: as :meth:`call`, and ActorDiedError or RpcTimeoutError where the actor does not live in time.
+        """
+        if INTERRUPTED:
+            interruption_point()
+        queue = self._queue
+        template = queue.template_for(method, options, False)
+        seconds = template.seconds if timeout is None else timeout
+        if template.peer is None:
+            self.located().wait(seconds or None)
+            location, peer = queue.whereabouts()
+            if location is None or peer is None:
+                raise queue.unavailable(template, False)
+            template = template.at(queue, location, peer)
+        args, kwargs, unresolved = pack_arguments(args, kwargs)
+        future = self._future(template)
+        queue.flying[future._number] = future
+        references, mail = queue.runtime.references, template.mail_for(unresolved)
+        try:
+            return references.create(  # type: ignore[no-any-return]
+                template.peer, None, args, kwargs, seconds, template.label, mail=mail, future=future
+            )
+        except BaseException as error:
+            queue.dropped(future)
+            if isinstance(error, SerializationError):
+                method.signature.name_argument(error)
+            raise
+
     def _call_in_profile(
         self,
         method: MethodInfo,

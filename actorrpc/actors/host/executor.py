@@ -600,7 +600,11 @@ class ActorExecutor:
         if count != 1:
             keep = False  # each part is kept by itself
             try:
-                value = self._split(entry, value, count)
+                if "rref" in header:
+                    self.runtime.references.keep(header["rref"], entry.peer.key, value)
+                    value = None
+                else:
+                    value = self._split(entry, value, count)
             except BaseException as error:
                 self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
                 return True

@@ -20,11 +20,13 @@ from actorrpc import _time
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
 from actorrpc.agent.hooks import RECEIPT
+from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.outbound import MessageContext
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, RpcTimeoutError, RRefError
 from actorrpc.futures import Future
 from actorrpc.rpc.refcount.messages import (
+    ForkId,
     Message,
     RRefId,
     UserDelete,
@@ -36,6 +38,7 @@ from actorrpc.rpc.refcount.messages import (
 from actorrpc.rpc.refcount.protocol import Effects, Handle, Pending, RRefTable
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.wire.headers import Header
 from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["References"]
@@ -141,22 +144,20 @@ class References:
 
     def _give_up(self, handle: Handle, error: BaseException) -> None:
         """Tell the owner that a creation has failed: others wait there for what will never be made, unless it runs."""
-        named = UserDelete(((handle.rref_id, handle.fork_id),))  # type: ignore[arg-type]
         owner = self._peer(handle.owner)
         dumps = codec.dumper(owner is not None and owner.same_main)
         limit = self.agent.settings.chunk // 4  # a notice is one frame, and this error is pickled up to twice
         packed = exceptions.dump(error, worker=self.agent.name, dumps=dumps, limit=limit)
-        self._notify(handle.owner, _GIVEN_UP, msgpack.packb([pack_message(named), packed]))
+        self._notify(handle.owner, _GIVEN_UP, msgpack.packb([_creation_of(handle), packed]))
 
     def _creation_given_up(self, peer: Peer, body: bytes) -> None:
         try:
             named, packed = msgpack.unpackb(body)
         except (ValueError, TypeError, msgpack.UnpackException) as unreadable:
             raise ProtocolError("a failed creation that cannot be read") from unreadable
-        message = unpack_message(named)
-        if type(message) is not UserDelete or len(message.items) != 1 or type(packed) is not bytes:
-            raise ProtocolError("a failed creation that names nothing")
-        rref_id, fork_id = message.items[0]
+        if type(packed) is not bytes:
+            raise ProtocolError("a failed creation without an error")
+        rref_id, fork_id = _created(named)
         error = exceptions.load(packed, loads=codec.loads)
         self.carry_out(self.table.creation_given_up(rref_id, fork_id, peer.key, error))
 
@@ -278,13 +279,21 @@ class References:
         kwargs: dict[str, Any],
         timeout: float,
         label: str,
+        *,
+        mail: MailHeader | None = None,
+        future: Future[Any] | None = None,
     ) -> Any:
         """Have a worker call a function and keep the result; return the RRef to it at once.
 
         Ctrl-C comes where this waits, or when it is over: an RRef that is half made would never go away.
+
+        Args:
+            mail: names the mailbox over there that the call goes to; ``function`` is not used then. :meth:`keep` ends the call.
+            future: completes when the call is over; a new one by default.
         """
         handle = self.table.create_user(peer.key)
-        future: Future[None] = Future()
+        if future is None:
+            future = Future()
         rref = self._wrap(self, handle)
         rref._creation = future
 
@@ -301,17 +310,47 @@ class References:
                     self.agent.submit(partial(self._give_up, handle, error))
 
         future.add_done_callback(created)
-        ids = (handle.rref_id, handle.fork_id)
+        if mail is None:
+            args, kwargs = (handle.rref_id, handle.fork_id, function, args, kwargs), {}
+        else:
+            header: Header = {**mail.header, "num_returns": 0, "rref": _creation_of(handle)}
+            mail = MailHeader(header, interrupts=mail.interrupts, late=mail.late)
         try:
-            self.agent.call(
-                peer, self._make, (*ids, function, args, kwargs), {}, timeout, future=future, label=label
-            )
+            self.agent.call(peer, self._make, args, kwargs, timeout, future=future, label=label, mail=mail)
         except BaseException as error:
             if future._claim():  # otherwise the call has ended, and ``created`` knows how
                 self.carry_out(self.table.creation_failed(handle, error, reached=False))
                 future._callbacks.clear()
                 future._finish(None, error)
-                future.acknowledge()
+                future.cover()  # a route may complete its future later, with an error of its own
             raise
         self.agent.flush()
         return rref
+
+    def keep(self, creation: bytes, creator: WorkerKey, value: Any) -> None:
+        """Keep the result of a call of a mailbox here, as the value of the RRef that its header names.
+
+        Raises:
+            ProtocolError: the header names none, or one of another worker.
+        """
+        rref_id, fork_id = _created(creation)
+        if creator == self.me or self.table.creation_arrived(rref_id, fork_id, creator):
+            self.carry_out(self.table.set_value(rref_id, value))
+
+
+def _creation_of(handle: Handle) -> bytes:
+    """Return what names a creation in messages."""
+    fork_id = handle.fork_id or ForkId(*handle.rref_id)  # its own name, where this worker is the owner
+    return pack_message(UserDelete(((handle.rref_id, fork_id),)))
+
+
+def _created(creation: Any) -> tuple[RRefId, ForkId]:
+    """Return the ids of a creation that a message names.
+
+    Raises:
+        ProtocolError: it names none.
+    """
+    message = unpack_message(creation) if type(creation) is bytes else None
+    if type(message) is not UserDelete or len(message.items) != 1:
+        raise ProtocolError("the creation of an RRef that cannot be read")
+    return message.items[0]

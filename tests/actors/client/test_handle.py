@@ -233,6 +233,74 @@ def test_rref(counter: Handle) -> None:
     actorrpc.kill(counter)
 
 
+def _through(rref: RRef[Any], style: str, name: str, *args: Any) -> Any:
+    """Call a method through an RRef, and wait for what it returns."""
+    made = getattr(getattr(rref, style)(), name)(*args)
+    return {"rpc_sync": lambda: made, "rpc_async": lambda: made.wait(), "remote": lambda: made.to_here()}[
+        style
+    ]()
+
+
+_STYLES = ("rpc_sync", "rpc_async", "remote")
+
+
+@pytest.mark.parametrize("style", _STYLES)
+def test_calls_through_an_rref_run_on_the_actors_thread(here: None, style: str) -> None:
+    actor = things.Recorder.remote()
+    assert _through(actor.rref, style, "thread") == get(actor.thread.remote())
+    assert _through(actor.rref, style, "attribute_that_is_called") == get(actor.thread.remote())
+
+
+def test_calls_through_an_rref_keep_the_order_of_their_caller(here: None) -> None:
+    actor = things.Recorder.remote()
+    rref = actor.rref
+    made = [
+        call(number)
+        for number in range(0, 40, 4)
+        for call in (
+            lambda number: rref.rpc_async().record(number),
+            lambda number: rref.remote().record(number + 1),
+            lambda number: actor.record.remote(number + 2),
+            lambda number: rref.rpc_sync().record(number + 3),
+        )
+    ]
+    assert len(made) == 40
+    assert get(actor.recorded.remote()) == list(range(40))
+
+
+@pytest.mark.parametrize("style", _STYLES)
+def test_coroutines_through_an_rref(here: None, style: str) -> None:
+    assert _through(things.Aio.remote().rref, style, "add", 4) == 5
+
+
+def test_what_a_method_returns_to_an_rref_stays_where_it_is(counter: Handle) -> None:
+    rref = counter.rref
+    parts = rref.remote().parts_themselves()
+    assert parts.owner() == rref.owner()
+    assert parts.local_value() is rref.local_value().parts
+    assert rref.remote().add(counter.add.remote()).to_here() == 8  # a reference is replaced by its value
+
+
+def test_failures_of_calls_through_an_rref(counter: Handle) -> None:
+    rref = counter.rref
+    for style in _STYLES:
+        with pytest.raises(KeyError, match="there"):
+            _through(rref, style, "boom")
+        with pytest.raises(AttributeError, match="nothing"):
+            _through(rref, style, "nothing")
+        with pytest.raises(TypeError, match="positional"):
+            _through(rref, style, "add", 1, 2)
+    blocked = counter.wait.remote()
+    with pytest.raises(RpcTimeoutError):
+        rref.remote(timeout=0.01).add().to_here()
+    things.Counter.gate.set()
+    assert get(blocked)
+    actorrpc.kill(counter)
+    for style in _STYLES:
+        with pytest.raises(ActorDiedError, match="kill"):
+            _through(rref, style, "add")
+
+
 # -- what a handle has by itself ----------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,19 @@ class Adder:
     def hand_out(self, other: Any) -> list[Any]:
         return [other.add.remote(5), actorrpc.put(torch.ones(100_000))]
 
+    def thread(self) -> tuple[int, int]:
+        return os.getpid(), threading.get_ident()
+
+    def threads_of(self, other: Any) -> list[tuple[int, int]]:
+        """Say on which threads another actor is called through its RRef, also on its own worker and by its own call."""
+        return [
+            other.rpc_sync().thread(),
+            other.rpc_async().thread().wait(),
+            other.remote().thread().to_here(),
+            rpc.rpc_sync(other.owner(), other.rpc_sync().thread),
+            rpc.rpc_sync(other.owner(), _thread_of, (other,)),
+        ]
+
     def in_threads(self, other: Any, count: int) -> list[int]:
         found: list[int] = []
 
@@ -68,6 +81,10 @@ class Adder:
         for thread in threads:
             thread.join()
         return found
+
+
+def _thread_of(rref: Any) -> Any:
+    return rref.rpc_sync().thread()
 
 
 @actorrpc.remote
@@ -199,6 +216,15 @@ def test_references_travel() -> None:
     assert actorrpc.get(b.get_ref.remote([large])).numel() == 100_000
     with pytest.raises(ValueError, match="boom"):
         actorrpc.get(b.get_ref.remote([b.boom.remote()]))
+
+
+def test_an_actors_rref_makes_the_same_calls_wherever_it_is() -> None:
+    a, b = Adder.remote(1), Adder.remote(2)
+    thread, rref = actorrpc.get(b.thread.remote()), b.rref
+    assert actorrpc.get(a.threads_of.remote(rref)) == [thread] * 5
+    assert actorrpc.get(b.threads_of.remote(rref)) == [thread] * 5
+    del b  # the RRef keeps the actor
+    assert rref.rpc_sync().thread() == thread
 
 
 def test_put() -> None:
