@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -136,6 +137,7 @@ def init(
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
     join_timeout: float = 30.0,
     dashboard: bool | str = False,
+    preload: Sequence[str] = (),
     **settings: Any,
 ) -> ClusterContext:
     """Start a cluster: this process becomes its driver. Or join the one at ``address``, or the one of a launcher.
@@ -172,6 +174,10 @@ def init(
         join_timeout: how long joining, and waiting for the ranks of a launcher, may take, in seconds.
         dashboard: also serve the page of ``actorrpc dashboard`` (extra ``dashboard``), by a process of its own that prints a link
             on stderr and ends with the cluster, or with this process. True: at 127.0.0.1 and any port; or ``"127.0.0.1:8265"``.
+        preload: names of modules that the process from which others are forked imports before it forks: ``["torch.optim",
+            "my_module"]``. The processes of actors then share these modules, instead of importing them one by one. Each module
+            must be importable, start no thread and leave CUDA alone when it is imported. Workers that join, the engine ``"ray"``
+            and ranks of a launcher other than 0 do not preload.
         settings: fields of :class:`actorrpc.config.Settings`, for all processes of the cluster.
 
     Raises:
@@ -188,6 +194,7 @@ def init(
             raise ConfigError(f"address={address!r} is for engine='ray', not {engine!r}")
         engine, engine_options = "ray", {**(engine_options or {}), "address": address}
         address = None
+    modules = _modules(preload)
     page = page_module.listens_at(dashboard)
     running = api.what()
     if running is not None:
@@ -200,6 +207,8 @@ def init(
             )
         if listen is not None or engine is not None:
             raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
+        if modules:
+            raise ConfigError("address= joins a cluster: leave preload= to its driver")
         _known(settings)
         member = join(address, name=name, means=means, timeout=join_timeout, settings=settings)
         return ClusterContext(member.agent.name, api.namespace(), owned=True, address=address)
@@ -208,6 +217,7 @@ def init(
         "log_to_driver": log_to_driver,
         "name": name,
         "rpc_timeout": rpc_timeout,
+        "preload": modules,
     }
     launched = join_module.of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
@@ -227,6 +237,10 @@ def init(
             **(engine_options or {}),
         }
     found = registry.find(engine, engine_options or {})
+    if modules and found is not None:
+        raise ConfigError(
+            f"preload= is for the processes that this driver forks, and engine={found.name!r} starts others: leave it out"
+        )
     try:
         context = _drive(
             listen,
@@ -357,6 +371,7 @@ def _drive(
     name: str | None,
     rpc_timeout: float,
     settings: dict[str, Any],
+    preload: Sequence[str],
     secret: str = "",
     slots_first: bool = False,
     waits: bool = False,
@@ -426,6 +441,7 @@ def _drive(
                 num_cpus=cpus,
                 num_gpus=None if num_gpus is None else int(num_gpus),
                 log_to_driver=bool(log_to_driver),
+                preload=preload,
             )
         elif isinstance(given, LaunchedEngine):
             given.attach(agent)
@@ -497,6 +513,30 @@ def _drive(
         api.shutdown(graceful=False)
         raise
     return ClusterContext(name, namespace, owned=True, address=cluster.reception.address)
+
+
+def _modules(preload: Sequence[str]) -> tuple[str, ...]:
+    """Check the names of modules to preload.
+
+    Raises:
+        WrongTypeError: it is no sequence of names.
+        ConfigError: this process finds no module of a name either.
+    """
+    if isinstance(preload, str) or not isinstance(preload, Sequence):
+        raise WrongTypeError(
+            f"preload must be a list of names of modules, such as ['torch.optim'], not {say(preload, repr)}"
+        )
+    for name in preload:
+        if not isinstance(name, str):
+            raise WrongTypeError(f"preload must have names of modules, and {say(name, repr)} is no str")
+        top = name.partition(".")[0]
+        try:
+            found = importlib.util.find_spec(top) if top else None
+        except ValueError:  # as of __main__, which no other process can import
+            found = None
+        if found is None:
+            raise ConfigError(f"preload: there is no module {name!r} that other processes could import")
+    return tuple(preload)
 
 
 def _all(node: Node) -> tuple[str, ...]:

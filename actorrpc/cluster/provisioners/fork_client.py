@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -33,8 +33,8 @@ _SEND_S: Final = 10.0
 _END_S: Final = 2.0
 # Threads that libraries start when they are imported do not survive a fork: they are told to start none.
 _SINGLE: Final = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
-# Run by a bare interpreter: it needs the driver's sys.path before it can import anything of ours. Written out here,
-# since `-m` would look for this package on a path that may not have it.
+# Run by a bare interpreter: it needs the driver's sys.path before it can import anything of ours. Written out here, since
+# `-m` would look for this package on a path that may not have it. What is imported sees the arguments of the driver's script.
 _BOOT: Final = f"""
 import json, os, sys
 def read(size):
@@ -46,12 +46,13 @@ def read(size):
         data += more
     return data
 fd = int(sys.argv[1])
-sys.path[:] = json.loads(read(int.from_bytes(read(4), "big")))
+start = json.loads(read(int.from_bytes(read(4), "big")))
+sys.path[:], sys.argv[:] = start["path"], start["arguments"]
 names = {_SINGLE!r}
 before = {{name: os.environ.get(name) for name in names}}
 os.environ.update(dict.fromkeys(names, "1"))
 from actorrpc.cluster.provisioners.fork_server import main
-main(fd, before)
+main(fd, before, start["preload"])
 """
 
 
@@ -76,6 +77,7 @@ class ForkServer:
     Args:
         pool: the threads that read what the server says.
         hello: what it is told first (see ``fork_server.main``).
+        preload: the modules that it imports before it forks.
         heard: called with each message of the server, on a pool thread; must not block.
         ended: called once, when the server is gone, in the same way.
     """
@@ -84,11 +86,13 @@ class ForkServer:
         self,
         pool: Pool,
         hello: dict[str, Any],
+        preload: Sequence[str],
         heard: Callable[[dict[str, Any]], None],
         ended: Callable[[], None],
     ) -> None:
         self._pool = pool
         self._hello = hello
+        self._preload = list(preload)
         self._heard = heard
         self._ended = ended
         self._lock = threading.RLock()
@@ -119,7 +123,8 @@ class ForkServer:
         try:
             ours.settimeout(_SEND_S)
             self.environment = dict(os.environ)
-            path = json.dumps(import_path()).encode()
+            start = {"path": import_path(), "arguments": arguments(), "preload": self._preload}
+            first = json.dumps(start).encode()
             flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", _BOOT, str(theirs.fileno())],
@@ -130,7 +135,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in the terminal is the driver's
             )
-            ours.sendall(len(path).to_bytes(4, "big") + path)
+            ours.sendall(len(first).to_bytes(4, "big") + first)
             send(ours, self._hello)
         except BaseException:
             ours.close()

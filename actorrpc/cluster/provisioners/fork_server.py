@@ -2,11 +2,13 @@
 
 It has one thread, and nothing but the driver talks to it, over an inherited socket. It reaps its children and says how
 each ended. When the driver is gone, however it ended, it kills them all, removes what they leave, and ends. If it is
-killed itself, the kernel kills its children (PR_SET_PDEATHSIG).
+killed itself, the kernel kills its children (PR_SET_PDEATHSIG). Modules that the driver wants preloaded are imported before
+the server is ready; where that fails, the server says so and ends.
 
 Messages of the driver: ``{"do": "fork", "id": ..., ...}`` with two descriptors (the child's stdout and stderr; the rest is for
-``cluster/worker_process.py``), ``{"do": "kill", "pid": ...}``. Of the server: ``{"is": "ready"}``, ``{"is": "forked", "id",
-"pid"}``, ``{"is": "failed", "id", "why"}``, ``{"is": "ended", "id", "pid", "code", "signal", "memory", "uptime"}``.
+``cluster/worker_process.py``), ``{"do": "kill", "pid": ...}``. Of the server: ``{"is": "ready"}`` or
+``{"is": "not_preloaded", "module", "why"}``, ``{"is": "forked", "id", "pid"}``, ``{"is": "failed", "id", "why"}``, ``{"is":
+"ended", "id", "pid", "code", "signal", "memory", "uptime"}``.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -42,21 +46,18 @@ _PR_SET_NAME: Final = 15
 _GONE_S: Final = 5.0
 _IDLE_MS: Final = 1000  # how long nothing is asked of the server before it does what can wait
 _LATER: Final = ("torch._dynamo",)
+_COMES_WITH: Final = {"torch.optim": _LATER}  # the first optimizer that a process makes imports it
 
 
-def main(fd: int, before: dict[str, str | None]) -> None:
+def main(fd: int, before: dict[str, str | None], preload: Sequence[str]) -> None:
     """Serve the driver at the other end of ``fd`` until it is gone. Never returns.
 
-    ``before`` are variables that were changed for the imports, as they were.
+    Args:
+        before: variables that were changed for the imports, as they were.
+        preload: modules to import before the first child is forked.
     """
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
     # Whatever travels by value from the user's main module must not find this program in its place.
     sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.argv[:] = [""]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(  # type: ignore[union-attr]
             encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=False
@@ -64,7 +65,14 @@ def main(fd: int, before: dict[str, str | None]) -> None:
     torch.set_num_threads(1)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
-    job = _Server(sock).run()
+    server = _Server(sock)
+    server.preload(preload)
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    job = server.run()
     if job is not None:
         worker_process.main(job)
     os._exit(0)
@@ -82,19 +90,28 @@ class _Server:
         self._pid = os.getpid()
         self._driver = -1
         self._todo: list[tuple[dict[str, Any], list[int]]] = []  # commands that have come
-        self._look = select.poll()
         self._alarm, self._ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda _signal, _frame: None)
         signal.set_wakeup_fd(self._ring, warn_on_full_buffer=False)
+        self._look = select.poll()
+        self._look.register(self._sock, select.POLLIN)
+        self._look.register(self._alarm, select.POLLIN)
+
+    def preload(self, names: Sequence[str]) -> None:
+        """Import modules; if one cannot be imported, or children could not use it, tell the driver and end the process."""
+        for name in [each for given in names for each in (given, *_COMES_WITH.get(given, ()))]:
+            why = _import_module(name, self.glance)
+            if why:
+                with contextlib.suppress(OSError):  # the driver is gone
+                    self._say({"is": "not_preloaded", "module": name, "why": why})
+                self._end()
 
     def run(self) -> dict[str, Any] | None:
         """Serve until the driver is gone, and end; in a child, return its job."""
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         poller.register(self._alarm, select.POLLIN)
-        self._look.register(self._sock, select.POLLIN)
-        self._look.register(self._alarm, select.POLLIN)
         try:
             # It ends even if somebody else has inherited the driver's end of the socket.
             self._driver = os.pidfd_open(os.getppid())
@@ -147,11 +164,13 @@ class _Server:
             if not self._take(ready):
                 self._end()
             for message, fds in self._todo:
-                if message["do"] == "kill":
+                if (
+                    message.get("do") == "kill"
+                ):  # the first message, which says how all children are, has no "do"
                     self._act(message, fds)
         except OSError:  # the driver is gone
             self._end()
-        self._todo = [each for each in self._todo if each[0]["do"] != "kill"]
+        self._todo = [each for each in self._todo if each[0].get("do") != "kill"]
 
     def _say(self, message: dict[str, Any]) -> None:
         send(self._sock, message)
@@ -276,20 +295,34 @@ class _Between:
         self._glance()
 
 
+def _import_module(name: str, glance: Callable[[], None]) -> str:
+    """Import a module; return why children cannot use it, or an empty text. ``glance()`` is called before each import."""
+    between = _Between(glance)
+    sys.meta_path.insert(0, between)
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+    finally:
+        sys.meta_path.remove(between)
+    others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+    if others:
+        return f"importing it has started the thread {others[0]!r}, which forked processes would not have"
+    if torch.cuda.is_initialized():
+        return "importing it has initialised CUDA, which forked processes cannot use then"
+    return ""
+
+
 def _prepare(glance: Callable[[], None]) -> None:
     """Import what most children will: making an optimizer imports it, which takes each of them a second otherwise.
 
     It takes seconds, on a busy machine many: ``glance()`` is called all the time, or nobody could be ended meanwhile.
     """
-    between = _Between(glance)
-    sys.meta_path.insert(0, between)
-    try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for name in _LATER:
-            with contextlib.suppress(Exception), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                importlib.import_module(name)
-    finally:
-        sys.meta_path.remove(between)
+            _import_module(name, glance)
     _settle()
 
 

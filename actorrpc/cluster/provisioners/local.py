@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -122,6 +122,7 @@ class LocalCluster:
         num_cpus: what one process may ask for at most.
         num_gpus: how many devices there are to give; None: all that are visible.
         log_to_driver: whether the output of the processes is shown.
+        preload: the modules that the fork server imports, for all processes.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class LocalCluster:
         num_cpus: float,
         num_gpus: int | None,
         log_to_driver: bool,
+        preload: Sequence[str] = (),
     ) -> None:
         self.agent = agent
         self.directory = directory
@@ -140,6 +142,9 @@ class LocalCluster:
         self.devices = Devices(num_gpus)
         self.logs = Logs(log_to_driver)
         self._hello = hello
+        self._preload = tuple(preload)
+        #: why the fork server could not import a module that was to be preloaded
+        self._not_preloaded: ConfigError | None = None
         self._lock = threading.RLock()
         self._count = 0
         self._processes: dict[int, Process] = {}
@@ -339,7 +344,10 @@ class LocalCluster:
         """Return the fork server; start one if there is none (any more)."""
         if self.server is not None and not self.server.is_gone:
             return self.server
-        server = ForkServer(self.agent.pool, self._hello, self._heard, lambda: self._server_ended(server))
+        self._not_preloaded = None
+        server = ForkServer(
+            self.agent.pool, self._hello, self._preload, self._heard, lambda: self._server_ended(server)
+        )
         stdout, out, stderr, err = pipes()
         try:
             server.start(out, err)
@@ -392,6 +400,11 @@ class LocalCluster:
     def _heard(self, message: dict[str, Any]) -> None:
         kind = message["is"]
         with self._lock:
+            if kind == "not_preloaded":
+                self._not_preloaded = ConfigError(
+                    f"init(preload=): the module {message['module']!r} cannot be preloaded, therefore no process was started. "
+                    f"{message['why']}. Leave the module out, or have it importable by the path of this process"
+                )
             process = self._processes.get(message.get("id", 0))
             if process is None:
                 return
@@ -480,8 +493,12 @@ class LocalCluster:
     def _server_ended(self, server: ForkServer) -> None:
         """Record that the fork server is gone, and with it all that it had forked."""
         with self._lock:
+            failed = self._not_preloaded
             if self._closing:
                 why = "the cluster is shutting down"
+            elif failed is not None:
+                why = str(failed)
+                _log.error("%s", failed)
             else:
                 _log.error(
                     "the fork server (pid %d) has ended, and with it the processes that it had started; the next "
@@ -510,7 +527,7 @@ class LocalCluster:
             tail = "\n    ".join(output.tail) if output is not None else ""
             said = f"; its last lines on stderr:\n    {tail}" if tail else ""
             for process in unborn:
-                self._fail(process, process.not_started(why + said))
+                self._fail(process, failed or process.not_started(why + said))
 
         if output is not None:
             self.logs.end(output, partial(self.agent.submit, fail))

@@ -1,0 +1,101 @@
+"""Modules that the fork server imports before it forks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.errors import ConfigError, WrongTypeError
+from tests.cluster.drive import script
+
+
+def test_processes_share_a_preloaded_module(tmp_path: Path) -> None:
+    (tmp_path / "preloaded.py").write_text(
+        "import os, sys, torch\n"
+        "WHERE, ARGUMENTS = os.getpid(), sys.argv[1:]\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        "sys.setrecursionlimit(3000)\n"
+    )
+    program = """
+        import actorrpc
+
+        @actorrpc.remote
+        def where():
+            module = sys.modules["preloaded"]  # nothing here imports it
+            import torch
+            assert torch.get_default_dtype() is torch.float64 and sys.getrecursionlimit() == 3000
+            assert "torch._dynamo" in sys.modules  # the first optimizer would import it
+            return module.WHERE, module.ARGUMENTS, os.getpid()
+
+        with actorrpc.init(preload=["torch.optim", "preloaded"], num_cpus=2):
+            found = actorrpc.get([where.remote(), where.remote()])
+        assert len({imported for imported, _, _ in found}) == 1, found
+        assert all(arguments == ["--size", "3"] for _, arguments, _ in found), found
+        assert {imported for imported, _, _ in found}.isdisjoint([own for _, _, own in found] + [os.getpid()])
+        print("shared")
+        """
+    with script(tmp_path, program, "--size", "3") as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == "shared\n"
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import missing_below", "ModuleNotFoundError: No module named 'missing_below'"),
+        ("raise ValueError('not today')", "ValueError: not today"),
+        ("raise SystemExit('usage')", "SystemExit: usage"),
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, name='ticker', daemon=True).start()",
+            "started the thread 'ticker'",
+        ),
+    ],
+)
+def test_an_actor_is_not_made_where_a_module_cannot_be_preloaded(
+    tmp_path: Path, source: str, why: str
+) -> None:
+    (tmp_path / "spoiled.py").write_text(source)
+    program = """
+        import actorrpc
+
+        @actorrpc.remote
+        class Counter:
+            def one(self):
+                return 1
+
+        with actorrpc.init(preload=["spoiled"]):
+            try:
+                actorrpc.get(Counter.remote().one.remote(), timeout=60)
+            except actorrpc.ActorDiedError as error:
+                print(type(error.__cause__).__name__, error)
+        """
+    with script(
+        tmp_path, program, prints=[r"init\(preload=\): the module 'spoiled' cannot be preloaded"]
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+        assert process.wait(60) == 0
+    assert said.startswith("ConfigError ")
+    assert "init(preload=): the module 'spoiled' cannot be preloaded" in said
+    assert why in said
+
+
+@pytest.mark.parametrize("name", ["no_module_of_this_name", "", "__main__", ".relative"])
+def test_a_name_that_no_process_could_import_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="no module"):
+        actorrpc.init(preload=["torch", name])
+
+
+@pytest.mark.parametrize("preload", ["torch", 3, [3]])
+def test_only_lists_of_names_are_taken(preload: Any) -> None:
+    with pytest.raises(WrongTypeError, match="preload must"):
+        actorrpc.init(preload=preload)
+
+
+def test_who_joins_does_not_preload() -> None:
+    with pytest.raises(ConfigError, match="leave preload= to its driver"):
+        actorrpc.init("tcp://127.0.0.1:1", preload=["torch"])
