@@ -389,7 +389,7 @@ class _Author:
     def _argument(self, waits: bool, depth: int) -> tuple[Argument, int]:
         chance = self._dice.random()
         if chance < 0.35:
-            known = self._one_of(lambda each: not each.is_stream and (each.observed or not (waits and depth)))
+            known = self._one_of(lambda each: not each.is_stream and (each.observed or not waits))
             if known is not None and (known.call is None or known.call.via not in ("rref", "rpc_async")):
                 part = self._dice.randrange(known.parts) if known.parts else None
                 return Reference(known.name, part), known.size

@@ -142,14 +142,13 @@ class Invocation:
         return f"{self.target}.{self.method}{f'.options({options})' if options else ''}.remote({passed})"
 
 
-def references(argument: Argument) -> Iterator[tuple[Reference, bool]]:
-    """Yield the references of an argument, and whether they are within a container."""
+def references(argument: Argument) -> Iterator[Reference]:
+    """Yield the references of an argument."""
     if isinstance(argument, Reference):
-        yield argument, False
+        yield argument
     elif isinstance(argument, Container):
         for item in argument.items:
-            for reference, _ in references(item):
-                yield reference, True
+            yield from references(item)
 
 
 # -- statements --------------------------------------------------------------------------------------------------

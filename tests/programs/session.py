@@ -44,7 +44,7 @@ _CUTS = (
     testing.reset(after=(500, 60_000), part=0.5),
     testing.half_close(after=(500, 80_000), part=0.5),
 )
-# What workers hold beyond the end of a program: leases of tasks have RRefs, and the shutdown() of the others of a group is a call.
+# What workers hold beyond the end of a program: leases of tasks have RRefs, and the other workers of a group wait in calls.
 _STAYS = re.compile("RRef|executed here")
 # Messages that say what a program has done to its actors.
 _ANNOUNCED = (r"on the actor's event loop", r"failed and nobody looked at the error")
@@ -147,17 +147,17 @@ class Session:
         """Wait until nothing of the program is left."""
         began = time.monotonic()
         ids = set(actor_ids.values())
-        collected = False
+        collect_at = began + 0.05
         while True:
             held = [each for each in leaks.Holdings.take().left(before) if not _STAYS.search(each)]
             alive = [row for row in actorrpc.list_actors() if row.actor_id in ids and row.state != "DEAD"]
             if not held and not alive:
                 return
-            waited = time.monotonic() - began
-            if waited >= self.options.settle:
+            now = time.monotonic()
+            if now >= began + self.options.settle:
                 break
-            if waited >= 0.05 and not collected:  # exceptions that methods have caught keep handles in cycles
-                collected = True
+            if now >= collect_at:  # exceptions that methods have caught keep handles in cycles
+                collect_at = now + 0.5
                 gc.collect()
                 for worker in actorrpc.workers():
                     with contextlib.suppress(actorrpc.PeerDiedError):

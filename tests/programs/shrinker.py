@@ -218,7 +218,7 @@ def _is_valid_driver(driver: Driver, program: Program) -> bool:
                 endless[statement.call.name] = {call.target for call in calls}
             for call in calls:
                 for argument in call.args if call.method == "read" else ():
-                    waits = {reference.name for reference, within in references(argument) if within}
+                    waits = {reference.name for reference in references(argument)}
                     if not waits <= observed:
                         return False
                 if call.method == "crash" and call.target != TASKS and kinds[call.target] == "Coroutines":
