@@ -323,7 +323,10 @@ class Connector:
         if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and pending.local:
             # In place before the lender can name any memory: it waits for our answer.
             main.borrower = Borrower(
-                sock, on_freed=self._agent.scheduler.freed, adopt=self._agent.objects.adopt
+                sock,
+                max_buffers=self._agent.settings.max_buffers,
+                on_freed=self._agent.scheduler.freed,
+                adopt=self._agent.objects.adopt,
             )
             sock.setblocking(False)
             sock.send(answer)

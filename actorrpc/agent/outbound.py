@@ -144,8 +144,8 @@ def _check(buffers: int, total: int, settings: Settings) -> None:
     """
     if buffers > settings.max_buffers:
         raise LimitError(
-            f"a message with {buffers} tensors or buffers is over the limit of {settings.max_buffers}: "
-            f"send fewer, or stack them"
+            f"a message with {buffers} tensors, arrays and buffers is over the limit of {settings.max_buffers}; it was not sent. "
+            "Stack them, send fewer at once, or raise the setting max_buffers of all workers, as in init(max_buffers=...)"
         )
     if total > settings.max_message:
         raise LimitError(f"a message of {total} bytes is over the limit of {settings.max_message}")

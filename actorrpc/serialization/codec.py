@@ -30,7 +30,7 @@ import cloudpickle
 import torch
 
 from actorrpc._exception_text import is_of_handler, line_of
-from actorrpc.errors import LimitError, ProtocolError, RefusedError, RpcError, SerializationError
+from actorrpc.errors import ProtocolError, RefusedError, RpcError, SerializationError
 from actorrpc.serialization import by_value, data_only
 from actorrpc.serialization import tensors as tensors_module
 from actorrpc.serialization.by_value import (
@@ -163,7 +163,6 @@ class Pieces:
 
 
 _KEEP_PICKLER: Final = 8 << 10  # one that wrote more has grown its buffer, and would allocate it every time
-_MAX_BUFFERS: Final = 10_000
 _STOP: Final = 0x2E
 _MAGIC: Final = 1  # the last byte of a body with a table; a bare pickle ends with a full stop
 _DATA: Final = 2  # the same, of one that is no pickle
@@ -388,7 +387,7 @@ def encode_body(
         pickler.dump(obj)
     except Exception as error:
         # What reducers did for this object is kept in ``encoded``.
-        return _finish(obj, encoded, pickler, error, remote_main, known, _MAX_BUFFERS)
+        return _finish(obj, encoded, pickler, error, remote_main, known)
     finally:
         message.encoding = None
     pickler.clear_memo()
@@ -402,7 +401,7 @@ def encode_body(
                 chunks.clear()
                 message.pickler = pickler
                 if encoded.outgoing is not None:
-                    encoded.body = _with_table(body, chunks, encoded, _NOTHING, _MAX_BUFFERS)
+                    encoded.body = _with_table(body, chunks, encoded, _NOTHING)
                     return encoded
                 if encoded.tensors:
                     body += _WITH_TENSORS
@@ -417,7 +416,7 @@ def encode_body(
                     message.spare = encoded
                 encoded.context = None
                 return body
-    return _finish(obj, encoded, pickler, None, remote_main, known, _MAX_BUFFERS)
+    return _finish(obj, encoded, pickler, None, remote_main, known)
 
 
 def _finish(
@@ -427,7 +426,6 @@ def _finish(
     error: Exception | None,
     remote_main: bool,
     known: Container[bytes],
-    max_buffers: int,
 ) -> Encoded:
     """Go on after the fast attempt: ``error`` has stopped it, or what ``pickler`` wrote is no mere body."""
     if error is None and encoded.stacks:
@@ -438,7 +436,7 @@ def _finish(
             error = shared
     if isinstance(error, SharedStorageError):
         encoded.start_over()
-        return _encode(obj, encoded, remote_main, known, max_buffers)
+        return _encode(obj, encoded, remote_main, known)
     outer = message.encoding
     message.encoding = encoded
     named: dict[bytes, bytes] | None = None
@@ -457,7 +455,7 @@ def _finish(
             chunks = pickler.chunks
             if len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
                 idle = pickler
-        _close_body(encoded, chunks, named, known, max_buffers)
+        _close_body(encoded, chunks, named, known)
         if idle is not None:  # not before its chunk is gone: a signal handler may raise there
             message.pickler = idle
     finally:
@@ -478,7 +476,6 @@ def encode(
     known: Container[bytes] = (),
     device_map: Mapping[str, str] | None = None,
     context: object = None,
-    max_buffers: int = _MAX_BUFFERS,
 ) -> Encoded:
     """Turn an object, often ``(function, args, kwargs)``, into bytes and spans.
 
@@ -490,21 +487,18 @@ def encode(
 
     Raises:
         SerializationError: a part cannot be sent; the message says which.
-        LimitError: there are more than ``max_buffers`` spans.
         RpcError: as raised by a registered reducer.
     """
-    return _encode(obj, Encoded(context, device_map, False), remote_main, known, max_buffers)
+    return _encode(obj, Encoded(context, device_map, False), remote_main, known)
 
 
-def _encode(
-    obj: object, encoded: Encoded, remote_main: bool | None, known: Container[bytes], max_buffers: int
-) -> Encoded:
+def _encode(obj: object, encoded: Encoded, remote_main: bool | None, known: Container[bytes]) -> Encoded:
     outer = message.encoding
     message.encoding = encoded
     try:
         if remote_main is None:
             encoded.embeds = False
-            encoded.body = _with_table(data_only.dumps(obj, _own), [], encoded, {}, max_buffers, _DATA)
+            encoded.body = _with_table(data_only.dumps(obj, _own), [], encoded, {}, _DATA)
             encoded.reduced = None
             return encoded
         if copyreg.dispatch_table != _seen:
@@ -520,9 +514,9 @@ def _encode(
         try:
             pickler.dump(obj)
         except Exception as error:
-            return _finish(obj, encoded, pickler, error, remote_main, known, max_buffers)
+            return _finish(obj, encoded, pickler, error, remote_main, known)
         pickler.clear_memo()
-        return _finish(obj, encoded, pickler, None, remote_main, known, max_buffers)
+        return _finish(obj, encoded, pickler, None, remote_main, known)
     finally:
         message.encoding = outer
 
@@ -532,13 +526,12 @@ def _close_body(
     chunks: list[Any],
     named: dict[bytes, bytes] | None,
     known: Container[bytes],
-    max_buffers: int,
 ) -> None:
     """Make the body from what the pickler wrote, with a table behind it where something lies outside."""
     body = chunks.pop() if len(chunks) == 1 else b""
     outgoing = encoded.outgoing
     if (outgoing is not None and outgoing.pieces) or chunks or named or encoded.buffers is not None:
-        body = _with_table(body, chunks, encoded, named or {}, max_buffers)
+        body = _with_table(body, chunks, encoded, named or {})
         if named:
             encoded.definitions = {key: data for key, data in named.items() if key not in known}
     elif encoded.tensors:
@@ -651,7 +644,6 @@ def _with_table(
     chunks: list[Any],
     encoded: Encoded,
     named: Mapping[bytes, bytes],
-    max_buffers: int,
     magic: int = _MAGIC,
 ) -> bytes:
     """Append the table of what lies outside of the pickle; fill ``encoded.spans``."""
@@ -668,8 +660,6 @@ def _with_table(
     holes: tuple[bytes, ...] = ()
     if chunks:
         body, holes = punch(chunks, spans, encoded.inline)
-    if len(spans) > max_buffers:
-        raise LimitError(f"a message of {len(spans)} tensors and buffers: the limit is {max_buffers}")
     encoded.spans = spans
     tail = _tails[count].pack(
         *numbers, len(body), len(named), len(buffers), count, len(holes), len(names), magic
@@ -703,7 +693,6 @@ def decode(
     definitions: DefinitionStore | None,
     context: object = None,
     tensors: list[Any] | None = None,
-    max_buffers: int = _MAX_BUFFERS,
 ) -> Any:
     """Rebuild what :func:`encode` was given.
 
@@ -717,7 +706,7 @@ def decode(
 
     Raises:
         UnknownDefinitionError: definitions are missing; nothing has been unpickled yet.
-        ProtocolError: the bytes make no sense, or there are more than ``max_buffers``.
+        ProtocolError: the bytes make no sense.
         SerializationError: an object cannot be rebuilt here (not importable, or its class says no).
     """
     outer = message.decoding
@@ -734,8 +723,6 @@ def decode(
                 with torch.inference_mode(False):
                     return loads_here(body)
             return loads_here(body)
-        if len(buffers) > max_buffers:
-            raise ProtocolError(f"a message of {len(buffers)} buffers: the limit is {max_buffers}")
         return _decode_table(body, buffers, decoding)
     except RpcError:
         raise
@@ -809,7 +796,7 @@ def dumps(obj: object, *, remote_main: bool | None = True) -> bytes:
     Raises:
         SerializationError: a part cannot be sent.
     """
-    return _encode(obj, Encoded(None, None, True), remote_main, (), _MAX_BUFFERS).body
+    return _encode(obj, Encoded(None, None, True), remote_main, ()).body
 
 
 def defined(cls: type) -> by_value.DefinedClass:

@@ -6,13 +6,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.outbound import post
-from actorrpc.errors import PeerDiedError, SerializationError, ShutdownError
+from actorrpc.errors import LimitError, PeerDiedError, SerializationError, ShutdownError
 from tests.agent.agents import agents
 
 arrived: list[object] = []
@@ -114,3 +115,12 @@ def test_what_cannot_be_sent(pair: list[Agent]) -> None:
     a.close()
     with pytest.raises(ShutdownError):
         post(a, peer, take, (), "take")
+
+
+def test_the_limit_of_buffers_can_be_raised_and_its_error_names_the_setting() -> None:
+    arrays = [np.zeros(4097, dtype=np.uint8) for _ in range(10_002)]
+    with agents(2, max_buffers=10_001) as (caller, _):
+        peer = caller.peer("a1")
+        with pytest.raises(LimitError, match=r"10002 tensors, arrays and buffers .* max_buffers"):
+            caller.ask(peer, len, (arrays,), {}, 30)
+        assert caller.ask(peer, len, (arrays[1:],), {}, 30) == 10_001
