@@ -22,6 +22,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, Final
 
 import torch
+from torch.autograd import forward_ad
 
 from actorrpc.errors import ProtocolError, SerializationError
 from actorrpc.serialization import blocks
@@ -571,7 +572,22 @@ def _part(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
     return _describe(out, t, flags)
 
 
+def _refuse_tangent(t: torch.Tensor) -> None:
+    """Refuse a tensor whose forward-mode tangent would be lost.
+
+    Raises:
+        SerializationError: it has a tangent.
+    """
+    if forward_ad.unpack_dual(t).tangent is not None:
+        raise SerializationError(
+            "a tensor with a forward-mode tangent cannot be sent, because its tangent would be lost: take it apart with "
+            "torch.autograd.forward_ad.unpack_dual() and send primal and tangent"
+        )
+
+
 def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    if forward_ad._current_level >= 0:
+        _refuse_tangent(t)
     encoding = message.encoding
     stacks = encoding.stacks
     if stacks:

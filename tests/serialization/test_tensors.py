@@ -15,6 +15,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from actorrpc.errors import ProtocolError, SerializationError
 from actorrpc.serialization import tensors as tensors_module
@@ -606,6 +607,16 @@ def test_functorch_is_refused() -> None:
         return x
 
     torch.vmap(inside)(torch.ones(3))
+
+
+def test_a_forward_mode_tangent_is_refused_and_not_lost() -> None:
+    with forward_ad.dual_level():
+        plain = torch.ones(3)
+        dual = forward_ad.make_dual(plain, torch.ones(3))
+        for sent in (dual, [torch.ones(3) for _ in range(20)] + [dual], torch.sin(dual)):
+            with pytest.raises(SerializationError, match="tangent"):
+                encode(sent)
+        same(plain, trip(plain))
 
 
 def test_missing_device_map_is_named() -> None:
