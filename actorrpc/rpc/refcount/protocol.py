@@ -448,10 +448,9 @@ class RRefTable:
             return user is not None and not user.pending and user.error is None
 
     def failure(self, handle: Handle) -> BaseException | None:
-        """Give the error that a user's handle failed with: creation not answered, owner dead, value gone."""
-        with self._lock:
-            user = None if handle.fork_id is None else self._held.entries.get(handle.fork_id)
-            return None if user is None else user.error
+        """Give the error that a user's handle failed with: creation not answered, owner dead, value gone. Takes no lock."""
+        user = None if handle.fork_id is None else self._held.entries.get(handle.fork_id)
+        return None if user is None else user.error
 
     # -- messages and deaths ---------------------------------------------------------------------
 
