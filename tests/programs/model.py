@@ -191,11 +191,9 @@ class Model:
                 return Allowed(_NO_VALUE if missing else value, *_errors(found))
             case "fail":
                 kind, *rest = values
-                return Allowed(
-                    _NO_VALUE,
-                    frozenset({(kind, call.name)}),
-                    {call.name: rest if kind == "Trouble" else None},
-                )
+                # References and handles in attributes of exceptions are not sent: a note of the exception says so.
+                kept = rest if kind == "Trouble" and not _refers(rest) else None
+                return Allowed(_NO_VALUE, frozenset({(kind, call.name)}), {call.name: kept})
             case "ask":
                 assert nested is not None
                 value = _NO_VALUE if nested.value is _NO_VALUE else [nested.value]
@@ -320,7 +318,7 @@ def _wrong_items(items: library.Items, allowed: Allowed, actor_ids: Mapping[str,
         if wrong:
             return f"its stream {wrong}"
     if allowed.value is _NO_VALUE:
-        return "" if not items.items and items.end is not None else "gave items, and may only raise"
+        return "" if not items.items and (items.closed or items.end) else "gave items, and may only raise"
     for number, item in enumerate(items.items):
         if number >= len(allowed.value):
             return f"gave more than {len(allowed.value)} items"
