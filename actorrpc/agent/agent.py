@@ -314,7 +314,7 @@ class Agent:
             if gate is None and not (message.sent or message.objects or message.held):
                 peer.contexts.append(message)
         except BaseException:
-            if call is not None and call.may_arrive:
+            if call is not None and call.handed_over:
                 call.cancel()  # a signal handler has raised, between chunks or since
             else:
                 if call is not None:
@@ -412,8 +412,8 @@ class Agent:
             else:
                 header.update(mail.header)
         if peer.is_self:
-            peer.pending[call.id] = call
             call.sent = True
+            peer.pending[call.id] = call
             self.scheduler.watch(call)
             if self.closed_down:
                 raise self._shut_down(call)
@@ -428,35 +428,47 @@ class Agent:
             raise peer.died(f"cannot call {call.label}", maybe_executed=False)
         call.conn = conn
         idle = not peer.pending
-        peer.pending[call.id] = call
-        if conn.state is CLOSED or peer.state != "alive":
-            peer.check_alive(f"cannot call {call.label}")
-            if self.closed_down:
-                raise self._shut_down(call)
         remaining = call.deadline - _time.now() if call.deadline != INFINITE else INFINITE
         size = 0
+        rest: outbound.Packed | None = None
         if isinstance(encoded, bytes) and header is None and len(encoded) <= self.settings.chunk:
-            # What messages.send would do, without the detour: the path of most calls.
+            # What outbound.pack() would do, without the detour: the path of most calls.
             size = len(encoded)
             call.frame = (
                 _pack(size + len(extra), len(extra), frames.REQUEST, flags, remaining, call.id, call.chain)
                 + extra
                 + encoded
             )
-            conn.outbox.append(call)
-        elif not outbound.send(
-            self,
-            conn,
-            frames.REQUEST,
-            call.id,
-            encoded,
-            remaining=remaining,
-            chain=call.chain,
-            header=header if header is not None or mail is None else mail.header,
-            call=call,
-            deadline=call.deadline,
-            flags=flags,
-        ):
+        else:
+            rest = outbound.pack(
+                self,
+                conn,
+                frames.REQUEST,
+                call.id,
+                encoded,
+                remaining=remaining,
+                chain=call.chain,
+                header=header if header is not None or mail is None else mail.header,
+                deadline=call.deadline,
+                flags=flags,
+            )
+            call.frame = rest.frame
+        # From here on the worker may execute the call, and other threads may end it. A thread that ends it finds its frame:
+        # it takes the frame back, or it tells the worker and the caller that the call may run.
+        peer.pending[call.id] = call
+        if conn.state is CLOSED or peer.state != "alive":
+            # The thread that ends the peer, or this agent, may have ended the pending calls before this call was entered.
+            # The outbox of a closed connection is never sent.
+            call.frame = b""
+            peer.check_alive(f"cannot call {call.label}")
+            if self.closed_down:
+                raise self._shut_down(call)
+        if rest is not None and rest.size:
+            call.size = rest.size
+            if rest.size >= outbound.CHARGED:
+                peer.charge(call, rest.size)
+        conn.outbox.append(call)
+        if rest is not None and rest.buffers and not outbound.send_buffers(self, conn, rest, call.deadline):
             if conn.state is not CLOSED:  # the end of the connection ends the call
                 call.expire()
             return
@@ -681,7 +693,7 @@ class Agent:
                 _, call = peer.pending.popitem()
             except KeyError:
                 break
-            call.fail(peer.died(str(call), maybe_executed=call.sent), self.pool.submit)
+            call.fail(peer.died(str(call), maybe_executed=call.withdraw()), self.pool.submit)
         peer.wake_all()
         for execution in list(peer.running.values()):
             execution.cancel()
@@ -704,7 +716,9 @@ class Agent:
 
     def _shut_down(self, call: Call) -> ShutdownError:
         return ShutdownError(
-            f"{call}: this worker, {self.name!r}, shut down", maybe_executed=call.sent, worker=call.peer.name
+            f"{call}: this worker, {self.name!r}, shut down",
+            maybe_executed=call.withdraw(),
+            worker=call.peer.name,
         )
 
     def _fail_pending(self) -> None:

@@ -5,6 +5,10 @@ it: the reader of its reply, the clock at its deadline, a cancellation, or the d
 that waits for it reads the connection itself when nobody else does (``Waiting.read_for``), and sleeps
 otherwise.
 
+Whether the worker may execute a call is decided by two steps. ``Agent._dispatch`` enters it into ``pending`` together with
+its frame, before the first byte can leave: until then it has certainly not run, and no other thread can end it. The thread
+that ends it calls :meth:`Call.withdraw` once, which takes the frame back if it has not left, or says that the call may run.
+
 ``CURRENT`` tells the call that a piece of code was called by. It is a ``ContextVar``: it follows coroutines
 and callbacks that copy their context, and never leaks from one call to the next through a thread.
 """
@@ -316,7 +320,7 @@ class Call:
             raise DeadlockError(
                 f"{self} cannot be waited for here: a finaliser waits, on the very thread that was about to read the answer. "
                 "A __del__ or a weakref's callback may make calls, but not wait for them",
-                maybe_executed=self.may_arrive,
+                maybe_executed=self.handed_over,
                 worker=self.peer.name,
             )
         future = self.future
@@ -369,27 +373,35 @@ class Call:
             while not self.done:
                 time.sleep(0.0005)
             return False
-        self._withdraw()
-        self.fail(self.was_cancelled() if self.stopping else self.timed_out(), self.agent.pool.submit)
-        self._tell_cancelled(stop=self.mail is not None and self.mail.interrupts)
+        reached = self.withdraw()
+        error = self.was_cancelled(reached) if self.stopping else self._timed_out(reached)
+        self.fail(error, self.agent.pool.submit)
+        if reached:
+            self._tell_cancelled(stop=self.mail is not None and self.mail.interrupts)
         return True
 
-    def _withdraw(self) -> None:
-        """Take a request that waits in the outbox back, if nothing else depends on its arrival."""
+    def withdraw(self) -> bool:
+        """Take the request back if it has not left, and nothing else depends on its arrival; say whether the worker may run it.
+
+        Called once, by the thread that ends the call: the answer is final.
+        """
+        conn = self.conn
+        # Read before ``sent``: once the connection is closed, a frame that has not left never does.
+        closed = conn is not None and conn.state is CLOSED
         frame = self.frame
         # No flags and no header: no shared memory, no references, no chunks that follow. The writer sets ``sent``
         # before it takes the frame, so one of the two is seen here.
         if frame and not self.sent and not frame[9] and frame[4:8] == b"\0\0\0\0":
             self.frame = b""
+        return self.sent or (bool(self.frame) and not closed)
 
     @property
-    def may_arrive(self) -> bool:
-        """Whether the worker has been sent this call, or still will be."""
+    def handed_over(self) -> bool:
+        """Whether the call has been sent, or is in the outbox."""
         return self.sent or bool(self.frame)
 
-    def timed_out(self) -> RpcTimeoutError:
-        """Return the error of this call's time-out."""
-        reached = self.may_arrive
+    def _timed_out(self, reached: bool) -> RpcTimeoutError:
+        """Return the error of this call's time-out; ``reached``: the worker may run it."""
         ran = "it was sent and may have run" if reached else "it was not sent"
         if reached and self.mail is not None and self.mail.late:
             ran = f"{ran}: {self.mail.late}"
@@ -409,17 +421,18 @@ class Call:
         """
         if self.peer.pending.pop(self.id, None) is None:
             return False
-        self._withdraw()
-        self.fail(self.was_cancelled(), self.agent.pool.submit)
-        self._tell_cancelled(stop)
+        reached = self.withdraw()
+        self.fail(self.was_cancelled(reached), self.agent.pool.submit)
+        if reached:
+            self._tell_cancelled(stop)
         return True
 
-    def was_cancelled(self, remote: BaseException | None = None) -> CancelledError:
-        """Return the error of this call's cancellation; ``remote``: what the worker has said of it."""
+    def was_cancelled(self, reached: bool, remote: BaseException | None = None) -> CancelledError:
+        """Return the error of this call's cancellation; ``reached``: the worker may run it; ``remote``: its error, if any."""
         said = "" if remote is None else f": {remote}"
         return CancelledError(
             f"{self} was cancelled by its caller{said}",
-            maybe_executed=self.may_arrive,
+            maybe_executed=reached,
             worker=self.peer.name,
         )
 
@@ -442,10 +455,10 @@ class Call:
         return True
 
     def _tell_cancelled(self, stop: bool) -> None:
-        """Tell the worker that nobody waits for the call any more."""
+        """Tell the worker, which may run the call, that nobody waits for it any more."""
         conn = self.conn
         if conn is not None:
-            if self.may_arrive and conn.state is not CLOSED:
+            if conn.state is not CLOSED:
                 # Behind the call itself, also where that is still to leave.
                 conn.outbox.append(pack_frame(CANCEL, self.id, flags=int(stop)))
                 self.agent.cork(conn)

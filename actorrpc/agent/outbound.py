@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler
@@ -45,14 +45,17 @@ __all__ = [
     "STOP",
     "Assembly",
     "MessageContext",
+    "Packed",
     "begin_stream",
     "body_of",
     "discard",
     "open_body",
     "open_carefully",
     "open_plain",
+    "pack",
     "post",
     "send",
+    "send_buffers",
 ]
 
 CHARGED: Final = 16 << 10  # smaller messages are bounded by their number
@@ -67,6 +70,8 @@ _MEANING: Final = (
 _SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
 _SHARE_STEP_S: Final = 0.002
 _MAX_SHARED: Final = 2048  # segments in a message; a receiver keeps twice as many until they are named
+_INFINITE: Final = float("inf")
+_nbytes: Final = attrgetter("nbytes")
 STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
@@ -151,6 +156,21 @@ def _check(buffers: int, total: int, settings: Settings) -> None:
         raise LimitError(f"a message of {total} bytes is over the limit of {settings.max_message}")
 
 
+class Packed(NamedTuple):
+    """A message as it is sent: one frame, and the buffers that follow it in chunks.
+
+    Attributes:
+        size: bytes of body and buffers, where the message is bounded by its bytes; otherwise 0.
+        stream: the number of the chunks' stream.
+        buffers: index and memory of each buffer that is sent in chunks.
+    """
+
+    frame: bytes
+    size: int = 0
+    stream: int = 0
+    buffers: Sequence[tuple[int, memoryview]] = ()
+
+
 def send(
     agent: Agent,
     conn: Connection,
@@ -161,13 +181,45 @@ def send(
     remaining: float,
     chain: int,
     header: Header | None,
-    call: Any = None,
-    deadline: float = float("inf"),
     flags: int = 0,
 ) -> bool:
-    """Send a message, or put it into the outbox where it is small. The caller flushes.
+    """Send a message that is no call of this worker, or put it into the outbox where it is small. The caller flushes.
 
-    Returns whether it went out; False if it was cut short by the deadline or an interrupt.
+    Returns whether all of it was sent; False if an interrupt cut it short.
+
+    Raises:
+        LimitError: it is over a limit; nothing was sent.
+        PeerDiedError: the connection is closed.
+    """
+    packed = pack(
+        agent, conn, kind, id, encoded, remaining=remaining, chain=chain, header=header, flags=flags
+    )
+    conn.outbox.append(packed.frame)
+    if conn.state is CLOSED:
+        raise PeerDiedError("the connection was closed", maybe_executed=False)
+    return not packed.buffers or send_buffers(agent, conn, packed, _INFINITE)
+
+
+def pack(
+    agent: Agent,
+    conn: Connection,
+    kind: int,
+    id: int,
+    encoded: codec.Encoded | bytes,
+    *,
+    remaining: float,
+    chain: int,
+    header: Header | None,
+    deadline: float = _INFINITE,
+    flags: int = 0,
+) -> Packed:
+    """Return a message as it is sent over a connection. Nothing of the message itself is sent yet.
+
+    What it depends on may be sent: class definitions go into the outbox, and descriptors of shared memory leave.
+
+    Raises:
+        LimitError: it is over a limit.
+        PeerDiedError: the connection is closed.
     """
     spans: Sequence[codec.TensorSpan] = ()
     if isinstance(encoded, bytes):
@@ -184,49 +236,56 @@ def send(
         header = header.copy()
         header["objects"] = _share(agent, conn, header["objects"], min(deadline, _time.now() + _SHARE_S))
         flags |= frames.OBJECTS
-    if not spans and len(body) <= settings.chunk:
-        _put(conn, call, kind, id, body, flags, remaining, chain, header)
-        return True
-    sizes = list(map(_nbytes, spans))
-    copied = sum(sizes)
-    total = len(body) + copied
-    _check(len(spans), total, settings)
-    header = header.copy() if header else {}
-    if call is not None:
-        call.size = total
-        if total >= CHARGED:
-            conn.peer.charge(call, total)
-    if total < settings.lane_threshold:
-        header["sizes"] = sizes
-        whole = b"".join([body, *(bytes(span.view()) for span in spans)])
-        _put(conn, call, kind, id, whole, flags | INLINE, remaining, chain, header)
-        return True
-    flights = agent.flights if copied >= COPIED_BYTES else None
-    begun = _time.now()
-    if conn.local and spans and len(body) <= settings.chunk:
-        lender = agent.lender(conn)
-        placement = lender.place(spans) if lender is not None else None
-        if placement is not None:
-            if flights is not None:
-                flights.noted(begun, "copy", f"of {copied} bytes into memory shared with {conn.peer.name}")
-            header["placement"] = placement.pack()
-            _put(conn, call, kind, id, body, flags | LANE, remaining, chain, header)
-            return True
-    flags |= STREAM
-    buffers = [(index, span.view()) for index, span in enumerate(spans)]
-    if len(body) > settings.chunk:
-        flags |= BODY
-        buffers.append((len(buffers), memoryview(body)))
-        sizes.append(len(body))
-        body = b""
-    stream = next(conn.peer.streams)
-    header["sizes"] = sizes
-    header["stream"] = stream
-    _put(conn, call, kind, id, body, flags, remaining, chain, header)
-    limit = None if deadline == float("inf") else deadline
-    is_out = conn.send_chunks(stream, _pieces(buffers, settings.chunk), limit)
-    if flights is not None:
-        flights.noted(begun, "copy", f"of {copied} bytes into the connection to {conn.peer.name}")
+    size = stream = 0
+    buffers: list[tuple[int, memoryview]] = []
+    if spans or len(body) > settings.chunk:
+        sizes = list(map(_nbytes, spans))
+        copied = sum(sizes)
+        size = len(body) + copied
+        _check(len(spans), size, settings)
+        header = header.copy() if header else {}
+        placement = None
+        if size < settings.lane_threshold:
+            header["sizes"] = sizes
+            body = b"".join([body, *(bytes(span.view()) for span in spans)])
+            flags |= INLINE
+        else:
+            if conn.local and spans and len(body) <= settings.chunk:
+                begun = _time.now()
+                lender = agent.lender(conn)
+                placement = lender.place(spans) if lender is not None else None
+            if placement is not None:
+                if agent.flights is not None and copied >= COPIED_BYTES:
+                    text = f"of {copied} bytes into memory shared with {conn.peer.name}"
+                    agent.flights.noted(begun, "copy", text)
+                header["placement"] = placement.pack()
+                flags |= LANE
+            else:
+                flags |= STREAM
+                buffers = [(index, span.view()) for index, span in enumerate(spans)]
+                if len(body) > settings.chunk:
+                    flags |= BODY
+                    buffers.append((len(buffers), memoryview(body)))
+                    sizes.append(len(body))
+                    body = b""
+                stream = next(conn.peer.streams)
+                header["sizes"] = sizes
+                header["stream"] = stream
+    extra = pack_header(header) if header else b""
+    frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
+    return Packed(frame, size, stream, buffers)
+
+
+def send_buffers(agent: Agent, conn: Connection, packed: Packed, deadline: float) -> bool:
+    """Send the buffers of a message whose frame is in the outbox, in chunks; wait while the kernel takes no more.
+
+    Returns whether all of them were sent; False if the deadline, an interrupt or the end of the connection came before.
+    """
+    flights, begun = agent.flights, _time.now()
+    limit = None if deadline == _INFINITE else deadline
+    is_out = conn.send_chunks(packed.stream, _pieces(packed.buffers, agent.settings.chunk), limit)
+    if flights is not None and packed.size >= COPIED_BYTES:
+        flights.noted(begun, "copy", f"of {packed.size} bytes into the connection to {conn.peer.name}")
     return is_out
 
 
@@ -279,29 +338,6 @@ def _pieces(buffers: Sequence[tuple[int, memoryview]], size: int) -> Iterator[tu
     for index, buffer in buffers:
         for offset in range(0, len(buffer), size):
             yield index, offset, buffer[offset : offset + size]
-
-
-def _put(
-    conn: Connection,
-    call: Any,
-    kind: int,
-    id: int,
-    body: bytes,
-    flags: int,
-    remaining: float,
-    chain: int,
-    header: Header | None,
-) -> None:
-    """Put the frame of a message into the outbox."""
-    extra = pack_header(header) if header else b""
-    frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
-    if call is None:
-        conn.outbox.append(frame)
-    else:
-        call.frame = frame
-        conn.outbox.append(call)
-    if conn.state is CLOSED and call is None:  # the end of the connection ends its calls
-        raise PeerDiedError("the connection was closed", maybe_executed=False)
 
 
 def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced]:
@@ -441,10 +477,6 @@ def discard(conn: Connection | None, frame: Frame) -> None:
             _buffers(conn, frame, unpack_header(frame.extra))
         except ProtocolError:
             pass
-
-
-_INFINITE: Final = float("inf")
-_nbytes: Final = attrgetter("nbytes")
 
 
 def post(

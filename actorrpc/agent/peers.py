@@ -1,9 +1,10 @@
 """The other workers: one of them (:class:`Peer`), the table of all (:class:`PeerTable`), and what becomes of them.
 
 **Peer**: its connections, and the calls that are in flight both ways. ``pending`` maps call numbers to calls made to the peer
-that are not over; taking a call out of it (``dict.pop``, atomic) is the right to end it. ``running`` maps the peer's numbers to
-its calls that are being executed here. ``dial_lock`` guards the making of connections and is held while dialling; no other lock
-is held when it is taken. ``_credit``'s lock guards ``charged`` and is a leaf. Nothing calls out under either.
+that are not over. A call is entered with its frame, before any of it can be sent; taking a call out (``dict.pop``, atomic) is
+the right to end it. ``running`` maps the peer's numbers to its calls that are being executed here. ``dial_lock`` guards the
+making of connections and is held while dialling; no other lock is held when it is taken. ``_credit``'s lock guards ``charged``
+and is a leaf. Nothing calls out under either.
 
 **PeerTable**: which peer a name, a rank or a WorkerInfo means, and which have ended. One that has ended stays for a while: calls
 to it fail and say why, and what it sent last can still be opened. The last ``KEPT`` are kept, without what only a living peer

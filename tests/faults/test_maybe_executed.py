@@ -12,8 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -25,6 +27,8 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
+from actorrpc.transport.shared_memory import Lender
+from tests import certificates
 from tests.agent.agents import agents
 
 _ran: list[int] = []
@@ -37,7 +41,7 @@ def _note(number: int) -> int:
     return number
 
 
-def _work(number: int) -> int:
+def _work(number: int, *_rest: Any) -> int:
     _ran.append(number)
     _entered.set()
     _release.wait()
@@ -128,6 +132,51 @@ def test_a_call_that_ends_on_its_callers_side(way: str, moment: str, monkeypatch
         assert _ran == [0]
     if moment == "started":
         assert _ran == [0, *([1] if _entered.is_set() else [])]
+
+
+@pytest.mark.parametrize("way", ["cancelled", "peer dies", "shutdown"])
+def test_a_call_that_ends_while_its_frame_is_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread can say that it did not run, and then have it sent."""
+    place = Lender.place
+    with agents(2) as (a, b):
+        peer = a.peer("a1")
+        assert a.ask(peer, _note, (0,), {}, 0.0) == 0
+        outer = Execution(a.self_peer, 0, float("inf"), a.next_chain())
+
+        def end() -> None:
+            if way == "cancelled":
+                outer.cancel(True)
+            elif way == "shutdown":
+                a.close(0.05)
+            else:
+                _crash(b)
+                _until(lambda: peer.state != "alive")
+
+        def end_in_between(lender: Lender, spans: Any) -> Any:
+            placed = place(lender, spans)
+            thread = threading.Thread(target=end)
+            thread.start()
+            thread.join()
+            return placed
+
+        monkeypatch.setattr(Lender, "place", end_in_between)
+        future: Future[int] = Future()
+        token = CURRENT.set(outer)
+        try:
+            a.call(peer, _work, (1, torch.zeros(1 << 20)), {}, 0.0, future=future)
+            if certificates.OVER_TLS:
+                _release.set()  # tensors go through no shared memory there: nothing has ended the call
+            ended = future.exception()
+        except RpcError as error:
+            ended = error
+        finally:
+            CURRENT.reset(token)
+        _release.set()
+        if certificates.OVER_TLS:
+            return
+        assert isinstance(ended, _WAYS[way][1])
+        assert ended.maybe_executed is (way == "cancelled")
+    assert _ran == [0] or ended.maybe_executed
 
 
 def test_a_call_that_is_refused_before_it_is_sent() -> None:

@@ -248,7 +248,7 @@ class ResultFuture(Future[Any]):
         source = self._source
         if type(source) is Call and source.stopping and (error is None or isinstance(error, CancelledError)):
             # It may have come to its end before; and its caller counts on its being cancelled, and knows.
-            value, error = None, source.was_cancelled(error)
+            value, error = None, source.was_cancelled(True, error)
         if route is not None:
             queue = route._queue
             if error is not None and queue.caught(self, error):
@@ -284,7 +284,7 @@ class ResultFuture(Future[Any]):
         template, call = self._template, self._source
         if template is None or template.method.kind != "async" or type(call) is not Call:
             return Future.cancel(self) or (pending is not None and not self._done)
-        return call.stop(GRACE_S + _MARGIN_S)
+        return call.stop(GRACE_S + _MARGIN_S) or (pending is not None and not self._done)
 
     def conclude(self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None) -> bool:
         """End a future that is not on the way; False if it is over, or somebody else is ending it."""
