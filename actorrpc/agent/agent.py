@@ -239,7 +239,7 @@ class Agent:
         deadline = made + timeout if timeout else INFINITE
         if current is not None:
             deadline = min(deadline, current.deadline)
-            chain = current.chain
+            chain, given_up = current.chain, current.given_up
             if current.cancelled:
                 interruption_point()
                 raise CancelledError(
@@ -303,11 +303,7 @@ class Agent:
                 future._source = call
                 future.label = call  # put into words only when somebody asks
             if current is not None:
-                if current.nested is None:
-                    current.nested = []
-                elif len(current.nested) > 64:
-                    current.nested = [each for each in current.nested if not each.done]
-                current.nested.append(call)
+                current.add_nested(call)
             gate = self.gate  # once: it may go away
             if gate is None or gate.request(call, function, args, encoded, header, mail, message):
                 self._dispatch(call, encoded, header, mail)
@@ -323,8 +319,8 @@ class Agent:
                 if message.sent:
                     self.roll_back(message)
             raise
-        if current is not None and current.cancelled:
-            call.cancel()  # the cancellation came between the look above and the entry in the list
+        if current is not None and current.given_up is not given_up:
+            call.cancel(current.given_up[-1])  # while it was being made, nobody could cancel it
         return call
 
     def ask(

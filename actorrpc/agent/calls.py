@@ -20,7 +20,7 @@ import threading
 import time
 from contextvars import ContextVar
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLER_BIT", "CURRENT", "FRAME_BIT", "Call", "Execution"]
+__all__ = ["CALLER_BIT", "CURRENT", "FRAME_BIT", "Call", "Execution", "Nested"]
 
 _log = logging.getLogger("actorrpc.calls")
 INFINITE: Final = float("inf")
@@ -46,9 +46,21 @@ FRAME_BIT: Final = 63  # set in the chain of what descends from an execution tha
 CALLER_BIT: Final = (
     39  # from here up to that one a chain says for whom the call was made: calls keep their order for each
 )
+_MANY_NESTED: Final = 64  # more nested calls than that are searched for those that are over
 
 
 uninterruptible(Future._finish)  # its floor knows nothing of signals
+
+
+class Nested(Protocol):
+    """A call that was made in an execution: a :class:`Call`, or one that waits until it can be sent."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    def cancel(self, stop: bool = True) -> bool:
+        """Give it up; see :meth:`Call.cancel`. False if it was over."""
 
 
 class Execution:
@@ -60,6 +72,9 @@ class Execution:
         deadline: when it must be over, on this process's monotonic clock; infinite if unbounded.
         chain: the chain of nested calls that it belongs to.
         cancelled: the caller has given it up; its nested calls are cancelled.
+        nested: the calls that were made in it, in order; some of them are over.
+        given_up: an entry for each time that its nested calls were given up: whether what runs for them is interrupted.
+            Replaced by a longer one each time. A thread that makes a call compares it before and after.
         arrived: when its request was read; ``begun``: when its turn came, and ``thread`` the number of the one that it began on.
         header: what interceptors put along, or ``None``.
         path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
@@ -77,6 +92,7 @@ class Execution:
         "chain",
         "deadline",
         "deferred",
+        "given_up",
         "header",
         "id",
         "nested",
@@ -97,7 +113,8 @@ class Execution:
         self.deadline = deadline
         self.chain = chain
         self.cancelled = False
-        self.nested: list[Call] | None = None
+        self.nested: dict[Nested, None] = {}
+        self.given_up: tuple[bool, ...] = ()
         self.header: Header | None = None
         self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
         self.actor: Any = None
@@ -116,13 +133,24 @@ class Execution:
 
     def give_up_nested(self, stop: bool) -> None:
         """Give up the calls that this one waits for; it may make others."""
+        # Before the search: a call that another thread is making is found here, or that thread sees this.
+        self.given_up = (*self.given_up, stop)
         nested = self.nested
         while nested:
             try:
-                call = nested.pop()
-            except IndexError:
+                call, _ = nested.popitem()
+            except KeyError:
                 return
             call.cancel(stop)
+
+    def add_nested(self, call: Nested) -> None:
+        """Have a call given up together with this one. Any thread that runs in this execution's context may call it."""
+        nested = self.nested
+        if len(nested) > _MANY_NESTED:
+            for each in list(nested):
+                if each.done:
+                    nested.pop(each, None)
+        nested[call] = None
 
 
 CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)

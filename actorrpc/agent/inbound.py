@@ -355,15 +355,16 @@ class Inbox:
         return False
 
     def cancelled(self, peer: Peer, id: int, stop: bool = True) -> None:
-        """Record that a caller has given a call up; ``stop``: what runs for it is to be interrupted."""
-        execution = peer.running.get(id)
-        if execution is not None:
-            # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
-            self._agent.pool.submit(partial(execution.cancel, stop))
-            return
+        """Record that a caller has given a call up, which may be still to come; ``stop``: what runs for it is interrupted."""
         if len(peer.cancelled) > 1 << 17:
             peer.cancelled.clear()
-        peer.cancelled[id] = None
+        # Before the look at ``running``: a thread that takes the call up enters it there, and then looks here.
+        peer.cancelled[id] = stop
+        execution = peer.running.get(id)
+        if execution is not None:
+            peer.cancelled.pop(id, None)
+            # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
+            self._agent.pool.submit(partial(execution.cancel, stop))
 
     def arrived(self, message: outbound.MessageContext, header: Header) -> None:
         """Take up the references that a message carries, before it is opened."""

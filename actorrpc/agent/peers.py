@@ -149,7 +149,8 @@ class Peer:
         self.conns: list[Connection] = []
         self.pending: dict[int, Any] = {}
         self.running: dict[int, Cancellable] = {}
-        self.cancelled: dict[int, None] = {}
+        #: calls that were given up before they were taken up here: whether what runs for them is interrupted
+        self.cancelled: dict[int, bool] = {}
         self.begun = DuplicateFilter()
         self.answered = DuplicateFilter()
         self.ids = itertools.count(1)

@@ -205,7 +205,7 @@ class Debugger:
         for each in (self._agent.self_peer, *self._agent.peers()):
             for entry in list(each.running.values()):
                 execution = entry if isinstance(entry, Execution) else getattr(entry, "execution", None)
-                if execution is not None and call in (execution.nested or ()):
+                if execution is not None and call in execution.nested:
                     self.put_off(execution, seconds)
                     return
 

@@ -355,7 +355,7 @@ def _name_of_class(kind: type[Any]) -> str:
 
 
 def _plain_call(execution: Execution, now: float) -> dict[str, Any]:
-    nested = [each for each in list(execution.nested or ()) if not each.done]
+    nested = [each for each in list(execution.nested) if isinstance(each, Call) and not each.done]
     return {
         "method": _name_of(execution.what),
         "caller": execution.peer.name,

@@ -141,20 +141,13 @@ def test_the_path_of_executions_travels_with_nested_calls() -> None:
 
         assert ask() == ()
 
-        class Within:
-            peer = a0.self_peer
-            id = 0
-            deadline = float("inf")
-            cancelled = False
-            nested = None
-            chain = _EXECUTIONS[-1]
-            path = tuple(_EXECUTIONS)
-
-        token = CURRENT.set(Within())  # type: ignore[arg-type]
+        execution = Execution(a0.self_peer, 0, float("inf"), _EXECUTIONS[-1])
+        execution.path = tuple(_EXECUTIONS)
+        token = CURRENT.set(execution)
         try:
             assert ask() == tuple(_EXECUTIONS)
-            Within.path = (_EXECUTIONS[0],)
-            Within.chain = _EXECUTIONS[0]
+            execution.path = (_EXECUTIONS[0],)
+            execution.chain = _EXECUTIONS[0]
             assert ask() == (_EXECUTIONS[0],)
         finally:
             CURRENT.reset(token)

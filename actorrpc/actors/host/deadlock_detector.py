@@ -295,7 +295,7 @@ def _pursue_promise(rref_id: RRefId, probe: Probe) -> None:
 
 def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:
     """Pass the question on for a plain function: it waits for a call if that is the only one that it has made."""
-    left = [call for call in list(execution.nested or ()) if not call.done]
+    left = [call for call in list(execution.nested) if isinstance(call, Call) and not call.done]
     if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
         _send(runtime, left[0], probe.past(f"a function on {runtime.agent.name!r}"))
 

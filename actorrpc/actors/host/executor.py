@@ -462,8 +462,9 @@ class ActorExecutor:
             return
         entry.stopped = True
         task.cancel()
-        execution.give_up_nested(stop)  # before the coroutine goes on and makes others
+        # First the bound of the calls that are made from now on, by its threads too: each call has it or is given up.
         execution.deadline = _time.now() + GRACE_S
+        execution.give_up_nested(stop)  # before the coroutine goes on and makes others
         over = partial(self._grace_over, entry, task, execution, stop)
         self.agent.clock.after(GRACE_S, lambda: self.agent.submit(over))
 

@@ -111,6 +111,9 @@ class ActorRegistry:
             hosted.post(entry)
         else:
             self._create_or_refuse(entry)
+        stop = peer.cancelled.get(frame.id)
+        if stop is not None:  # its cancellation came first, or while this thread entered it
+            self._agent.inbox.cancelled(peer, frame.id, stop)
 
     def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
         """See agent.mail.MailRouter."""
