@@ -91,6 +91,7 @@ class Inbox:
         """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
         kind = frame.kind
         mail: Frame | None = None
+        announced = False
         if kind == frames.REQUEST or kind in _REPLIES:
             if frame.flags & frames.OBJECTS:
                 frame = self._with_objects(conn, frame)
@@ -103,7 +104,7 @@ class Inbox:
                 if isinstance(assembly, outbound.Unplaced):
                     self._refuse_large(conn, frame, assembly.size)
                 elif frame.flags & frames.MAIL and frame.id not in self._sender(conn).begun:
-                    self._agent.post.announce(conn, self._sender(conn), frame)
+                    assembly.announced = self._agent.post.announce(conn, self._sender(conn), frame)
                 return None
             if not frame.flags & frames.MAIL:
                 return frame
@@ -119,11 +120,14 @@ class Inbox:
             whole = whole._replace(buffers=begun.buffers)
             if not whole.flags & frames.MAIL:
                 return whole
-            mail = whole
+            mail, announced = whole, begun.announced
         if mail is not None:
             peer = conn.peer or self._sender(conn)
             if peer.begun.first(mail.id):
-                self._agent.post.take(conn, peer, mail)
+                if announced:
+                    self._agent.post.complete(conn, peer, mail)
+                else:
+                    self._agent.post.take(conn, peer, mail)
             else:
                 _log.warning("message %d of %r came twice; it is delivered once", mail.id, peer.name)
             return None

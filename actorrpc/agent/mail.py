@@ -41,10 +41,16 @@ class MailRouter(Protocol):
     """Where mail goes. Called under a connection's read lock: short, no user code, never unpickles."""
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
-        """Take mail that is whole. ``conn`` is None for one of this worker to itself; then no lock is held."""
+        """Take mail that is whole. ``conn`` is None for one of this worker to itself; then no lock is held.
 
-    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
-        """Keep the place of a message whose larger part is still coming; :meth:`take` gets it with the same id."""
+        Its cancellation may have come before: see ``Peer.cancelled``.
+        """
+
+    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> bool:
+        """Keep the place of a message whose larger part is still coming, for :meth:`complete`; False: there is none to keep."""
+
+    def complete(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+        """Take a message whose place was kept, unless it was given up or refused meanwhile."""
 
     def abandon(self, peer: Peer, id: int) -> None:
         """Give up the place of a message whose rest will not come."""
@@ -67,8 +73,12 @@ class NullRouter:
 
         self._agent.submit(refuse)
 
-    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
-        """Do nothing: it is refused when it is whole."""
+    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> bool:
+        """Keep no place: the message is refused when it is whole."""
+        return False
+
+    def complete(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+        """Do nothing: no place was kept."""
 
     def abandon(self, peer: Peer, id: int) -> None:
         """Do nothing."""

@@ -109,12 +109,17 @@ class MessageContext:
 
 
 class Assembly:
-    """A message whose buffers are coming in chunks. Used under the read lock of their connection."""
+    """A message whose buffers are coming in chunks. Used under the read lock of their connection.
 
-    __slots__ = ("_came", "_left", "buffers", "frame")
+    Attributes:
+        announced: it is mail, and its mailbox keeps a place for it.
+    """
+
+    __slots__ = ("_came", "_left", "announced", "buffers", "frame")
 
     def __init__(self, frame: Frame, buffers: list[memoryview]) -> None:
         self.frame = frame
+        self.announced = False
         self.buffers = buffers
         self._left = sum(len(buffer) for buffer in buffers)
         self._came: set[int] = set()
@@ -374,6 +379,7 @@ class Unplaced:
 
     __slots__ = ("_left", "size")
     frame = None
+    announced = False
 
     def __init__(self, size: int) -> None:
         self.size = self._left = size

@@ -50,9 +50,14 @@ class Router:
         if conn is not None:
             conn.flush()
 
-    def announce(self, conn: Any, peer: Any, frame: Frame) -> None:
+    def announce(self, conn: Any, peer: Any, frame: Frame) -> bool:
         with self.grew:
             self.places.append(frame.id)
+        return True
+
+    def complete(self, conn: Any, peer: Any, frame: Frame) -> None:
+        assert frame.id in self.places
+        self.take(conn, peer, frame)
 
     def abandon(self, peer: Any, id: int) -> None:
         with self.grew:

@@ -80,14 +80,6 @@ class ActorRegistry:
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool = True) -> None:
         """See agent.mail.MailRouter."""
-        if frame.id in peer.running:
-            announced = peer.running.get(frame.id)
-            if type(announced) is Envelope and not announced.whole:
-                if announced.hosted is not None:
-                    announced.hosted.arrived(announced, conn, frame)
-                else:
-                    announced.whole = True
-                return
         header = self._headers.get(frame.extra)
         if header is None:
             header = self._new_header(frame, whole)
@@ -115,9 +107,16 @@ class ActorRegistry:
         if stop is not None:  # its cancellation came first, or while this thread entered it
             self._agent.inbox.cancelled(peer, frame.id, stop)
 
-    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> bool:
         """See agent.mail.MailRouter."""
         self.take(conn, peer, frame, False)
+        return frame.id in peer.running
+
+    def complete(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+        """See agent.mail.MailRouter."""
+        entry = peer.running.get(frame.id)
+        if type(entry) is Envelope and entry.hosted is not None:
+            entry.hosted.arrived(entry, conn, frame)
 
     def abandon(self, peer: Peer, id: int) -> None:
         """See agent.mail.MailRouter."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+from contextvars import Context
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,12 +19,17 @@ from actorrpc.actors.host.registry import ActorRegistry
 from actorrpc.futures import Future
 from actorrpc.rpc.functions import async_execution
 from actorrpc.testing import InProcessCluster
+from actorrpc.transport.writer import ChunkSender
 from tests.actors.alone import alone
+from tests.actors.e2e.kit import until
 
 
 @actorrpc.remote
 class Keeper:
     def __init__(self, given: list[float]) -> None:
+        self.given = given
+
+    def fill(self, given: list[float]) -> None:
         self.given = given
 
     def count(self) -> int:
@@ -58,6 +65,64 @@ def test_an_actor_whose_order_is_whole_only_when_its_thread_has_looked_for_it(
         monkeypatch.setattr(ActorRegistry, "take", take)
         actorrpc.get(ready, timeout=30)
         assert actorrpc.get(keeper.count.remote(), timeout=30) == 20_000
+
+
+_sent = threading.Event()
+
+
+@actorrpc.remote
+class Nester:
+    async def fill(self, keeper: Any, given: list[float]) -> None:
+        def call() -> None:
+            filled = keeper.fill.remote(given)
+            _sent.set()
+            actorrpc.get(filled)
+
+        await asyncio.to_thread(call)  # where the cancellation of the coroutine interrupts nothing
+
+    async def count(self, keeper: Any) -> int:
+        """Return the keeper's count; this call arrives behind those that this actor has made before."""
+        found: int = await keeper.count.remote()
+        return found
+
+
+def test_a_call_that_is_given_up_when_a_part_of_it_has_come_never_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refs: list[Any] = []
+    made, part_is_sent = threading.Event(), threading.Event()
+    send_chunk = ChunkSender._send
+
+    def pending() -> int:
+        return next(row.pending_calls for row in actorrpc.list_actors() if row.actor_id == keeper.actor_id)
+
+    def give_up() -> None:
+        until(lambda: pending() == 1)
+        assert made.wait(30)
+        actorrpc.cancel(refs[0])
+        until(lambda: pending() == 0)
+
+    def give_up_after_the_first(*given: Any) -> bool:
+        sent = send_chunk(*given)
+        if threading.current_thread().name.startswith("asyncio_") and not part_is_sent.is_set():
+            part_is_sent.set()
+            Context().run(give_up)  # not as a part of the call that is given up
+        return sent
+
+    with InProcessCluster(3, clock="real"):
+        keeper, nester = (
+            Keeper.options(worker="worker1").remote([]),
+            Nester.options(worker="worker2").remote(),
+        )
+        actorrpc.get([actorrpc.ready(keeper), actorrpc.ready(nester)], timeout=30)
+        monkeypatch.setattr(ChunkSender, "_send", give_up_after_the_first)
+        refs.append(nester.fill.remote(keeper, [float(each) for each in range(200_000)]))
+        made.set()
+        with pytest.raises(actorrpc.CancelledError):
+            actorrpc.get(refs[0], timeout=30)
+        assert part_is_sent.is_set()
+        assert _sent.wait(30)
+        assert actorrpc.get(nester.count.remote(keeper), timeout=30) == 0
 
 
 _FOLDER = os.path.dirname(str(host.__file__))
