@@ -66,6 +66,8 @@ _QUICK = (
     "actors/e2e/test_cancel.py::test_a_coroutine[",
     "actors/e2e/test_cancel.py::test_a_stream[",
     "actors/e2e/test_cancel.py::test_all_calls_of_a_chain_are_given_up",
+    "actors/e2e/test_cancel.py::test_a_call_to_an_actor_under_construction",
+    "actors/e2e/test_cancel.py::test_a_nested_call_that_begins_while",
     "actors/e2e/test_cancel.py::test_a_cancelled_call_is_not_made_again",
     "actors/e2e/test_cancel.py::test_a_task[",
     "actors/e2e/test_cancel.py::test_what_cannot_be_cancelled",

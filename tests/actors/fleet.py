@@ -128,7 +128,7 @@ class FakeCall:
             future._finish(None, error, self.peer.owner.agent.submit)
         self.done = True
 
-    def cancel(self) -> bool:
+    def cancel(self, stop: bool = True) -> bool:
         if self.peer.pending.pop(self.id, None) is None:
             return False
         self.withdrawn = not self.sent

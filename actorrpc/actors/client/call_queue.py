@@ -242,6 +242,8 @@ class CallQueue:
                         crowd = self._drained = self._drained or Future()
                 else:
                     self._go()
+        if pending.unwanted:
+            pending.cancel()  # the call that it is nested in was cancelled before it was in the queue
         if death is not None:
             assert template is not None
             future.conclude(None, self.died(template, maybe_executed=False), self.agent.submit)
@@ -445,6 +447,10 @@ class CallQueue:
         unplaced = future._template
         assert unplaced is not None
         try:
+            if pending.unwanted:
+                pending.rest()
+                pending.cancel()
+                return
             seconds = 0.0
             if pending.deadline != INFINITE:
                 seconds = pending.deadline - self.agent.clock.now()

@@ -263,6 +263,8 @@ class ResultFuture(Future[Any]):
                     value.policy = template
                 if not template.inlines and type(value) is not Snapshot:
                     self._template = None
+            if pending is not None:
+                pending.forget()
             self._route = self._pending = None
             queue.flying.pop(self._number, None)
             if queue.barrier is not None:
@@ -306,6 +308,7 @@ class PendingCall:
         deadline: on the monotonic clock; what is nested in a call inherits that call's.
         tries: how often it may be made again where it may have run; -1: for ever.
         may_have_run: an earlier try may have.
+        unwanted: it was cancelled while another thread had it; that thread ends it.
         place: the number of the call, and the incarnation of its actor, when it was first made there: a repetition goes to the
             place of the original, which others of its caller may wait for.
         context: what the caller's context variables were.
@@ -339,6 +342,7 @@ class PendingCall:
         self.unwanted = False
         self.timer: Timer | None = None
         current = CURRENT.get()
+        given_up = None if current is None else current.given_up
         route = future._route
         if current is None and route is not None:
             route._queue.agent.next_chain()  # the context knows from now on for whom the call is made
@@ -347,6 +351,9 @@ class PendingCall:
         deadline = now + seconds if seconds else INFINITE
         self.deadline = deadline if current is None else min(deadline, current.deadline)
         future._pending = self
+        if current is not None:
+            current.add_nested(self)
+            self.unwanted = current.cancelled or current.given_up is not given_up
 
     @staticmethod
     def hold(args: tuple[Any, ...], kwargs: dict[str, Any], *, cheaply: bool = False) -> Any:
@@ -397,6 +404,14 @@ class PendingCall:
             timer.cancel()
         self.future = None
         self.arguments = None
+        execution = self.context.get(CURRENT)
+        if execution is not None:
+            execution.nested.pop(self, None)
+
+    @property
+    def done(self) -> bool:
+        """Whether the call is over."""
+        return self.future is None
 
     # -- as a future's source -----------------------------------------------------------------------------
 
@@ -410,15 +425,16 @@ class PendingCall:
     def flush(self) -> None:
         """Do nothing: nothing of it is gathered anywhere."""
 
-    def cancel(self) -> bool:
-        """End the call, which has not been sent; False if it is over."""
+    def cancel(self, stop: bool = True) -> bool:
+        """End the call, wherever it is; False if it is over. ``stop``: see :meth:`Call.cancel`."""
         future = self.future
         if future is None:
             return False
-        if not self.take():  # it is being sent in this moment
-            self.unwanted = True
+        # Before it is looked for: another thread may be sending it, or putting it back into the queue, and looks here then.
+        self.unwanted = True
+        if not self.take():
             source = future._source
-            return not future.done() if source is self or source is None else bool(source.cancel())
+            return not future.done() if source is self or source is None else bool(source.cancel(stop))
         template = future._template
         what = template.label if template is not None else "the call"
         return self._end(
@@ -477,7 +493,7 @@ class AwaitingVerdict:
         """End the call; False if it is over."""
         return self.future.conclude(None, error, self.submit)
 
-    def cancel(self) -> bool:
+    def cancel(self, stop: bool = True) -> bool:
         """End the call; False if it is over."""
         return self.end(
             CancelledError(

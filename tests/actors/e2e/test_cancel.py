@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 import actorrpc
 from actorrpc.errors import ConfigError
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+from tests.layers import rest_is_slow
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -92,6 +94,9 @@ class Busy:
         finally:
             self.log.append("waited")
 
+    def occupy(self, other: Any, data: bytes) -> None:
+        actorrpc.get(other.wait.remote(data))
+
     def wait_deep(self, others: list[Any], gate: Any) -> str:
         if others:
             return actorrpc.get(others[0].wait_deep.remote(others[1:], gate))
@@ -149,6 +154,22 @@ class Async:
     async def wait_at(self, gate: Any) -> str:
         return str(await gate.wait.remote())
 
+    async def occupy(self, other: Any, data: bytes) -> None:
+        await other.wait.remote(data)
+
+    async def occupy_in_a_thread(self, other: Any, data: bytes) -> None:
+        await asyncio.to_thread(lambda: actorrpc.get(other.wait.remote(data)))
+
+    async def ask(self, other: Any) -> None:
+        answer = other.note.remote("asked")
+        self.log.append("wait")
+        await answer
+
+    async def words_of(self, other: Any) -> list[str]:
+        """Return what the other was told; the call comes behind those that this actor has made before."""
+        words: list[str] = await other.all.remote()
+        return words
+
     async def clean_up(self, log: Any, gate: Any) -> None:
         try:
             self.log.append("wait")
@@ -192,6 +213,39 @@ class Async:
                 await asyncio.sleep(0)
         finally:
             self.log.append("closed")
+
+
+@actorrpc.remote
+class Made:
+    """Is made when somebody opens its gate, each time."""
+
+    def __init__(self, gate: str) -> None:
+        pass_gate(gate)
+        self.words: list[str] = []
+
+    def note(self, word: str) -> None:
+        self.words.append(word)
+
+    def all(self) -> list[str]:
+        return self.words
+
+
+@actorrpc.remote
+class Occupied:
+    """Counts those who wait here for ever."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+
+    async def wait(self, _data: bytes) -> None:
+        self.waiting += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.waiting -= 1
+
+    async def count(self) -> int:
+        return self.waiting
 
 
 def _started(actor: Any, ref: Any) -> None:
@@ -383,6 +437,61 @@ def test_an_await_is_given_up_with_its_call() -> None:
     until(lambda: actorrpc.get(gate.count.remote()) == 0)
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(ref)
+
+
+def test_a_call_to_an_actor_under_construction_is_given_up_with_its_coroutine(gate: Path) -> None:
+    actor, made = Async.remote(), Made.remote(str(gate))
+    ref = actor.ask.remote(made)
+    _begun(actor, ref)
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    open_gate(gate)
+    assert actorrpc.get(actor.words_of.remote(made)) == []
+
+
+def test_a_call_to_an_actor_that_is_restarted_is_given_up_with_its_coroutine(gate: Path) -> None:
+    actor, made = Async.remote(), Made.options(max_restarts=-1).remote(str(gate))
+    open_gate(gate)
+    assert actorrpc.get(actor.words_of.remote(made)) == []
+    actorrpc.kill(made, no_restart=False)
+    until(lambda: row_of(made).state == "RESTARTING")
+    ref = actor.ask.remote(made)
+    _begun(actor, ref)
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    open_gate(gate)
+    assert actorrpc.get(actor.words_of.remote(made)) == []
+
+
+@pytest.mark.parametrize(
+    ("caller", "method", "count"),
+    rest_is_slow(
+        [
+            (Busy, "occupy", 200),
+            (Async, "occupy_in_a_thread", 200),
+            (Busy, "occupy", 4000),
+            (Async, "occupy", 4000),
+            (Async, "occupy_in_a_thread", 4000),
+        ],
+        quick=2,
+    ),
+)
+@pytest.mark.limit(120)
+def test_a_nested_call_that_begins_while_its_caller_is_cancelled_occupies_nobody(
+    caller: Any, method: str, count: int
+) -> None:
+    actor, other = caller.remote(), Occupied.remote()
+    rng, data = random.Random(count), bytes(200_000)
+    assert actorrpc.get([actor.all.remote(), other.count.remote()]) == [[], 0]
+    for _ in range(count):
+        ref = getattr(actor, method).remote(other, data)
+        actorrpc.wait([ref], timeout=0.006 * rng.random())
+        assert actorrpc.cancel(ref)
+        with pytest.raises(actorrpc.CancelledError):
+            actorrpc.get(ref)
+    until(lambda: actorrpc.get(other.count.remote()) == 0)
 
 
 # -- coroutines that clean up ----------------------------------------------------------------------------------------
