@@ -1,20 +1,42 @@
-"""The time that everything here goes by: what is due, and how long a wait may take.
+"""The clock of this package, and the locks, pollers and threads of the path of a call.
 
-Call these as ``_time.now()`` and so on, through the module: a virtual clock (:mod:`actorrpc.testing`) puts other functions
-in their place. Starting and watching of other processes goes by ``time.monotonic`` itself, since those live in real time.
+Call these as ``_time.now()`` and so on, through the module: tests replace them here. A virtual clock (:mod:`actorrpc.testing`)
+replaces the functions that read the time and wait for it. A simulated scheduler (``tests/agent/steps.py``) replaces the locks,
+pollers and threads as well, and so decides which thread runs next. Code that starts and watches other processes uses
+``time.monotonic`` itself, since other processes live in real time.
 
 A thread that waits for a deadline calls one of the functions below, in a loop that looks at :func:`now` again after each:
 where time is virtual, it may have passed in a moment, or not at all.
+
+:mod:`actorrpc.agent` and :mod:`actorrpc.transport` make their locks and pollers with :data:`Lock`, :data:`RLock`,
+:data:`Condition`, :data:`Event`, :data:`poll` and :data:`epoll`, and start their threads with :data:`start`. These are called
+when an object is made, not for each call.
 """
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["SLICE_S", "doze", "near_s", "now", "patience", "sleep"]
+__all__ = [
+    "SLICE_S",
+    "Condition",
+    "Event",
+    "Lock",
+    "RLock",
+    "doze",
+    "epoll",
+    "near_s",
+    "now",
+    "patience",
+    "pause",
+    "poll",
+    "sleep",
+    "start",
+]
 
 #: The longest sleep of a wait before it looks around again, in seconds of real time: a signal that comes just before a lock
 #: sleeps does not wake it.
@@ -42,3 +64,16 @@ sleep: Callable[[float], None] = time.sleep
 
 #: A deadline that is nearer than this, in seconds, bounds a sleep that :func:`patience` is not asked about otherwise.
 near_s: float = 1.0
+
+#: ``pause(seconds)``: let other threads run for so many real seconds, also where time is virtual.
+pause: Callable[[float], None] = time.sleep
+
+Lock: Callable[[], threading.Lock] = threading.Lock
+RLock: Callable[[], threading.RLock] = threading.RLock
+Condition: Callable[..., threading.Condition] = threading.Condition
+Event: Callable[[], threading.Event] = threading.Event
+poll: Callable[[], select.poll] = select.poll
+epoll: Callable[[], select.epoll] = select.epoll
+
+#: ``start(thread)``: start a :class:`threading.Thread`, of whatever subclass.
+start: Callable[[Any], None] = threading.Thread.start

@@ -33,7 +33,6 @@ import os
 import select
 import socket
 import ssl
-import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -77,7 +76,7 @@ class PendingConnection:
         self.local = local
         self.acceptor = acceptor
         self.timer: Any = None
-        self.turn = threading.RLock()
+        self.turn = _time.RLock()
         self._gone = False
 
     def close(self) -> None:
@@ -114,7 +113,7 @@ class Admission:
         self._key = key
         self._admit = admit
         self._tls = tls
-        self._lock = threading.Lock()
+        self._lock = _time.Lock()
         self._listeners: list[socket.socket] = []
         self._pending: dict[int, PendingConnection] = {}  # by descriptor, the oldest first
         self._failures: dict[str, list[float]] = {}

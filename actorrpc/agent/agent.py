@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from types import FrameType, FunctionType
@@ -157,7 +156,7 @@ class Agent:
         self.cork = self.scheduler.cork
         self.flush = self.scheduler.flush
         self.members = members
-        self._lock = threading.Lock()
+        self._lock = _time.Lock()
         self.peer_table = PeerTable(
             record,
             window=settings.window,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from contextvars import ContextVar
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -375,7 +374,7 @@ class Call:
         if self.cancel():
             return
         while not self.done:  # by a thread that is ending it right now
-            time.sleep(0.0005)
+            _time.pause(0.0005)
         reply, self.reply = self.reply, None
         if reply is not None:
             self.agent.inbox.discard(self.conn, reply)
@@ -399,7 +398,7 @@ class Call:
         if self.peer.pending.pop(self.id, None) is None:
             # Somebody else is ending it right now: that takes microseconds, not waits.
             while not self.done:
-                time.sleep(0.0005)
+                _time.pause(0.0005)
             return False
         reached = self.withdraw()
         error = self.was_cancelled(reached) if self.stopping else self._timed_out(reached)

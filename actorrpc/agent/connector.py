@@ -27,7 +27,6 @@ import secrets
 import socket
 import ssl
 import struct
-import threading
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -282,7 +281,7 @@ class Connector:
         # What TLS carries needs no seals.
         self.seals = agent.settings.frame_integrity and self.tls is None
         # Re-entrant: a signal handler may make a call while the main thread has it.
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self.admission = Admission(agent, self._key, self._admit, self.tls)
         self._connections: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from actorrpc import _time
 from actorrpc._exception_text import report
 from actorrpc.agent.context import acting_worker, begin_acting
 from actorrpc.transport import signals
@@ -65,7 +66,7 @@ class Daemon(threading.Thread):
     def _start(self) -> None:
         _running.add(self)
         try:
-            super().start()
+            _time.start(self)
         except BaseException:
             _running.discard(self)
             raise

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -64,7 +63,7 @@ class MembershipEvents:
     def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
         self._submit = submit
         # Re-entrant: the collector may run a finaliser, which may remove a listener, on the thread that has it.
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self._listeners: dict[object, Listener] = {}
         self._untold: deque[tuple[WorkerInfo, str, str, str, list[object]]] = deque()
         self._telling = False
@@ -161,7 +160,7 @@ class Peer:
         self._known_bytes = 0
         self.definitions = definitions
         self.functions = NumberedFunctions()
-        self.dial_lock = threading.Lock()
+        self.dial_lock = _time.Lock()
         self.scan_at = float("inf")
         self.failure_detector = FailureDetector()
         #: the final state that was made known (``changes.py``), behind ``state``, which is what calls go by
@@ -169,8 +168,8 @@ class Peer:
         # Device here -> device there, for what is sent to this peer: for answers, the caller's map comes first, reversed.
         self.device_map, self.answer_map = _device_maps(own, record)
         # -- back-pressure
-        self._credit_lock = threading.RLock()  # re-entrant: the collector may run user code here
-        self._credit = threading.Condition(self._credit_lock)
+        self._credit_lock = _time.RLock()  # re-entrant: the collector may run user code here
+        self._credit = _time.Condition(self._credit_lock)
         self.waiting = 0
         self.charged = 0
         self.window = window
@@ -339,7 +338,7 @@ class PeerTable:
         self._resolve = resolve
         self._members = members
         self._replaced = replaced
-        self._lock = threading.RLock()  # re-entrant: a signal handler may ask while the main thread has it
+        self._lock = _time.RLock()  # re-entrant: a signal handler may ask while the main thread has it
         #: by name, rank and WorkerInfo, those that have ended lately too; read without the lock, on the path of every call
         self.known: dict[Any, Peer] = {}
         self._ended: deque[tuple[float, Peer]] = deque()

@@ -84,7 +84,7 @@ class Pool:
         max_threads: int,
         starvation_s: float,
     ) -> None:
-        self.epoll = select.epoll()
+        self.epoll = _time.epoll()
         self.queue: deque[Any] = deque()
         self.idle: set[int] = set()
         self.threads: dict[int, threading.Thread] = {}
@@ -95,7 +95,7 @@ class Pool:
         self._max = max_threads
         self._starting = 0
         self._denied = False  # the system had no thread for us when we last asked
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self._sources: dict[int, Callable[[], None]] = {}
         self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Edge-triggered and never read: each write wakes one thread.

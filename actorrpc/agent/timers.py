@@ -16,7 +16,6 @@ import heapq
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -87,8 +86,8 @@ class Clock:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._count = itertools.count()
-        self._lock = threading.RLock()
-        self._wake = threading.Lock()
+        self._lock = _time.RLock()
+        self._wake = _time.Lock()
         self._wake.acquire()
         self._sleeping_until = 0.0
         self._closed = False
@@ -164,7 +163,7 @@ class Clock:
                     self._do(run)
                 continue
             if self._nudged:
-                time.sleep(0.002)  # long enough for the interrupted section to end
+                _time.pause(0.002)  # long enough for the interrupted section to end
                 while self._nudged:
                     self._do(self._nudged.pop(0))
                 continue

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import mmap
 import os
-import select
 import stat
 import threading
 import time
@@ -26,6 +25,8 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+
+from actorrpc import _time
 
 __all__ = [
     "SMALL",
@@ -307,7 +308,7 @@ class ForkGuard(Generic[K]):
 
     def release(self) -> list[K]:
         """Return the loans held for children that are gone; others may have to be held for the rest."""
-        poll = select.poll()
+        poll = _time.poll()
         for pin in self._pins:
             if pin.fd >= 0:
                 poll.register(pin.fd, 0)
@@ -411,7 +412,7 @@ class BufferPool:
         self._window = window
         self._clock = clock
         self._loans: Loans[_Block] = Loans(None if excess is None else self._ring)
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self._busy = False
         self._closed = False
         self._free: dict[int, deque[_Block]] = {}
@@ -516,7 +517,7 @@ class BufferPool:
 
     def abandon(self) -> None:
         """Give up the pool in a forked child: inherited tensors stay valid, nothing is recycled here."""
-        self._lock = threading.RLock()  # the parent's may have been held at the fork
+        self._lock = _time.RLock()  # the parent's may have been held at the fork
         self._busy = False
         self.close()
 

@@ -147,11 +147,11 @@ class Connection(StateMachine):
         self._told = 0  # the latest attempt over which the other side was told how far reading has come
         self.heard = _time.now()
         # Guards reading, the frame reader and the read side's poller.
-        self.read_lock = threading.Lock()
+        self.read_lock = _time.Lock()
         #: the number of the thread that holds it, and may run finalisers meanwhile; 0 where that cannot be
         self.reader = 0
         # Guards sending and ``_rest``.
-        self.write_lock = threading.Lock()
+        self.write_lock = _time.Lock()
         self.outbox: deque[bytes | Sendable] = deque()
         self._rest: list[memoryview] = []
         self._flushing = False
@@ -174,7 +174,7 @@ class Connection(StateMachine):
                 self.replay.count(len(leftover))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: wakes for what comes, for :meth:`wake` and, on the main thread, for a signal handler that was put off
-        self._poller = select.poll()
+        self._poller = _time.poll()
         for fd in (self.fd, self._wake_fd, signals.wake_fd()):
             if fd >= 0:
                 self._poller.register(fd, select.POLLIN)
@@ -567,7 +567,7 @@ class Connection(StateMachine):
             self.replay.wait(0.1)
             return
         if (poller := self._writer_poller) is None:
-            poller = self._writer_poller = select.poll()
+            poller = self._writer_poller = _time.poll()
             poller.register(self.sock.wire() if type(self.sock) is TlsSocket else self.fd, select.POLLOUT)
         left = 0.1 if deadline is None else min(0.1, max(0.0, deadline - _time.now()))
         poller.poll(left * 1e3)

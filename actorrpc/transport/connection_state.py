@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-import threading
 from typing import Final
 
+from actorrpc import _time
 from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["CLOSED", "OPEN", "SUSPENDED", "ConnectionState", "Goodbye", "StateMachine"]
@@ -52,7 +52,7 @@ class StateMachine:
         self.state: ConnectionState = OPEN
         #: how many times it has been suspended: says of an attempt to come back which time that was for
         self.lapses = 0
-        self._state_lock = threading.Lock()
+        self._state_lock = _time.Lock()
 
     @uninterruptible
     def enter(self, state: ConnectionState) -> bool:

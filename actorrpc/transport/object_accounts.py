@@ -9,10 +9,11 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
+
+from actorrpc import _time
 
 __all__ = ["Holding", "ObjectAccounts", "amount"]
 
@@ -68,7 +69,7 @@ class ObjectAccounts:
     """
 
     def __init__(self, path: str | None, suffix: str = "", worker: str = "") -> None:
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self._held: dict[bytes, Holding] = {}
         self._rows: dict[bytes, int] = {}
         self._unused: list[int] = []
@@ -166,7 +167,7 @@ class ObjectAccounts:
 
     def abandon(self) -> None:
         """Let go of the file in a forked child: it is the parent's."""
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self._path = self._directory = None
         self._remove()
 

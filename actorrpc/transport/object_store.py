@@ -27,7 +27,6 @@ import mmap
 import os
 import stat
 import tempfile
-import threading
 import time
 import weakref
 from collections import deque
@@ -306,7 +305,7 @@ class ObjectStore:
         self._limit = limit_bytes
         self._spill_dir = spill_dir
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self._busy = False
         self._closed = False
         self._held: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
@@ -713,7 +712,7 @@ class ObjectStore:
 
     def abandon(self) -> None:
         """Give everything up in a forked child: what it has mapped stays, and the kernel counts it."""
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self._busy = False
         self._closed = True
         for segment in list(self._held.values()):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import os
 import select
-import threading
 from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -32,7 +31,17 @@ from actorrpc.wire.frames import FAILURE, REQUEST, Frame
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "ReplyWaiter", "ServerTurn", "ServingThread", "Spin", "spinner"]
+__all__ = [
+    "ARMED",
+    "AT_ONCE_S",
+    "DISARMED",
+    "ReplyWaiter",
+    "ServerTurn",
+    "ServingThread",
+    "Spin",
+    "Spinner",
+    "spinner",
+]
 
 _LONG: Final = 2e-3  # waits are counted as at most this long: beyond it, spinning can make no difference
 _PROBE_MIN: Final = 64
@@ -84,16 +93,31 @@ class Spin:
             self._probe = min(2 * self._probe, _PROBE_MAX)
 
 
-class _Spinner:
-    """The process's one right to spin, and the look at how crowded the machine is."""
+class Spinner:
+    """The limits on spinning that all connections of this process share, and the lock that lets one thread spin at a time.
+
+    Tests replace :data:`spinner`, or set its attributes.
+
+    Attributes:
+        shared: share of replies, 0 to 1, that were there at the first read. Above it, both ends are taken to share a processor,
+            and callers that wait for a reply do not spin.
+        pays: share of answers, 0 to 1, after which the next request was there at once. Above it, a thread reads after each
+            answer.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.shared = 0.3
+        self.pays = 0.15
+        self.lock = _time.Lock()
         self._processors = os.cpu_count() or 1
         self._checked = 0.0
         self._crowded = False
         self._runnable = 1.0
         self._fd = -1
+
+    def estimate(self, off: float = -1.0) -> Spin:
+        """Return a new :class:`Spin`, for one side of one connection. ``off``: as for :class:`Spin`."""
+        return Spin(off)
 
     def acquire(self) -> bool:
         """Take the right to spin, if nobody has it and there are processors to spare."""
@@ -126,13 +150,10 @@ class _Spinner:
             os.close(fd)
 
 
-spinner = _Spinner()
+spinner = Spinner()
 
 
 AT_ONCE_S: Final = 4e-6  # seconds; a wait that is shorter was none
-_SHARED: Final = (
-    0.3  # how often a reply must have been there at once for both ends to be taken for sharing a processor
-)
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
 
 
@@ -143,7 +164,7 @@ class ReplyWaiter:
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
-        self._spin = Spin()
+        self._spin = spinner.estimate()
         self._at_once = 0.0
 
     @uninterruptible
@@ -179,7 +200,7 @@ class ReplyWaiter:
             if not call.done and not call.stirred:
                 # Where replies are there as soon as somebody looks, both ends share a processor: spinning would keep it from
                 # the other one.
-                spin = self._spin if conn.settings.spin_us and self._at_once < _SHARED else None
+                spin = self._spin if conn.settings.spin_us and self._at_once < spinner.shared else None
                 spun = spin is not None and spin.choose() and spinner.acquire()
                 begun = _time.now()
                 came = 0
@@ -239,7 +260,6 @@ class ReplyWaiter:
 
 ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 DISARMED: Final = select.EPOLLONESHOT
-_PAYS: Final = 0.15  # how often the next request must have been there at once
 
 
 class ServingThread(Protocol):
@@ -258,7 +278,7 @@ class ServerTurn:
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
-        self._spin = Spin(off=2e-3)
+        self._spin = spinner.estimate(off=2e-3)
         self._quick = 0.0
         self._hit = False
         self._replies = itertools.count()
@@ -270,9 +290,9 @@ class ServerTurn:
         instead of waking another thread for it. Where they do not, spinning may pay.
         """
         conn = self._conn
-        if self._quick > _PAYS or not next(self._replies) & 15:
+        if self._quick > spinner.pays or not next(self._replies) & 15:
             frames = self._turn_around()
-            if frames is None or self._hit or self._quick > _PAYS:
+            if frames is None or self._hit or self._quick > spinner.pays:
                 return frames
         else:
             conn.flush(True)
@@ -352,7 +372,12 @@ class ServerTurn:
             try:
                 if not server.called():
                     spin = self._spin
-                    if conn.settings.spin_us and self._quick < _PAYS and spin.choose() and spinner.acquire():
+                    if (
+                        conn.settings.spin_us
+                        and self._quick < spinner.pays
+                        and spin.choose()
+                        and spinner.acquire()
+                    ):
                         self._attend_spinning(frames)
                     else:
                         self._quick += 0.03 * (conn.sleep(frames) - self._quick)

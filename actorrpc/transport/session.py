@@ -8,19 +8,18 @@ was when it was first sent. What is above (frames, also half ones) does not noti
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from actorrpc import _time
 from actorrpc.errors import ProtocolError
 
 __all__ = ["Replay"]
 
-_SAY_EVERY: Final = 1 << 20  # bytes that have come before it is said
-_LIMIT: Final = 8 << 20  # bytes that may be on their way: more than are on most lines that this is for
-# From here on, copies go into memory that is kept for them: fresh memory costs more than copying.
-_LARGE: Final = 64 << 10
+_SAY_EVERY: Final = 1 << 20
+_LIMIT: Final = 8 << 20  # more than are on their way on most lines that this is for
+_LARGE: Final = 64 << 10  # fresh memory for so much costs more than copying
 
 
 class Replay:
@@ -29,20 +28,41 @@ class Replay:
     The reader, under the connection's read lock, uses :meth:`count` and :meth:`acknowledged`; the writer, under its
     write lock, everything else. No lock of its own: they share numbers which only grow, and a mark.
 
+    Args:
+        say_every: bytes that come before the other side is told.
+        limit: bytes that may be on their way.
+        large: copies of at least so many bytes go into memory that is kept for them.
+
     Attributes:
         received: bytes that have come.
         owed: whether the other side is to be told so. That is done also while :attr:`full`, or two sides that are both
             full would wait for each other.
     """
 
-    __slots__ = ("_acknowledged", "_base", "_moved", "_parts", "_ring", "_said", "_size", "owed", "received")
+    __slots__ = (
+        "_acknowledged",
+        "_base",
+        "_large",
+        "_limit",
+        "_moved",
+        "_parts",
+        "_ring",
+        "_said",
+        "_say_every",
+        "_size",
+        "owed",
+        "received",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, *, say_every: int = _SAY_EVERY, limit: int = _LIMIT, large: int = _LARGE) -> None:
+        self._say_every = say_every
+        self._limit = limit
+        self._large = large
         self.received = 0
         self.owed = False
         self._said = 0
         self._acknowledged = 0
-        self._moved = threading.Event()  # wakes a writer that has to wait for an acknowledgement
+        self._moved = _time.Event()  # wakes a writer that has to wait for an acknowledgement
         self._base = 0  # what was sent before the parts
         self._size = 0
         self._parts: deque[bytes | memoryview] = deque()
@@ -51,7 +71,7 @@ class Replay:
     def count(self, count: int) -> bool:
         """Note that bytes have come; say whether the other side is to be told from now on."""
         self.received += count
-        if self.received - self._said < _SAY_EVERY:
+        if self.received - self._said < self._say_every:
             return False
         self._said = self.received
         self.owed = True
@@ -74,7 +94,7 @@ class Replay:
         """Whether as much is on its way as may be: then nothing is begun until an acknowledgement comes."""
         self._trim()
         # Not what is kept: of a part that has come but for its end, all is.
-        return self.sent - max(self._acknowledged, self._base) >= _LIMIT
+        return self.sent - max(self._acknowledged, self._base) >= self._limit
 
     def wait(self, seconds: float) -> None:
         """Sleep until an acknowledgement comes, or one is owed, for at most so long."""
@@ -94,11 +114,11 @@ class Replay:
                 return
             data = part[:count]
             count -= len(data)
-            if len(data) < _LARGE:
+            if len(data) < self._large:
                 self.note(bytes(data))
                 continue
             if self._ring is None:
-                self._ring = _Ring()
+                self._ring = _Ring(2 * self._limit)  # the last piece may go beyond the limit
             for copy in self._ring.copy(data):
                 self._parts.append(copy)
                 self._size += len(copy)
@@ -141,8 +161,8 @@ class _Ring:
 
     __slots__ = ("_at", "_memory", "_used")
 
-    def __init__(self) -> None:
-        self._memory = memoryview(bytearray(2 * _LIMIT))  # the last piece may go beyond the limit
+    def __init__(self, size: int) -> None:
+        self._memory = memoryview(bytearray(size))
         self._at = 0
         self._used = 0
 

@@ -20,7 +20,6 @@ import os
 import select
 import socket
 import struct
-import threading
 import time
 from array import array
 from collections import deque
@@ -161,8 +160,8 @@ class Lender:
         self._sock = sock
         self._limit = limit_bytes
         self._clock = clock
-        self._send_lock = threading.RLock()
-        self._lock = threading.RLock()
+        self._send_lock = _time.RLock()
+        self._lock = _time.RLock()
         self._busy = False
         self._closed = False
         self._segments: dict[int, _Segment] = {}
@@ -282,7 +281,7 @@ class Lender:
 
     def abandon(self) -> None:
         """Give up everything in a forked child, whose parent goes on lending."""
-        self._send_lock, self._lock = threading.RLock(), threading.RLock()
+        self._send_lock, self._lock = _time.RLock(), _time.RLock()
         self._busy = False
         self.close()
 
@@ -448,8 +447,8 @@ class Borrower:
         self._max_buffers = max_buffers
         self._max_segments = max_segments
         self._max_bytes = max_bytes
-        self._fetch_lock = threading.RLock()
-        self._lock = threading.RLock()
+        self._fetch_lock = _time.RLock()
+        self._lock = _time.RLock()
         self._segments: dict[int, _Mapped] = {}
         self._unmapped: dict[
             int, tuple[int, int]
@@ -630,7 +629,7 @@ class Borrower:
 
         One descriptor per fork is left open on purpose: its end is how the parent learns of the child's.
         """
-        self._fetch_lock, self._lock = threading.RLock(), threading.RLock()
+        self._fetch_lock, self._lock = _time.RLock(), _time.RLock()
         self._closed = True
         self._sock.close()  # without shutdown, which would reach the parent
         for number in list(self._unmapped):
@@ -662,7 +661,7 @@ class Borrower:
                 remaining = deadline - _time.now()
                 if remaining <= 0:
                     raise ProtocolError(f"segment {wanted} of shared memory was never announced")
-                poll = select.poll()
+                poll = _time.poll()
                 poll.register(self._sock, select.POLLIN)
                 poll.poll(1000 * remaining)
 

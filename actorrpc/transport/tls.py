@@ -28,7 +28,6 @@ import signal
 import socket
 import ssl
 import termios
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -120,7 +119,7 @@ class TlsSocket:
             raise
         self._own = own
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = _time.Lock()
         self._count = array.array("i", [0])
         self._error: OSError | None = None
         self._epoll: select.epoll | None = None
@@ -159,7 +158,7 @@ class TlsSocket:
         parts.append(self._ssl.get_channel_binding("tls-unique") or b"")
         self.binding = hashlib.sha256(b"actorrpc tls 1\0" + b"".join(parts)).digest()
         self._mark = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
+        self._epoll = _time.epoll()
         self._epoll.register(self._ssl.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
         self._epoll.register(self._mark, select.EPOLLIN)
         self.secured = True
@@ -403,7 +402,7 @@ def _wait(fd: int, events: int, seconds: float | None) -> None:
     Raises:
         TimeoutError: nothing happened in time.
     """
-    poller = select.poll()
+    poller = _time.poll()
     poller.register(fd, events)
     if (seconds is not None and seconds <= 0) or not poller.poll(None if seconds is None else seconds * 1e3):
         raise TimeoutError("timed out")

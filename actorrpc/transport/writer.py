@@ -6,7 +6,6 @@ for another socket, without it. It wakes for the deadline, signal handlers and t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
@@ -79,7 +78,7 @@ class ChunkSender:
             if conn.state is CLOSED or (deadline is not None and _time.now() > deadline):
                 return False
             if conn.state is SUSPENDED:
-                time.sleep(_RESUMED_S)
+                _time.pause(_RESUMED_S)
 
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
         """Send one chunk; None: before it began, the socket has failed or a signal handler was put off."""

@@ -1,23 +1,30 @@
 """Threads of which one runs at a time, and hands over at steps: which one goes on is drawn by lot.
 
 What is tried out is the real code on real threads; the orders that it runs in are those of the dice, so that a seed that
-found an error finds it again. Steps are taken by what is put in the place of locks, pollers and sleeps, and, where a share
-is given, before lines of some files: there the interpreter may change threads as well. Time stands still unless it is moved.
+found an error finds it again. Steps are taken by the locks, pollers, sleeps and threads that :meth:`Steps.install` puts into
+``actorrpc._time``, the one place where the code gets them from, and, where a share is given, before lines of some files: there
+the interpreter may change threads as well. Time stands still unless it is moved.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import select
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["Condition", "Lock", "Steps", "Task"]
+import pytest
+
+from actorrpc import _time
+
+__all__ = ["Condition", "Epoll", "Event", "Lock", "Poll", "RLock", "Steps", "Task"]
 
 _OFTEN = 0.05  # how many of the lines are steps often
 
@@ -36,7 +43,7 @@ class Task:
     go: threading.Lock = field(default_factory=_held)
     ready: Callable[[], bool] | None = None
     due: float = math.inf
-    where: str = ""
+    where: object = ""
     rests_until: int = 0
     ident: int = 0
     error: BaseException | None = None
@@ -62,12 +69,49 @@ class Steps:
         self._often: dict[tuple[CodeType, int], float] = {}
         self.now = 0.0
 
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Give the code that is tried out these steps in place of the real time, locks, pollers and threads."""
+        for name, value in {
+            "now": self._tell_time,
+            "doze": self._doze,
+            "sleep": self._pause,
+            "pause": self._pause,
+            "Lock": partial(Lock, self),
+            "RLock": partial(RLock, self),
+            "Condition": partial(Condition, self),
+            "Event": partial(Event, self),
+            "poll": partial(Poll, self),
+            "epoll": partial(Epoll, self),
+            "start": self.start,
+        }.items():
+            monkeypatch.setattr(_time, name, value)
+
+    def _tell_time(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def _doze(self, lock: threading.Lock, until: float, idle: bool = False) -> bool:
+        due = until if idle else min(until, self.now + _time.SLICE_S)
+        self.step(lambda: not lock.locked(), due, "to tick" if idle else "to be woken")
+        return lock.acquire(False)
+
+    def _pause(self, seconds: float) -> None:
+        self.step()
+
+    def start(self, thread: threading.Thread) -> None:
+        """Have a thread run in steps, and be joined in steps."""
+        task, run = Task(thread.name), thread.run
+        self.tasks.append(task)
+        thread.run = lambda: self._run(task, run)  # type: ignore[method-assign]
+        thread.join = lambda timeout=None: self.step(  # type: ignore[method-assign]
+            lambda: task.over, math.inf if timeout is None else self.now + timeout, thread.name
+        )
+        threading.Thread.start(thread)
+
     def spawn(self, run: Callable[[], object], name: str = "") -> Task:
         """Have ``run()`` run on a thread of its own, in steps."""
-        task = Task(name)
-        self.tasks.append(task)
-        threading.Thread(target=self._run, args=(task, run), daemon=True).start()
-        return task
+        self.start(threading.Thread(target=run, name=name, daemon=True))
+        return self.tasks[-1]
 
     def _run(self, task: Task, run: Callable[[], object]) -> None:
         self._mine.task = task
@@ -101,7 +145,7 @@ class Steps:
         self,
         ready: Callable[[], bool] | None = None,
         due: float = math.inf,
-        where: str = "",
+        where: object = "",
         rests: bool = False,
     ) -> None:
         """Let others go on first; not to be chosen before ``ready()``, or the time ``due``, and rather later if it rests."""
@@ -132,6 +176,18 @@ class Steps:
                 raise task.error
         return True
 
+    def run_out(self, until: float = math.inf) -> None:
+        """Have tasks make steps, and time pass where none can, until none can before the time ``until``."""
+        while True:
+            for _ in range(20_000):
+                if not self.go_on():
+                    break
+            else:
+                raise AssertionError("they go on for ever\n" + self.where())
+            if self.next_due == math.inf or self.next_due > until:
+                return
+            self.now = self.next_due
+
     @property
     def left(self) -> int:
         """How many tasks are not over."""
@@ -154,12 +210,23 @@ class Steps:
         return "\n".join(lines)
 
 
-class Lock:
+class _Waited:
+    """Something that is waited for in steps; named after the line that made it."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        frame = sys._getframe(2)
+        self._name = f"what {frame.f_code.co_qualname} has made in line {frame.f_lineno}"
+
+    def __str__(self) -> str:
+        return self._name
+
+
+class Lock(_Waited):
     """A lock that is taken in steps."""
 
-    def __init__(self, steps: Steps, name: str = "a lock") -> None:
-        self._steps = steps
-        self._name = name
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps)
         self._lock = threading.Lock()
         self.release = self._lock.release
         self.locked = self._lock.locked
@@ -172,7 +239,7 @@ class Lock:
         while not self._lock.acquire(False):
             if not blocking or steps.now >= due:
                 return False
-            steps.step(lambda: not self._lock.locked(), due, self._name)
+            steps.step(lambda: not self._lock.locked(), due, self)
         return True
 
     def __enter__(self) -> None:
@@ -182,12 +249,45 @@ class Lock:
         self.release()
 
 
-class Condition(Lock):
-    """A condition that is waited for in steps; not re-entrant."""
+class RLock(Lock):
+    """A re-entrant lock that is taken in steps."""
 
-    def __init__(self, steps: Steps, name: str = "a condition") -> None:
-        super().__init__(steps, name)
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps)
+        self._owner = self._depth = 0
+        self.release = self._release
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Do as the lock of ``threading`` does."""
+        me = threading.get_ident()
+        if self._owner != me and not super().acquire(blocking, timeout):
+            return False
+        self._owner = me
+        self._depth += 1
+        return True
+
+    def _release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+            self._lock.release()
+
+
+class Condition(_Waited):
+    """A condition that is waited for in steps, with a lock that is taken once."""
+
+    def __init__(self, steps: Steps, lock: Lock | None = None) -> None:
+        super().__init__(steps)
+        self._own = RLock(steps) if lock is None else lock
+        self.acquire = self._own.acquire
+        self.release = self._own.release
         self._waiters: list[list[bool]] = []
+
+    def __enter__(self) -> None:
+        self._own.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._own.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Do as the condition of ``threading`` does."""
@@ -195,9 +295,7 @@ class Condition(Lock):
         told = [False]
         self._waiters.append(told)
         self.release()
-        steps.step(
-            lambda: told[0], math.inf if timeout is None else steps.now + max(timeout, 0.0), self._name
-        )
+        steps.step(lambda: told[0], math.inf if timeout is None else steps.now + max(timeout, 0.0), self)
         self.acquire()
         self._waiters = [each for each in self._waiters if each is not told]
         return told[0]
@@ -207,3 +305,87 @@ class Condition(Lock):
         for told in self._waiters:
             told[0] = True
         self._waiters = []
+
+
+class Event(_Waited):
+    """An event that is waited for in steps."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps)
+        event = threading.Event()
+        self.is_set, self.set, self.clear = event.is_set, event.set, event.clear
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Do as the event of ``threading`` does."""
+        steps = self._steps
+        steps.step(self.is_set, math.inf if timeout is None else steps.now + timeout, self)
+        return self.is_set()
+
+
+class Poll(_Waited):
+    """A poll that waits in steps. ``reads``: whether it is for something to read, rather than for room in the kernel."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps)
+        self._poll = select.poll()
+        self.reads = False
+        self.unregister = self._poll.unregister
+
+    def register(self, fd: int, mask: int) -> None:
+        """Do as the poll of ``select`` does."""
+        self.reads = bool(mask & select.POLLIN)
+        self._poll.register(fd, mask)
+
+    def poll(self, wait_ms: float | None = None) -> list[tuple[int, int]]:
+        """Do as the poll of ``select`` does."""
+        steps = self._steps
+        due = math.inf if wait_ms is None else steps.now + wait_ms * 1e-3
+        steps.step(lambda: bool(self._poll.poll(0)), due, self)
+        return self._poll.poll(0)
+
+
+class Epoll(_Waited):
+    """An epoll that is armed, and waits, in steps."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps)
+        self._epoll = epoll = select.epoll()
+        self._ready = select.poll()
+        self._ready.register(epoll.fileno(), select.POLLIN)
+        self.fileno = epoll.fileno
+        self.close = epoll.close
+
+    def register(self, fd: int, mask: int) -> None:
+        """Do as the epoll of ``select`` does."""
+        self._steps.step()
+        self._epoll.register(fd, mask)
+
+    def unregister(self, fd: int) -> None:
+        """Do as the epoll of ``select`` does."""
+        self._steps.step()
+        self._epoll.unregister(fd)
+
+    def modify(self, fd: int, mask: int) -> None:
+        """Do as the epoll of ``select`` does."""
+        self._steps.step()
+        self._epoll.modify(fd, mask)
+        self._steps.step()
+
+    def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
+        """Do as the epoll of ``select`` does."""
+        steps = self._steps
+        due = math.inf if timeout < 0 else steps.now + timeout
+        while True:
+            steps.step(lambda: self._epoll.closed or bool(self._ready.poll(0)), due, self)
+            found = self._epoll.poll(0, most)
+            if found or steps.now >= due:
+                return found
+
+    def mask(self, fd: int) -> int:
+        """Return for what a descriptor is armed."""
+        with open(f"/proc/self/fdinfo/{self._epoll.fileno()}") as lines:
+            for line in lines:
+                parts = line.split()
+                if parts[0] == "tfd:" and int(parts[1]) == fd:
+                    return int(parts[3], 16)
+        return 0

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import gc
 import itertools
-import math
 import operator
 import os
 import random
@@ -26,34 +24,40 @@ import termios
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from actorrpc import _time, futures
-from actorrpc.actors.host import carriers
-from actorrpc.actors.host import threads as threads_module
-from actorrpc.agent import agent as agents_room
-from actorrpc.agent import calls, executor, inbound, peers, scheduler, threads, timers
+import actorrpc
+from actorrpc import futures
+from actorrpc.actors.host.carriers import ActorThreads
+from actorrpc.actors.host.threads import ActorThread
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import Call
+from actorrpc.agent.peers import Peer
 from actorrpc.config import Settings
 from actorrpc.errors import BackpressureError, CancelledError, PeerDiedError, RpcTimeoutError
 from actorrpc.futures import WAITING, Future
-from actorrpc.transport import connection, reader, writer
+from actorrpc.transport import reader
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from tests.agent.agents import record
 from tests.agent.other_end import Other
-from tests.agent.steps import Condition, Lock, Steps
+from tests.agent.steps import Condition, Epoll, Poll, Steps
 from tests.layers import rest_is_slow
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _FAR = 0.09  # seconds; a wait that long is a slice of one that has no end, or has a deadline
-_ROOMS: Any = (agents_room, reader, calls, writer, timers, connection, threads_module, executor, futures)
-_ROOMS += (inbound, peers, threads, scheduler, carriers)
-_FILES = frozenset(room.__file__ for room in _ROOMS)
+_PACKAGE = Path(actorrpc.__file__).parent
+_FILES = frozenset(
+    str(file)
+    for pattern in ("agent/*.py", "transport/*.py", "actors/host/*.py", "futures.py")
+    for file in _PACKAGE.glob(pattern)
+)
 # How a call may end without an answer; the last one at the end only.
 _ENDED = (BackpressureError, CancelledError, RpcTimeoutError, PeerDiedError)
 
@@ -90,103 +94,49 @@ _ASKED = (_plain, _plain, _slow, _nested, _for_the_guest)
 # -- what is put in the place of what waits --------------------------------------------------------------
 
 
-class _Poller:
-    """A poll that waits in steps."""
+class _Spin(reader.Spin):
+    """Has a wait spin, or not."""
 
-    def __init__(self, steps: Steps, where: str, mask: int, *fds: int) -> None:
-        self._steps = steps
-        self._where = where
-        self._poll = select.poll()
-        for fd in fds:
-            self._poll.register(fd, mask)
+    due = True  # type: ignore[assignment]
 
-    def poll(self, wait_ms: float | None = None) -> list[tuple[int, int]]:
-        steps = self._steps
-        steps.step(
-            lambda: bool(self._poll.poll(0)),
-            math.inf if wait_ms is None else steps.now + wait_ms * 1e-3,
-            self._where,
-        )
-        return self._poll.poll(0)
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__()
+        self._dice = dice
+
+    def choose(self) -> bool:
+        return self._dice.random() < 0.5
+
+    def note(self, spun: bool, waited: float) -> None:
+        """Learn nothing."""
 
 
-class _Epoll:
-    """An epoll that is armed, and waits, in steps."""
-
-    def __init__(self, steps: Steps, epoll: select.epoll) -> None:
-        self._steps = steps
-        self._epoll = epoll
-        self._ready = select.poll()
-        self._ready.register(epoll.fileno(), select.POLLIN)
-        self.ending = False
-        self.fileno = epoll.fileno
-        self.close = epoll.close
-
-    def register(self, fd: int, mask: int) -> None:
-        self._steps.step()
-        self._epoll.register(fd, mask)
-
-    def unregister(self, fd: int) -> None:
-        self._steps.step()
-        self._epoll.unregister(fd)
-
-    def modify(self, fd: int, mask: int) -> None:
-        self._steps.step()
-        self._epoll.modify(fd, mask)
-        self._steps.step()
-
-    def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
-        steps = self._steps
-        due = math.inf if timeout < 0 else steps.now + timeout
-        while True:
-            steps.step(lambda: self.ending or bool(self._ready.poll(0)), due, "epoll")
-            found = self._epoll.poll(0, most)
-            if found or self.ending or steps.now >= due:
-                return found
-
-    def mask(self, fd: int) -> int:
-        """Return for what a descriptor is armed."""
-        with open(f"/proc/self/fdinfo/{self._epoll.fileno()}") as lines:
-            for line in lines:
-                parts = line.split()
-                if parts[0] == "tfd:" and int(parts[1]) == fd:
-                    return int(parts[3], 16)
-        return 0
-
-
-class _Spinner:
+class _Spinner(reader.Spinner):
     """Gives the right to spin, or not."""
 
     def __init__(self, steps: Steps, dice: random.Random) -> None:
+        super().__init__()
         self._steps = steps
         self._dice = dice
-        self._lock = threading.Lock()
-        self.release = self._lock.release
+        self.shared = 2.0  # never taken for that
+        self.pays = dice.choice((-1.0, 0.15, 2.0))
+
+    def estimate(self, off: float = -1.0) -> reader.Spin:
+        return _Spin(self._dice)
 
     def acquire(self) -> bool:
         self._steps.step()
-        return self._dice.random() < 0.7 and self._lock.acquire(False)
+        return self._dice.random() < 0.7 and self.lock.acquire(False)
 
 
-class _Thread:
-    """What the pool takes for a thread."""
-
-    def __init__(self, steps: Steps, target: Callable[[], None], name: str, lost: object = None) -> None:
-        self.start = lambda: steps.spawn(target, name)
-
-
-class _Guest(threads_module.ActorThread):
+class _Guest(ActorThread):
     """The thread of an actor: sleeps where its last caller's next message comes, and is called for orders."""
 
     def __init__(self, world: _World) -> None:
         super().__init__(
-            cast(Any, SimpleNamespace(agent=world.agent, runners=carriers.ActorThreads(world.agent))),
+            cast(Any, SimpleNamespace(agent=world.agent, runners=ActorThreads(world.agent))),
             cast(Any, SimpleNamespace(waiting=False, has_ready=False, yielding=False)),
         )
         self._world = world
-        self._parked = cast(Any, Lock(world.steps, "orders"))
-        self._parked._lock.acquire()
-        self.called = functools.partial(self._parked.acquire, False)
         self.caller = world.conn
         self.orders: deque[str] = self.work  # type: ignore[assignment]
         self.posted = 0
@@ -231,14 +181,15 @@ class _World:
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dice = dice = random.Random(seed)
         self.steps = steps = Steps(dice, dice.choice((0.0, 0.01, 0.03)), _FILES)
-        self.calls: list[calls.Call] = []
-        self.made_by: dict[int, list[calls.Call]] = {}
+        self.calls: list[Call] = []
+        self.made_by: dict[int, list[Call]] = {}
         self.callers = 0
         self.weights: tuple[float, ...] = ()
         self.ways: list[Callable[[], object]] = [self.call, self._with_future, self._several, self._watcher]
         self.ways += [self._called_back, self._shared, self._canceller, self._teller]
         self._names = itertools.count(1)
-        self._patch(monkeypatch)
+        steps.install(monkeypatch)
+        monkeypatch.setattr(reader, "spinner", _Spinner(steps, dice))
         mine, theirs = record("me", 0), record("other", 1)
         settings = Settings(
             max_threads=dice.choice((3, 4, 8)),
@@ -249,7 +200,7 @@ class _World:
             cork_frames=4,
             starvation_s=0.03,
         )
-        self.agent = made = agents_room.Agent(
+        self.agent = made = Agent(
             mine,
             settings=settings,
             key=None,
@@ -258,12 +209,8 @@ class _World:
         )
         made.call = self._note_call  # type: ignore[method-assign]
         self.pool, self.peer = made.pool, made.peer("other")
-        self.epoll = _Epoll(steps, made.pool.epoll)
-        made.pool.epoll = cast(Any, self.epoll)
-        made.pool._lock = cast(Any, Lock(steps, "the pool's lock"))
-        made.clock._lock = cast(Any, Lock(steps, "the clock's lock"))
+        self.epoll = cast(Epoll, made.pool.epoll)
         made.scheduler.pulse.active = True  # a heartbeat would wake whoever has been forgotten
-        self.peer._credit = self.peer._credit_lock = cast(Any, Condition(steps, "room"))
         made.connector.connect = self._connect  # type: ignore[method-assign]
         here, there = socket.socketpair()
         if dice.randrange(2):
@@ -273,56 +220,17 @@ class _World:
         self.conn = conn = Connection(
             here, epoll=made.pool.epoll, events=made.inbox, settings=settings, attach=b"", local=True
         )
-        conn.read_lock = cast(Any, Lock(steps, "the read lock"))
-        conn.write_lock = cast(Any, Lock(steps, "the write lock"))
-        conn._poller = cast(Any, _Poller(steps, "something to read", select.POLLIN, conn.fd, conn._wake_fd))
-        conn._writer_poller = cast(Any, _Poller(steps, "room in the kernel", select.POLLOUT, conn.fd))
         conn.peer, self.peer.conn = self.peer, conn
         self.peer.conns.append(conn)
         made.pool.watch(conn.fd, conn.turn)
         made.connector.watch(conn)
         made.pool.start(2)
-        steps.spawn(made.clock._run, "the clock")
+        made.clock.start()
         self.guest = _Guest(self)
         self.guest_task = steps.spawn(self.guest.run, "the guest")
 
-    def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        steps, dice = self.steps, self.dice
-        spinner = _Spinner(steps, dice)
-        sleeps = SimpleNamespace(sleep=lambda seconds: steps.step())
-        pays = dice.choice((-1.0, 0.15, 2.0))
-        for room, name, value in (
-            (_time, "now", self.now),
-            (_time, "doze", self.doze),
-            (_time, "sleep", sleeps.sleep),
-            (reader, "spinner", spinner),
-            (reader, "spinner", spinner),
-            (reader, "_PAYS", pays),
-            (reader, "_SHARED", 2.0),
-            (reader, "Spin", functools.partial(_Spin, dice)),
-            (reader, "Spin", functools.partial(_Spin, dice)),
-            (calls, "time", sleeps),
-            (writer, "time", sleeps),
-            (carriers, "time", sleeps),
-            (threads, "follow_torch", lambda: None),
-            (threads, "Daemon", functools.partial(_Thread, steps)),
-        ):
-            monkeypatch.setattr(room, name, value)
-
-    def _connect(self, other: peers.Peer, *_: object) -> Any:
+    def _connect(self, other: Peer, *_: object) -> Any:
         raise other.died("there is no other connection", maybe_executed=False)
-
-    # -- time ----------------------------------------------------------------------------------------
-
-    def now(self) -> float:
-        self.steps.now += 1e-6
-        return self.steps.now
-
-    def doze(self, lock: threading.Lock, until: float, idle: bool = False) -> bool:
-        steps = self.steps
-        due = until if idle else min(until, steps.now + _time.SLICE_S)
-        steps.step(lambda: not lock.locked(), due, "to tick" if idle else "to be woken")
-        return lock.acquire(False)
 
     # -- who calls -----------------------------------------------------------------------------------
 
@@ -338,8 +246,8 @@ class _World:
         assert answer == made_here[first].id
         return answer
 
-    def _note_call(self, *arguments: Any, **named: Any) -> calls.Call:
-        made = agents_room.Agent.call(self.agent, *arguments, **named)
+    def _note_call(self, *arguments: Any, **named: Any) -> Call:
+        made = Agent.call(self.agent, *arguments, **named)
         self.calls.append(made)
         self.made_by.setdefault(threading.get_ident(), []).append(made)
         return made
@@ -453,22 +361,10 @@ class _World:
 
     def settle(self) -> None:
         """Let all go on for as long as they can, without the other end; and see that none was forgotten."""
-        self.run_out()
+        # A pool that may have no more threads looks again and again.
+        self.steps.run_out(self.steps.now + _FAR)
         wrong = self.forgotten()
         assert not wrong, f"{wrong}\n{self.steps.where()}"
-
-    def run_out(self) -> None:
-        """Let all go on until nobody can for a while."""
-        until = self.steps.now + _FAR  # a pool that may have no more threads looks again and again
-        while True:
-            for _ in range(20_000):
-                if not self.steps.go_on():
-                    break
-            else:
-                raise AssertionError("they go on for ever\n" + self.steps.where())
-            if self.steps.next_due > until:
-                return
-            self.steps.now = self.steps.next_due
 
     def forgotten(self) -> list[str]:
         """Say what is left although nobody can go on."""
@@ -483,8 +379,8 @@ class _World:
             wrong.append("nobody reads what there is")
         if (conn.outbox or conn._rest) and self._takes_more():
             wrong.append("nobody sends what there is")
-        reading = any(task.where == "something to read" for task in tasks)
-        sending = any(task.where == "room in the kernel" for task in tasks)
+        polling = [task.where.reads for task in tasks if isinstance(task.where, Poll)]
+        reading, sending = True in polling, False in polling
         if conn.read_lock.locked() != reading:
             wrong.append("the read lock is held by nobody who reads, or the other way round")
         if conn.write_lock.locked() != sending:
@@ -493,11 +389,9 @@ class _World:
             wrong.append("nobody listens")
         if conn.expecting:
             wrong.append("somebody is expected still")
-        if self.guest.orders and self.guest_task.where not in (
-            "room in the kernel",
-            "room",
-            "the write lock",
-        ):
+        where = self.guest_task.where
+        sends = where is conn.write_lock or (isinstance(where, Poll) and not where.reads)
+        if self.guest.orders and not sends and not isinstance(where, Condition):
             wrong.append("the guest sleeps over its orders")
         if self.peer.waiting and not self.peer.full:
             wrong.append("somebody waits for room that there is")
@@ -534,15 +428,12 @@ class _World:
         """End all of it; with calls under way, where the dice have it so."""
         self.other.close()
         self.guest.order("end")
-        self.run_out()
+        self.steps.run_out(self.steps.now + _FAR)
         # What is left are the clock, and threads of the pool that have nothing to do.
-        stuck = [task.name for task in self.steps.tasks if task.where not in ("epoll", "to tick")]
+        stuck = [each.name for each in self.steps.tasks if each.where not in (self.epoll, "to tick")]
         where = self.steps.where() if stuck or self.callers or self.peer.pending else ""
-        self.agent.clock._closed = self.pool.stopping = self.epoll.ending = True
-        self.agent.clock._ring()
-        while self.steps.go_on():
-            pass
-        self.agent.close()
+        self.steps.spawn(self.agent.close, "the end")
+        self.steps.run_out()
         assert not where, f"not ended with the connection: {stuck}, {self.callers} callers\n{where}"
         assert not self.steps.left, self.steps.where()
 
@@ -562,21 +453,6 @@ def world(seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
         futures.hush(False)
         _here.clear()
         gc.enable()
-
-
-class _Spin:
-    """Has a wait spin, or not."""
-
-    due = True
-
-    def __init__(self, dice: random.Random, off: float = 0.0) -> None:
-        self._dice = dice
-
-    def choose(self) -> bool:
-        return self._dice.random() < 0.5
-
-    def note(self, spun: bool, waited: float) -> None:
-        """Learn nothing."""
 
 
 @pytest.mark.limit(60)

@@ -23,14 +23,13 @@ import pytest
 from actorrpc.agent.connector import Resumption
 from actorrpc.agent.outbound import Assembly
 from actorrpc.config import Settings
-from actorrpc.transport import session as session_module
-from actorrpc.transport import writer
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.session import Replay
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
 from actorrpc.wire.integrity import Seals
-from tests.agent.steps import Lock, Steps
+from tests.agent.steps import Steps
 from tests.layers import rest_is_slow
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
@@ -130,17 +129,14 @@ class _End(Connection):
         self.steps.step()
         return done
 
-    def _wait_writable(self, deadline: float | None = None) -> bool:
-        self.steps.step()
-        return False
-
 
 class _World:
     """Two ends, the lines between them, and what has been sent and has come."""
 
-    def __init__(self, seed: int, sealed: bool) -> None:
+    def __init__(self, seed: int, sealed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dice = random.Random(seed)
         self.steps = Steps(self.dice)
+        self.steps.install(monkeypatch)
         self.calm = False
         self.lines: list[_Line] = []
         self.epoll = select.epoll()
@@ -172,8 +168,8 @@ class _World:
             )
             end.dialled = dialled
             end.steps = self.steps
-            end.read_lock = cast(Any, Lock(self.steps))
-            end.write_lock = cast(Any, Lock(self.steps))
+            # So small that acknowledgements come, and what is kept is forgotten, and full.
+            end.replay = Replay(say_every=3_000, limit=20_000, large=1_000)
             self.ends.append(end)
         self.ends[0].peer = SimpleNamespace(name="acceptor")
         self.ends[1].other = ("dialler", "life")
@@ -279,6 +275,7 @@ class _World:
     def anything(self) -> None:
         """Do what comes up."""
         side = self.dice.randrange(2)
+        self.steps.now += 0.002
         match self.dice.choices(range(5), (50, 8, 14, 25, 0 if self.calm else 1.2))[0]:
             case 0:
                 self.steps.go_on()
@@ -309,11 +306,10 @@ class _World:
             end.enter(CLOSED)
         for line in self.lines:
             line.cut()
-        while self.steps.left:
-            self.steps.go_on()
+        self.steps.run_out()
         self.steps.spawn(lambda: [end.reap() for end in self.ends])
-        while self.steps.left:
-            self.steps.go_on()
+        self.steps.run_out()
+        assert not self.steps.left, self.steps.where()
         for line in self.lines:
             for wire in line.ends:
                 wire.close()
@@ -321,9 +317,9 @@ class _World:
 
 
 @contextlib.contextmanager
-def world(seed: int, sealed: bool) -> Iterator[_World]:
+def world(seed: int, sealed: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
     """Make a world, and end all that it has."""
-    made = _World(seed, sealed)
+    made = _World(seed, sealed, monkeypatch)
     try:
         yield made
     finally:
@@ -334,12 +330,7 @@ def world(seed: int, sealed: bool) -> Iterator[_World]:
 @pytest.mark.parametrize("seed", rest_is_slow(range(2_000 if NIGHTLY else 25), 3))
 def test_every_byte_comes_once_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The odd ones sealed, which notices each byte that is not the one that was sent."""
-    # So small that acknowledgements come, and what is kept is forgotten, and full.
-    monkeypatch.setattr(session_module, "_SAY_EVERY", 3_000)
-    monkeypatch.setattr(session_module, "_LIMIT", 20_000)
-    monkeypatch.setattr(session_module, "_LARGE", 1_000)
-    with world(seed, bool(seed % 2)) as there:
-        monkeypatch.setattr(writer, "time", SimpleNamespace(sleep=lambda _: there.steps.step()))
+    with world(seed, bool(seed % 2), monkeypatch) as there:
         for _ in range(2_500):
             there.anything()
         there.calm = True

@@ -24,7 +24,7 @@ from tests.agent.agents import agents
 def test_calls_are_served_whichever_way_answers_are_sent(
     pays: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_PAYS", pays)
+    monkeypatch.setattr(reader.spinner, "pays", pays)
     with agents(3) as (a0, a1, a2):
 
         def calls(caller: Any, sums: list[int]) -> None:

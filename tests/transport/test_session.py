@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorrpc.errors import ProtocolError
-from actorrpc.transport import session as room
 from actorrpc.transport.session import Replay
 
 
@@ -18,7 +17,8 @@ class _Line:
     """A stream over sockets that break: what was sent and not taken yet is lost then."""
 
     def __init__(self) -> None:
-        self.sender, self.receiver = Replay(), Replay()
+        self.sender = Replay(limit=200)
+        self.receiver = Replay(say_every=40)
         self.under_way = bytearray()
         self.rest: list[memoryview] = []
         self.arrived = bytearray()
@@ -55,47 +55,44 @@ class _Line:
 def test_all_arrives_once_and_in_order(seed: int) -> None:
     dice, line = random.Random(seed), _Line()
     sent = bytearray()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "_SAY_EVERY", 40)
-        patch.setattr(room, "_LIMIT", 200)
-        for _ in range(200):
-            match dice.randrange(4):
-                case 0:
-                    data = dice.randbytes(dice.randrange(60))
-                    sent += data
-                    line.send(data)
-                case 1:
-                    line.push(dice.randrange(80))
-                case 2:
-                    line.pull(dice.randrange(80))
-                case 3:
-                    if not dice.randrange(4):
-                        line.cut()
-        for _ in range(10_000):
-            if len(line.arrived) == len(sent):
-                break
-            line.push(50)
-            line.pull(50)
+    for _ in range(200):
+        match dice.randrange(4):
+            case 0:
+                data = dice.randbytes(dice.randrange(60))
+                sent += data
+                line.send(data)
+            case 1:
+                line.push(dice.randrange(80))
+            case 2:
+                line.pull(dice.randrange(80))
+            case 3:
+                if not dice.randrange(4):
+                    line.cut()
+    for _ in range(10_000):
+        if len(line.arrived) == len(sent):
+            break
+        line.push(50)
+        line.pull(50)
     assert line.arrived == sent
 
 
 def test_what_is_kept_is_bounded_and_goes_when_it_has_arrived() -> None:
-    replay = Replay()
-    data = bytes(1 << 20)
+    replay = Replay(limit=1000)
+    data = bytes(100)
     while not replay.full:
         replay.note(data)
-    assert replay.sent == room._LIMIT
+    assert replay.sent == 1000
     replay.acknowledged(replay.sent - 10)
     assert not replay.full
     replay.acknowledged(5)  # old news
     assert sum(map(len, replay.rewind(replay.sent - 10))) == 10
-    assert replay.sent == room._LIMIT - 10
+    assert replay.sent == 1000 - 10
 
 
 def test_a_writer_that_waits_is_woken() -> None:
-    replay = Replay()
-    replay.note(bytes(room._LIMIT))
-    thread = threading.Thread(target=lambda: replay.acknowledged(room._LIMIT))
+    replay = Replay(limit=100)
+    replay.note(bytes(100))
+    thread = threading.Thread(target=lambda: replay.acknowledged(100))
     thread.start()
     while replay.full:
         replay.wait(20)

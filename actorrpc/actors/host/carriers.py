@@ -21,7 +21,6 @@ somebody else reads that, on a lock of their own.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -58,7 +57,7 @@ class Carrier:
         self.caller: Connection | None = None
         self.attends: Connection | None = None
         self._threads = threads
-        self._parked = threading.Lock()
+        self._parked = _time.Lock()
         self._parked.acquire()
         #: see reader.ServingThread
         self.called = partial(self._parked.acquire, False)
@@ -91,7 +90,7 @@ class Carrier:
             if conn.state is CLOSED:
                 self.caller = None
             # Somebody else is reading it: what that thread brings in is worth one turn of the interpreter.
-            time.sleep(0)
+            _time.pause(0)
             if self._has_come():
                 return
         self._parked.acquire()
@@ -116,7 +115,7 @@ class ActorThreads:
         self.on: dict[ActorThread, float] = {}
         self._mean = 0.0  # how long a call takes, of late, in seconds; measured only where others are waiting
         self._width = _AT_ONCE
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self._all: dict[ActorThread, None] = {}
         self._owners = 0  # that have threads of their own
         self._most = most

@@ -16,7 +16,6 @@ import asyncio
 import ctypes
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections import deque
@@ -176,7 +175,7 @@ class ActorThread(Carrier):
         self._awaits: list[asyncio.AbstractEventLoop] = []
         self._context = Context()
         self._enters: Callable[[], None] | None = None
-        self._interrupts = threading.RLock()
+        self._interrupts = _time.RLock()
 
     def start(self) -> None:
         """Start it. Where the system has no thread, the calls hear of it that wait for one."""
@@ -436,7 +435,9 @@ class ActorThread(Carrier):
         (:func:`bears_interruption`): then it is tried again a little later, for as long as the entry runs. A method that is
         hardly ever in code of its own is interrupted when it next calls us, or in its wait.
         """
-        time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
+        _time.pause(
+            0
+        )  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
         with self._interrupts:
             self.hunted = True  # before the look
             if self.under_way.get(entry) not in (RUNS, _WANTED):
@@ -510,7 +511,7 @@ class ActorThread(Carrier):
                     # function (a debugger, coverage) waits for that in its first step for ever.
                     if _set_async_exc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(Interrupted)):
                         while True:
-                            time.sleep(0)
+                            _time.pause(0)
                 elif found == _WANTED:
                     self._unwanted()
         except Interrupted:
@@ -538,7 +539,7 @@ class Bystanders:
 
     def __init__(self) -> None:
         self.waiting = 0
-        self._lock = threading.RLock()
+        self._lock = _time.RLock()
         self._hosted_actors: weakref.WeakSet[HostedActor] = weakref.WeakSet()
 
     def make_room_in(self, hosted: HostedActor) -> None:
