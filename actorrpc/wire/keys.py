@@ -44,6 +44,8 @@ __all__ = [
     "sweep",
 ]
 
+#: Where the directory lies that is used where no other is given: short, as the path of a socket has few bytes.
+DEFAULT_PARENT: Final = "/tmp"
 MAX_SOCKET_PATH: Final = 100  # the kernel takes 107 bytes; some are left for what others may append
 _MIN_TEXT: Final = 16
 _MAX_FILE: Final = 64 << 10
@@ -429,7 +431,7 @@ def runtime_directory(environment: Mapping[str, str] | None = None) -> str:
 
 
 def _default_directory() -> str:
-    return f"/tmp/actorrpc-{os.getuid()}"
+    return f"{DEFAULT_PARENT}/actorrpc-{os.getuid()}"
 
 
 def _is_ours(path: str) -> bool:

@@ -62,7 +62,7 @@ def test_a_group_of_init_rpc_is_seen_from_outside() -> None:
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(keys, "_default_directory", lambda: str(tmp_path / "default"))
+    monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
     return Path(keys.runtime_directory())
 
 

@@ -35,7 +35,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def swept(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only directory that is swept: in the user's own, workers of other programs die while a test counts."""
-    monkeypatch.setattr(keys, "_default_directory", lambda: str(tmp_path / "of_the_user"))
+    monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
     return directory
 
 
@@ -171,18 +171,18 @@ def test_the_directory_is_made_for_us_alone(directory: Path) -> None:
 
 
 def test_which_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "_default_directory", lambda: str(tmp_path / "default"))
+    assert keys.DEFAULT_PARENT == "/tmp"  # short
+    monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
+    default = str(tmp_path / f"actorrpc-{os.getuid()}")
     session = tmp_path / "session"
-    assert keys.runtime_directory({}) == str(tmp_path / "default")
-    assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == str(tmp_path / "default")  # not there
+    assert keys.runtime_directory({}) == default
+    assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == default  # not there
     session.mkdir()
     assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == str(session / "actorrpc")
     monkeypatch.chdir(tmp_path)
-    assert keys.runtime_directory({"XDG_RUNTIME_DIR": "session"}) == str(tmp_path / "default")  # not absolute
+    assert keys.runtime_directory({"XDG_RUNTIME_DIR": "session"}) == default  # not absolute
     given = {"XDG_RUNTIME_DIR": str(session), "ACTORRPC_RUNTIME_DIR": "mine"}
     assert keys.runtime_directory(given) == str(tmp_path / "mine")
-    monkeypatch.undo()
-    assert keys._default_directory() == f"/tmp/actorrpc-{os.getuid()}"
 
 
 def _open_to_others(path: Path) -> None:
@@ -241,8 +241,8 @@ def test_socket_paths_are_short_unique_and_usable(directory: Path) -> None:
 
 
 def test_a_directory_that_is_too_long_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = tmp_path / "s"
-    monkeypatch.setattr(keys, "_default_directory", lambda: str(short))
+    short = tmp_path / f"actorrpc-{os.getuid()}"
+    monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
     long = tmp_path / ("x" * 90)
     long.mkdir(mode=0o700)
     path = keys.socket_path(str(long))
