@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import copy
 import gc
-import logging
 import operator
 import pickle
 import signal
@@ -27,6 +26,7 @@ from actorrpc import errors, rpc
 from actorrpc.futures import ConcurrentFuture, Future, collect_all, wait_all
 from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
+from tests.reports import LAST, Reports
 
 _TINY = 0.02  # a time-out that is meant to pass
 
@@ -481,46 +481,28 @@ def test_order_of_completion_does_not_matter(outcomes: list[str], data: st.DataO
 # -- failures that nobody looks at ---------------------------------------------------------------
 
 
-class _Reports(logging.Handler):
-    """Waits for what is logged: reports come from a thread of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.come = threading.Semaphore(0)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        self.come.release()
-
-
 @pytest.fixture
-def reports() -> Iterator[_Reports]:
+def reports() -> Iterator[Reports]:
     """What the futures' logger says."""
-    handler = _Reports()
-    logger = logging.getLogger("actorrpc.futures")
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
+    with Reports() as found:
+        yield found
 
 
-@pytest.mark.prints(r"a future failed and nobody looked at the error: ZeroDivisionError\('nobody saw this'\)")
-def test_a_failure_that_nobody_looked_at_is_reported(reports: _Reports) -> None:
+@pytest.mark.prints(
+    r"a future failed and nobody looked at the error: ZeroDivisionError\('nobody saw this'\)", LAST
+)
+def test_a_failure_that_nobody_looked_at_is_reported(reports: Reports) -> None:
     future = failed(ZeroDivisionError("nobody saw this"))
     del future
-    gc.collect()
-    assert reports.come.acquire(timeout=20)
-    assert "nobody saw this" in reports.texts[0]
-    assert "nobody looked" in reports.texts[0]
+    assert reports.so_far() == [
+        "a future failed and nobody looked at the error: ZeroDivisionError('nobody saw this')"
+    ]
 
 
-@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
-def test_a_cancelled_future_is_not_reported(reports: _Reports) -> None:
+@pytest.mark.prints(LAST)
+def test_a_cancelled_future_is_not_reported(reports: Reports) -> None:
     Future().cancel()
-    failed(KeyError("the last one"))
-    gc.collect()
-    assert reports.come.acquire(timeout=20)
-    assert "the last one" in reports.texts[0]
+    assert reports.so_far() == []
 
 
 @pytest.mark.parametrize(
@@ -548,28 +530,18 @@ def test_a_cancelled_future_is_not_reported(reports: _Reports) -> None:
         "torch's collect_all",
     ],
 )
-@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
-def test_a_failure_that_was_seen_is_not(reports: _Reports, see: Callable[[Any], Any]) -> None:
+@pytest.mark.prints(LAST)
+def test_a_failure_that_was_seen_is_not(reports: Reports, see: Callable[[Any], Any]) -> None:
     future = failed(KeyError("seen"))
     with contextlib.suppress(KeyError):
         see(future)
     del future
-    _last_report(reports)
-
-
-def _last_report(reports: _Reports) -> None:
-    """Check that nothing has been reported; reports come in order."""
-    gc.collect()
-    last = failed(KeyError("the last one"))
-    del last
-    gc.collect()
-    assert reports.come.acquire(timeout=20)
-    assert "the last one" in reports.texts[0]
+    assert reports.so_far() == []
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
-def test_a_failure_that_is_covered_is_not_reported(reports: _Reports, before: bool) -> None:
+@pytest.mark.prints(LAST)
+def test_a_failure_that_is_covered_is_not_reported(reports: Reports, before: bool) -> None:
     future: Future[Any] = Future()
     if before:
         future.set_exception(KeyError("covered"))
@@ -577,20 +549,20 @@ def test_a_failure_that_is_covered_is_not_reported(reports: _Reports, before: bo
     if not before:
         future.set_exception(KeyError("covered"))
     del future
-    _last_report(reports)
+    assert reports.so_far() == []
 
 
-@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
-def test_wait_all_has_seen_all_failures(reports: _Reports) -> None:
+@pytest.mark.prints(LAST)
+def test_wait_all_has_seen_all_failures(reports: Reports) -> None:
     futures = [failed(KeyError("first")), done(1), failed(KeyError("second"))]
     with pytest.raises(KeyError, match="first"):
         wait_all(futures)
     del futures
-    _last_report(reports)
+    assert reports.so_far() == []
 
 
-@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
-def test_a_failure_that_comes_together_with_a_cancellation_is_not_reported(reports: _Reports) -> None:
+@pytest.mark.prints(LAST)
+def test_a_failure_that_comes_together_with_a_cancellation_is_not_reported(reports: Reports) -> None:
     async def main() -> None:
         future: Future[Any] = Future()
         task = asyncio.create_task(_await(future))
@@ -601,7 +573,7 @@ def test_a_failure_that_comes_together_with_a_cancellation_is_not_reported(repor
             await task
 
     asyncio.run(main())
-    _last_report(reports)
+    assert reports.so_far() == []
 
 
 # -- asyncio -------------------------------------------------------------------------------------
@@ -741,21 +713,21 @@ def test_futures_of_calls() -> None:
 def _unseen(rank: int, world_size: int) -> None:
     if rank:
         return
-    reports = _Reports()
-    logging.getLogger("actorrpc.futures").addHandler(reports)
-    future = rpc.rpc_async("worker1", fail, ("nobody looks",))
-    finished = threading.Event()
-    future.add_done_callback(lambda _: finished.set())
-    assert finished.wait(30)
-    del future
-    while not reports.come.acquire(timeout=0.05):  # the pool's thread may still hold the future
-        gc.collect()
-    assert "nobody looks" in reports.texts[0]
-    assert "'worker1'" in reports.texts[0]
+    with Reports() as reports:
+        future = rpc.rpc_async("worker1", fail, ("nobody looks",))
+        finished = threading.Event()
+        future.add_done_callback(lambda _: finished.set())
+        assert finished.wait(30)
+        del future
+        while not (found := reports.so_far()):  # the pool's thread may still hold the future
+            threading.Event().wait(0.05)
+    assert "nobody looks" in found[0]
+    assert "'worker1'" in found[0]
 
 
 @pytest.mark.prints(
-    r"the call of fail on 'worker1' failed and nobody looked at the error: LookupError\('nobody looks'\)"
+    LAST,
+    r"the call of fail on 'worker1' failed and nobody looked at the error: LookupError\('nobody looks'\)",
 )
 def test_an_unseen_failure_of_a_call_is_reported() -> None:
     rpc_group(_unseen, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.futures import Future
 from tests.actors.bare import alone, bare
 from tests.ranks import rpc_group
+from tests.reports import LAST, Reports
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,22 +59,18 @@ def test_one_that_failed_fails_the_call() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "later"])
-def test_what_other_arguments_raise_is_known_with_the_first(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports: list[str] = []
-    gc.collect()
-    monkeypatch.setattr("actorrpc.futures._reporter.report", reports.append)
-    future: Future[int] = Future()
-    if when == "before":
-        future.set_exception(ValueError("of the second"))
-    with pytest.raises(LookupError, match="argument"):
-        pack_arguments((ObjectRef.failed(LookupError("argument")),), {"a": ObjectRef(future)})
-    if when == "later":
-        future.set_exception(ValueError("of the second"))
-    del future
-    gc.collect()
-    assert reports == []
+@pytest.mark.prints(LAST)
+def test_what_other_arguments_raise_is_known_with_the_first(when: str) -> None:
+    with Reports() as reports:
+        future: Future[int] = Future()
+        if when == "before":
+            future.set_exception(ValueError("of the second"))
+        with pytest.raises(LookupError, match="argument"):
+            pack_arguments((ObjectRef.failed(LookupError("argument")),), {"a": ObjectRef(future)})
+        if when == "later":
+            future.set_exception(ValueError("of the second"))
+        del future
+        assert reports.so_far() == []
 
 
 def test_nothing_to_resolve() -> None:

@@ -29,6 +29,7 @@ from actorrpc.futures import Future
 from actorrpc.rpc.refcount.messages import RRefId
 from tests.actors.bare import alone
 from tests.actors.e2e.kit import until
+from tests.reports import LAST, Reports
 
 _TINY = 0.05  # a time-out that is meant to pass
 
@@ -58,19 +59,22 @@ def _kept(value: Any) -> StoredResult:
     return StoredResult(rpc.RRef(Snapshot.of(value)))
 
 
+@pytest.fixture
+def often() -> Iterator[None]:
+    """The interpreter changes threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_large_result_that_comes_as_it_is_looked_for(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
-    late: Future[Any] = Future()
-    here: Future[Any] = Future()
-    here.set_result(1)
-    values = wait_module._values
-
-    def looked_for(items: list[Any], futures: list[Future[Any]], *rest: Any) -> list[Future[Any]]:
-        late.set_result(_kept([7] * 3))
-        return values(items, futures, *rest)
-
-    monkeypatch.setattr(wait_module, "_values", looked_for)
-    assert get([ObjectRef(here)] * others + [ObjectRef(late)]) == [1] * others + [[7] * 3]
+def test_a_large_result_that_comes_as_it_is_looked_for(often: None, others: int) -> None:
+    for _ in range(50):
+        late: Future[Any] = Future()
+        thread = _started(partial(late.set_result, _kept([7] * 3)))
+        assert get([ObjectRef.of(1)] * others + [ObjectRef(late)]) == [1] * others + [[7] * 3]
+        thread.join()
 
 
 class _Fetched:
@@ -134,13 +138,8 @@ def test_a_large_result_that_comes_as_the_wait_for_it_is_given_up(monkeypatch: p
     ref = ObjectRef(result)
     futures: list[Future[Any]] = [result, Future()]
     gate = wait_module._Gate("two", [ref, ref], futures)
-    settled = ObjectRef._settled
-
-    def settling(self: ObjectRef[Any]) -> Future[Any]:
-        futures.clear()  # as get() does on its way out
-        return settled(self)
-
-    monkeypatch.setattr(ObjectRef, "_settled", settling)
+    # As get() does on its way out, while the result is being asked for.
+    monkeypatch.setattr(_FetchedHere, "is_owner", lambda _: bool(futures.clear()))
     result.set_result(StoredResult(_FetchedHere(Future())))
     assert not futures
     gate.close()
@@ -249,13 +248,10 @@ def test_the_first_failure_is_raised_at_once() -> None:
 
 
 @pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is to be logged of failures that nobody looked at."""
-    lines: list[str] = []
-    monkeypatch.setattr("actorrpc.futures._reporter.report", lines.append)
-    gc.collect()
-    lines.clear()  # what earlier tests have left
-    return lines
+def reports() -> Iterator[Reports]:
+    """What is logged of failures that nobody looked at."""
+    with Reports() as found:
+        yield found
 
 
 _GETS = ["one", "with a time-out", "several", "nested", "awaited"]
@@ -306,7 +302,8 @@ async def _awaited(box: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_what_a_get_has_covered_is_not_reported(when: str, reports: list[str]) -> None:
+@pytest.mark.prints(LAST)
+def test_what_a_get_has_covered_is_not_reported(when: str, reports: Reports) -> None:
     work = _Work(4)
     work.end(0)
 
@@ -324,8 +321,7 @@ def test_what_a_get_has_covered_is_not_reported(when: str, reports: list[str]) -
     thread.join()
     work.futures[3].set_exception(ValueError("number 3"))
     del work, thread
-    gc.collect()
-    assert reports == []
+    assert reports.so_far() == []
 
 
 def _fail_a_fetch() -> None:
@@ -342,13 +338,14 @@ def _fail_a_fetch() -> None:
     assert found._error is not None
 
 
-def test_a_fetch_for_a_get_that_has_failed_is_not_reported(reports: list[str]) -> None:
+@pytest.mark.prints(LAST)
+def test_a_fetch_for_a_get_that_has_failed_is_not_reported(reports: Reports) -> None:
     _fail_a_fetch()
-    gc.collect()
-    assert reports == []
+    assert reports.so_far() == []
 
 
-def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports: list[str]) -> None:
+@pytest.mark.prints(LAST)
+def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports: Reports) -> None:
     work = _Work(2)
     values = all_of(work.refs)
     for number in (0, 1):
@@ -356,8 +353,7 @@ def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports:
     with pytest.raises(ValueError, match="number 0"):
         values.wait()
     del work, values
-    gc.collect()
-    assert reports == []
+    assert reports.so_far() == []
 
 
 @pytest.mark.parametrize(
@@ -365,8 +361,9 @@ def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports:
     [lambda refs: get(refs[0]), get, lambda refs: wait(refs)[0][0], lambda refs: next(as_completed(refs))],
     ids=["get one", "get all", "wait", "as_completed"],
 )
+@pytest.mark.prints(LAST)
 def test_what_ends_together_with_the_call_that_waits_is_not_reported(
-    look: Callable[[Any], Any], reports: list[str]
+    look: Callable[[Any], Any], reports: Reports
 ) -> None:
     work = _Work(1)
     agent = rpc.api._require().agent  # type: ignore[attr-defined]
@@ -378,11 +375,11 @@ def test_what_ends_together_with_the_call_that_waits_is_not_reported(
         CURRENT.reset(token)
     work.futures[0].set_exception(errors.RpcTimeoutError("late, too"))
     del work
-    gc.collect()
-    assert reports == []
+    assert reports.so_far() == []
 
 
-def test_what_a_get_has_given_up_by_its_own_time_out_is_reported(reports: list[str]) -> None:
+@pytest.mark.prints(LAST, r"nobody looked at the error: ValueError\('later'\)")
+def test_what_a_get_has_given_up_by_its_own_time_out_is_reported(reports: Reports) -> None:
     work = _Work(2)
     for refs in (work.refs, work.refs[1]):
         with pytest.raises(errors.RpcTimeoutError):
@@ -390,8 +387,7 @@ def test_what_a_get_has_given_up_by_its_own_time_out_is_reported(reports: list[s
     work.end(0)
     work.futures[1].set_exception(ValueError("later"))
     del work, refs
-    gc.collect()
-    assert reports == ["a future failed and nobody looked at the error: ValueError('later')"]
+    assert reports.so_far() == ["a future failed and nobody looked at the error: ValueError('later')"]
 
 
 def test_time_is_up() -> None:

@@ -1,0 +1,51 @@
+"""What is logged of futures that have failed and whose error nobody has looked at."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from typing import Any
+
+from actorrpc.futures import Future
+
+__all__ = ["LAST", "Reports"]
+
+_LAST = "the last of these reports"
+#: What a test prints that calls :meth:`Reports.so_far`, for ``@pytest.mark.prints``.
+LAST = rf"a future failed and nobody looked at the error: KeyError\('{_LAST}'\)"
+
+
+class Reports(logging.Handler):
+    """Collects the reports while it is used as a context manager. They come from a thread of their own, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: list[str] = []
+        self._come = threading.Semaphore(0)
+        self._logger = logging.getLogger("actorrpc.futures")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a report."""
+        self._texts.append(record.getMessage())
+        self._come.release()
+
+    def so_far(self) -> list[str]:
+        """Return what was reported of the futures that are gone."""
+        gc.collect()
+        last: Future[Any] = Future()
+        last.set_exception(KeyError(_LAST))
+        del last
+        gc.collect()
+        while not self._texts or _LAST not in self._texts[-1]:
+            assert self._come.acquire(timeout=20), self._texts
+        found, self._texts = self._texts[:-1], []
+        return found
+
+    def __enter__(self) -> Reports:
+        self._logger.addHandler(self)
+        self.so_far()  # what earlier tests have left
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
