@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -219,7 +218,7 @@ def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bo
         remaining = deadline - _time.now()
         if remaining <= 0:
             return False
-        time.sleep(min(pause, remaining))
+        _time.pause(min(pause, remaining))
         checkpoint()
         pause = min(pause * 1.5, slowest)
     return True
