@@ -77,10 +77,11 @@ class Runtime:
 _autostart: Callable[[], None] | None = None
 
 
-def set_autostart(start: Callable[[], None] | None) -> None:
-    """Name what starts the embedded cluster when actors are used before anything runs."""
+def set_autostart(start: Callable[[], None] | None) -> Callable[[], None] | None:
+    """Name what starts the embedded cluster when actors are used before anything runs; return what was named before."""
     global _autostart
-    _autostart = start
+    before, _autostart = _autostart, start
+    return before
 
 
 def current() -> Runtime | None:

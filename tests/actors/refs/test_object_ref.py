@@ -350,10 +350,13 @@ def test_put_refuses_references_and_what_cannot_be_sent(group: None) -> None:
         put(threading.Lock())
 
 
-def test_put_needs_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes, "_autostart", None)
-    with pytest.raises(errors.NotInitializedError):
-        put(1)
+def test_put_needs_a_runtime() -> None:
+    start = runtimes.set_autostart(None)
+    try:
+        with pytest.raises(errors.NotInitializedError):
+            put(1)
+    finally:
+        runtimes.set_autostart(start)
 
 
 # -- waiting in asyncio, from threads, and giving up ---------------------------------------------------------
