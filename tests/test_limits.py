@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from actorrpc import _limits
+from actorrpc import _limits, _time
 from actorrpc.agent.threads import Pool
 from actorrpc.agent.timers import Clock
 from actorrpc.errors import LimitError, PeerDiedError
 from actorrpc.serialization import exceptions
-from actorrpc.transport import shared_memory
+from actorrpc.transport import connection, shared_memory
 from actorrpc.wire import frames, integrity
 from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
@@ -137,13 +137,18 @@ def test_a_small_message_with_a_header_and_shared_memory_gives_it_back(
 
 @pytest.mark.prints("the connection to a[01] was closed: no memory to read a message of")
 def test_a_connection_that_ends_for_want_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: int) -> Any:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    untouched, full = connection.untouched, threading.Event()
 
+    def allocate(size: int) -> Any:
+        if full.is_set():
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return untouched(size)
+
+    monkeypatch.setattr(connection, "untouched", allocate)
     with agents(2) as (one, other):
         to = one.peer(other.name)
         assert one.ask(to, _length, (b"",), {}, 20.0) == 0
-        monkeypatch.setattr(to.conn._reader, "_allocate", refuse)
+        full.set()
         with pytest.raises(PeerDiedError, match=r"no memory to read a message of \d{6} bytes: "):
             one.ask(to, _numbers, (200_000,), {}, 20.0)
 
@@ -162,28 +167,22 @@ def test_an_error_that_cannot_be_packed_still_ends_its_call(monkeypatch: pytest.
 
 
 def test_shared_memory_that_cannot_be_mapped_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
+    reserve = shared_memory.reserve
+
+    def refuse(*given: Any, **named: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():  # of the worker that sends
+            return reserve(*given, **named)
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with agents(2) as (one, other):
         to = one.peer(other.name)
         if not one.ask(to, _size, (_ones(8 * _MIB),), {}, 20.0) or to.conn.lender is None:
             pytest.skip("these connections have no shared memory")
-        reserve = shared_memory.reserve
-        mapped = shared_memory.Borrower._map
-
-        def without(self: Any, *args: Any) -> Any:
-            monkeypatch.setattr(shared_memory, "reserve", refuse)
-            try:
-                return mapped(self, *args)
-            finally:
-                monkeypatch.setattr(shared_memory, "reserve", reserve)
-
-        monkeypatch.setattr(shared_memory.Borrower, "_map", without)
+        monkeypatch.setattr(shared_memory, "reserve", refuse)
         for _ in range(2):
             with pytest.raises(LimitError, match="MiB of shared memory cannot be mapped here"):
                 one.ask(to, _size, (_ones(64 * _MIB),), {}, 20.0)
-        monkeypatch.setattr(shared_memory.Borrower, "_map", mapped)
+        monkeypatch.setattr(shared_memory, "reserve", reserve)
         assert one.ask(to, _size, (_ones(64 * _MIB),), {}, 20.0) == 64 * _MIB
 
 
@@ -200,7 +199,7 @@ def test_threads_that_cannot_be_had_are_said_at_the_start(monkeypatch: pytest.Mo
     def refuse(*_: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    monkeypatch.setattr(_time, "start", refuse)
     clock = Clock()
     with pytest.raises(LimitError, match="cannot start another thread"):
         clock.start()

@@ -37,15 +37,17 @@ def record(name: str, rank: int, path: str | None = None) -> WorkerRecord:
 
 
 @contextlib.contextmanager
-def agents(count: int, key: Key = KEY, **settings: Any) -> Iterator[list[Agent]]:
-    """Run agents named a0, a1, ... that know each other."""
+def agents(count: int, key: Key = KEY, *, unix: bool = True, **settings: Any) -> Iterator[list[Agent]]:
+    """Run agents named a0, a1, ... that know each other, and listen on Unix sockets or on TCP."""
     records: dict[str | int, WorkerRecord] = {}
     made: list[Agent] = []
     with contextlib.ExitStack() as stack:
         for rank in range(count):
-            path = None if certificates.OVER_TLS else keys.socket_path(keys.runtime_directory())
-            if path is None:
+            if certificates.OVER_TLS:
                 settings = {"transport": "tcp", **certificates.OPTIONS, **settings}
+            over_tcp = certificates.OVER_TLS or not unix
+            path = None if over_tcp else keys.socket_path(keys.runtime_directory())
+            if path is None:
                 listener = socket.create_server(("127.0.0.1", 0))
             else:
                 listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

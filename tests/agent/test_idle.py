@@ -14,7 +14,7 @@ import actorrpc
 from actorrpc import _time
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.threads import Pool
-from actorrpc.agent.timers import Clock, Tick
+from actorrpc.agent.timers import Clock, Tick, Timer
 from actorrpc.testing import InProcessCluster
 from actorrpc.wire.frames import FrameReader
 
@@ -37,12 +37,15 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         with lock:
             counted[name] += 1
 
-    do, submit, read = Clock._do, Pool.submit, FrameReader.read
+    at, submit, read = Clock.at, Pool.submit, FrameReader.read
 
-    def timer(clock: Clock, run: Callable[[], Any]) -> None:
-        tick = getattr(run, "__self__", None)
-        count(tick._look.__name__ if isinstance(tick, Tick) else "timer")
-        do(clock, run)
+    def timer(clock: Clock, due: float, run: Callable[[], Any]) -> Timer:
+        def counted() -> None:
+            tick = getattr(run, "__self__", None)
+            count(tick._look.__name__ if isinstance(tick, Tick) else "timer")
+            run()
+
+        return at(clock, due, counted)
 
     def work(pool: Pool, task: Callable[[], Any]) -> None:
         count("work")
@@ -53,7 +56,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         count("read")
         return found
 
-    monkeypatch.setattr(Clock, "_do", timer)
+    monkeypatch.setattr(Clock, "at", timer)
     monkeypatch.setattr(Pool, "submit", work)
     monkeypatch.setattr(FrameReader, "read", reads)
     return counted

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import operator
 import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +19,6 @@ from actorrpc.agent.executor import path_of
 from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.futures import Future
-from actorrpc.transport.writer import ChunkSender
 from actorrpc.wire.frames import Frame
 from actorrpc.wire.headers import unpack_header
 from tests.agent.agents import agents
@@ -97,13 +99,18 @@ def test_a_letter_that_is_cut_short_gives_its_place_up(monkeypatch: pytest.Monke
         _send(a0, "a1", "first")[1].wait(20)
         conn = a0.peer("a1").conn
         assert conn is not None
-        send_chunk, sent = ChunkSender._send, []
+        send_chunks = conn.send_chunks
 
-        def one_chunk(*args: Any) -> bool:
-            sent.append(args)
-            return send_chunk(*args) if len(sent) == 1 else False
+        def one_chunk(stream: int, pieces: Iterable[Any], deadline: float | None) -> bool:
+            def cut_short() -> Iterator[Any]:
+                yield from itertools.islice(pieces, 1)
+                raise InterruptedError
 
-        monkeypatch.setattr(ChunkSender, "_send", one_chunk)
+            with contextlib.suppress(InterruptedError):
+                send_chunks(stream, cut_short(), deadline)
+            return False
+
+        monkeypatch.setattr(conn, "send_chunks", one_chunk)
         call, future = _send(a0, "a1", "large", torch.zeros(3_000_000))
         with pytest.raises(RpcError):
             future.wait(20)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import queue
 import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 
+from actorrpc import testing
 from actorrpc.agent import acceptor
 from actorrpc.agent.acceptor import FAILURES_PER_S
 from actorrpc.agent.agent import Agent
@@ -241,38 +240,24 @@ def _is_told(sock: socket.socket, side: Dialler) -> None:
 
 
 @pytest.mark.prints("'stranger' did not prove to worker 'a1' that it holds the group's key")
-def test_failures_are_answered_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_answered_at_a_rate() -> None:
     """The fourth failure within a second learns nothing; a member of the same address comes in all the same."""
-    now = [1000.0]
-    with tcp_agents(2) as (one, other):
-        monkeypatch.setattr(acceptor, "_time", SimpleNamespace(now=lambda: now[0]))
-        verdicts: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        failed_often = other.connector.admission._failed_often
-
-        def judge(address: str) -> bool:
-            often = failed_often(address)
-            verdicts.put(often)
-            return often
-
-        monkeypatch.setattr(other.connector.admission, "_failed_often", judge)
+    with testing.VirtualTime() as clock, tcp_agents(2) as (one, other):
         for _ in range(FAILURES_PER_S):
             _is_told(*_fail(other))
         unanswered = [_fail(other)[0] for _ in range(3)]
-        assert [verdicts.get(timeout=20) for _ in range(FAILURES_PER_S + 3)] == [False] * FAILURES_PER_S + [
-            True
-        ] * 3
+        clock.settle()
         _places(other, 3)  # they hold their places, and know no more
         assert _works(one, other)
         _comes_in(other).close()
         _is_told(*_fail(other, "127.0.0.5"))
-        now[0] += 1.1
+        clock.advance(1.1)
         _is_told(*_fail(other))
         for sock in unanswered:
             sock.setblocking(False)
             with pytest.raises(BlockingIOError):
                 sock.recv(1)
             sock.close()
-        monkeypatch.undo()
 
 
 @pytest.mark.prints("these bytes are not an actorrpc handshake")

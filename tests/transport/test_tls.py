@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import operator
 import os
 import random
@@ -12,6 +13,7 @@ import socket
 import ssl
 import stat
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,6 @@ import actorrpc.rpc as rpc
 from actorrpc import _time, testing
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, PeerDiedError, RpcError, WrongTypeError
-from actorrpc.group import group
 from actorrpc.rpc import api
 from actorrpc.testing import certificates as making
 from actorrpc.testing.certificates import temporary_certificates
@@ -477,8 +478,7 @@ def test_the_matrix_of_starts(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("this must not be come to")
 
-    monkeypatch.setattr(group, "_listen_tcp", never)
-    monkeypatch.setattr(group, "_listen_unix", never)
+    monkeypatch.setattr(socket.socket, "listen", never)
     monkeypatch.setattr(api, "open_store", never)
     with pytest.raises(ConfigError, match=words):
         rpc.init_rpc(
@@ -526,8 +526,14 @@ def test_the_command_makes_what_workers_take(
 
 
 def test_without_cryptography_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "_missing", ImportError("no module"))
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    spec = importlib.util.spec_from_file_location("without_cryptography", making.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    without = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, without)
+    spec.loader.exec_module(without)
     with pytest.raises(ConfigError, match=r"actorrpc\[tls\]"):
-        temporary_certificates(tmp_path)
+        without.temporary_certificates(tmp_path)
     with pytest.raises(RpcError):
         temporary_certificates(tmp_path, name="a/b")

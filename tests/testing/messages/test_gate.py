@@ -6,6 +6,7 @@ What is held up is held up for a day, and released by the end of the fault.
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -465,8 +466,8 @@ def test_what_is_sent_is_with_the_kernel_even_if_another_thread_writes(
     assert sync(pair[0], "a1", note, 0) == 0
     conn: Any = pair[side].peer(f"a{1 - side}").conn
     left: list[int] = []
-    kill = kill_at(point, function=note)
-    monkeypatch.setattr(kill, "_act", lambda _: left.append(len(conn.outbox)))
+    kill = kill_at(point, function=note, action="kill")
+    monkeypatch.setattr(os, "kill", lambda *_: left.append(len(conn.outbox)))
     gates[side].add(kill)
     with monkeypatch.context() as patch:
         patch.setattr(conn, "write_lock", _Taken(conn.write_lock))
