@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import actorrpc
+from actorrpc.actors.context import runtime
 from actorrpc.actors.host import deadlock_detector
 from actorrpc.actors.streams import consumer as consumer_module
 from tests.actors.e2e.kit import open_gate, pass_gate, until
@@ -358,41 +359,14 @@ def test_a_number_of_results() -> None:
         actorrpc.get(missing)
 
 
-def test_an_item_that_is_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, gate: Path) -> None:
+def test_an_item_that_is_here_is_not_waited_for(gate: Path) -> None:
     """Whoever waits for an item gets it, even if the next ones are asked for in this very moment."""
-    consumer, here = consumer_module._Consumer, threading.get_ident()
-    waiting, asked, taken = threading.Event(), threading.Event(), threading.Event()
-    pull, pulled, drive = consumer._pull, consumer._pulled, consumer.drive
-    late: list[bool] = []
-
-    # The pool takes the first item up, and is still at it when this thread looks what there is to wait for.
-    def comes(self: Any, step: Any) -> None:
-        waiting.wait(10)
-        pulled(self, step)
-
-    def pulls(self: Any) -> None:
-        pull(self)
-        if self._items and threading.get_ident() != here and not asked.is_set():
-            asked.set()
-            late.append(not taken.wait(5))
-
-    def drives(self: Any, deadline: float | None) -> None:
-        if self._ticket is not None:
-            waiting.set()
-            asked.wait(10)
-        drive(self, deadline)
-
-    monkeypatch.setattr(consumer, "_pulled", comes)
-    monkeypatch.setattr(consumer, "_pull", pulls)
-    monkeypatch.setattr(consumer, "drive", drives)
-    actor = Producer.remote()
-    items = iter(actor.blocks.remote(str(gate)))
-    assert actorrpc.get(next(items)) == 0
-    taken.set()
+    actors = [Producer.remote() for _ in range(4)]
+    streams = [iter(actor.blocks.remote(str(gate))) for actor in actors]
+    # The pool takes the first items up, while this thread looks what there is to wait for.
+    assert [actorrpc.get(next(items)) for items in streams] == [0] * 4
     open_gate(gate)
-    assert list(items) == []
-    until(lambda: late)
-    assert late == [False]
+    assert [list(items) for items in streams] == [[]] * 4
 
 
 # -- circles -------------------------------------------------------------------------------------------------------
@@ -537,15 +511,16 @@ def test_what_another_thread_reads_is_no_circle(monkeypatch: pytest.MonkeyPatch,
     """The search asks again and again, and leaves a reader alone that is only slow."""
     asked, begun, enough = [0], threading.Event(), threading.Event()
     found: list[int] = []
-    at_consumer = deadlock_detector._at_consumer
 
-    def counted(*args: Any) -> None:
-        at_consumer(*args)
-        asked[0] += 1
-        if asked[0] == 4:
-            enough.set()
+    class Consumers(weakref.WeakValueDictionary[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            """As the search does to go on with what a stream's reader waits for."""
+            asked[0] += 1
+            if asked[0] == 4:
+                enough.set()
+            return super().get(key, default)
 
-    monkeypatch.setattr(deadlock_detector, "_at_consumer", functools.wraps(at_consumer)(counted))
+    monkeypatch.setattr(runtime().streams, "consumers", Consumers(runtime().streams.consumers))
     actor = Producer.remote()
     stream = actor.numbers.options(backpressure=2).remote(40)
 

@@ -204,14 +204,14 @@ def test_what_is_shared_while_it_is_opened_is_opened_as_a_copy(monkeypatch: pyte
     """Another thread opens it from the same memory."""
     snapshot = Snapshot.of(np.ones(LARGE, np.uint8))  # outside of a group: on the heap, as what was fetched
     (memory,) = snapshot._buffers or ()
-    look = Snapshot._whole
+    of, shared = codec.TensorSpan.of, [snapshot]
 
-    def shared_meanwhile(self: Snapshot) -> Any:
-        found = look(self)
-        self.share(runtime().agent)
-        return found
+    def shared_meanwhile(buffer: memoryview) -> Any:
+        monkeypatch.setattr(codec.TensorSpan, "of", of)
+        shared.pop().share(runtime().agent)
+        return of(buffer)
 
-    monkeypatch.setattr(Snapshot, "_whole", shared_meanwhile)
+    monkeypatch.setattr(codec.TensorSpan, "of", shared_meanwhile)  # the first step of the copy
     with alone():
         opened = snapshot.open()
         assert snapshot.stored is not None

@@ -12,9 +12,11 @@ import pytest
 import actorrpc
 from actorrpc.actors.context import Runtime
 from actorrpc.actors.host.actor import HostedActor
-from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.executor import ActorExecutor
+from actorrpc.actors.host.mailbox import Mailbox
 from actorrpc.actors.host.registry import ActorRegistry
 from actorrpc.actors.supervision.migration import hand_over
+from actorrpc.agent import hooks
 from actorrpc.agent.executor import Executor
 from actorrpc.errors import RpcError
 from tests.actors.alone import alone
@@ -63,23 +65,24 @@ def test_a_call_that_comes_when_the_actor_was_seen_idle_runs_once_elsewhere(
 ) -> None:
     """The look whether anything runs, and the end of the mailbox, are one step."""
     ending, refused = threading.Event(), threading.Event()
-    end, refuse = HostedActor._end_now, HostedActor._refuse_gone
+    close, refuse = Mailbox.close_if_idle, ActorExecutor.refuse
 
-    def held_up(hosted: HostedActor) -> None:
-        if not ending.is_set():
+    def held_up(mailbox: Mailbox) -> bool:
+        closed = close(mailbox)
+        if closed and not ending.is_set():
             ending.set()
             while not (_entered.wait(0.01) or refused.wait(0.01)):
                 pass
-        end(hosted)
+        return closed
 
-    def refuses(hosted: HostedActor, entry: Envelope) -> None:
+    def refuses(executor: ActorExecutor, *given: Any) -> None:
         refused.set()
-        refuse(hosted, entry)
+        refuse(executor, *given)
 
     actor = Counter.remote()
     assert actorrpc.get(actor.add.remote()) == 1
-    monkeypatch.setattr(HostedActor, "_end_now", held_up)
-    monkeypatch.setattr(HostedActor, "_refuse_gone", refuses)
+    monkeypatch.setattr(Mailbox, "close_if_idle", held_up)
+    monkeypatch.setattr(ActorExecutor, "refuse", refuses)
     moved = _move(runtime)
     assert ending.wait(20)
     call = actor.add_behind_the_gate.remote()
@@ -94,38 +97,38 @@ def test_a_call_that_finds_the_mailbox_closed_is_refused_as_not_executed(
 ) -> None:
     """Its refusal is made by another thread, and may come after the actor's last step."""
     ending, refused = threading.Event(), threading.Event()
-    held: list[tuple[HostedActor, Envelope]] = []
-    forget, wind_up, refuse = ActorRegistry.forget, HostedActor._wind_up, HostedActor._refuse_gone
+    held: list[Any] = []
+    forget, reach, refuse = ActorRegistry.forget, hooks.reach, ActorExecutor.refuse
 
     def held_up(registry: ActorRegistry, hosted: HostedActor) -> None:
         ending.set()
         assert refused.wait(20)
         forget(registry, hosted)
 
-    def winds_up(hosted: HostedActor) -> None:
-        assert refused.wait(20)
-        wind_up(hosted)
+    def winds_up(point: str, *given: Any) -> None:
+        if point == "actor.ending":
+            assert refused.wait(20)
+        reach(point, *given)
 
-    def refuses(hosted: HostedActor, entry: Envelope) -> None:
-        held.append((hosted, entry))
+    def refuses(*given: Any) -> None:
+        held.append(given)
         refused.set()
 
     actor = Counter.remote()
     assert actorrpc.get(actor.add.remote()) == 1
     monkeypatch.setattr(ActorRegistry, "forget", held_up)
-    monkeypatch.setattr(HostedActor, "_wind_up", winds_up)
-    monkeypatch.setattr(HostedActor, "_refuse_gone", refuses)
+    monkeypatch.setattr(hooks, "reach", winds_up)
+    monkeypatch.setattr(ActorExecutor, "refuse", refuses)
     moved = _move(runtime)
     assert ending.wait(20)
     call = actor.add.remote()
     moved.wait(20)
     monkeypatch.undo()
-    for hosted, entry in held:
-        hosted.over.wait(20)
-        refuse(hosted, entry)
+    for given in held:
+        refuse(*given)
     assert actorrpc.get(call, timeout=20) == 2
     held.clear()
-    del actor, call, hosted, entry
+    del actor, call, given
 
 
 def test_a_worker_has_something_to_do_until_it_has_refused_a_call_of_an_actor_that_is_gone(
