@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -22,7 +23,6 @@ import actorrpc
 from actorrpc.agent.context import current_worker
 from actorrpc.cli import commands, doctor
 from actorrpc.cli.commands import main
-from actorrpc.cli.logs import Line
 from actorrpc.cli.text import amount, folded, span, stack_lines, table
 from actorrpc.observe import (
     Finding,
@@ -342,13 +342,16 @@ def test_logs_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     history = worker.cluster.engine.logs.history
     shown: list[str] = []
 
-    def show(line: Line) -> None:
-        shown.append(line.text)
-        if line.text == "the last":
-            raise KeyboardInterrupt
-        history.add(4, False, [("Other", f"behind {line.text}"), ("Other", "the last")])
+    class Output(io.StringIO):
+        def write(self, line: str) -> int:
+            text = line.partition(") ")[2].rstrip()
+            shown.append(text)
+            if text == "the last":
+                raise KeyboardInterrupt
+            history.add(4, False, [("Other", f"behind {text}"), ("Other", "the last")])
+            return len(line)
 
-    monkeypatch.setattr(commands, "_print_line", show)
+    monkeypatch.setattr(sys, "stdout", Output())
     history.add(3, False, [("Follow", "the first")])
     assert main(["logs", "--pid", str(os.getpid()), "-f", "--grep", "first|last"]) == 130
     assert shown == ["the first", "behind the first", "the last"]
@@ -485,7 +488,7 @@ def test_commands_about_one_group_ask_which_one(capsys: pytest.CaptureFixture[st
 @pytest.fixture
 def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(keys, "_default_directory", lambda: str(tmp_path / "default"))
+    monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
 
 
 @pytest.mark.usefixtures("_nowhere")
@@ -706,10 +709,10 @@ def test_a_port_that_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
             assert error.count("\n") == 1
 
 
+@pytest.mark.usefixtures("job")
 def test_metrics_want_a_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "_groups", lambda _: [])
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert main(["metrics"]) == 2
+    assert main(["metrics", "--pid", str(os.getpid())]) == 2
     assert "pip install 'actorrpc[metrics]'" in capsys.readouterr().err
 
 

@@ -98,7 +98,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> GroupLook:
         )
     }
     look = GroupLook(FoundGroup(what="a group"), answers, 0.0)
-    monkeypatch.setattr(commands, "_looks", lambda *_: [look])
+    monkeypatch.setattr(commands, "find_groups", lambda _: [look.group])
+    monkeypatch.setattr(commands, "look", lambda *_, **__: look)
     return look
 
 

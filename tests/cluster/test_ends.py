@@ -278,13 +278,8 @@ def test_ctrl_c_at_the_very_beginning_of_the_end_leaves_no_process(monkeypatch: 
     engine, server = cluster(), cluster().server
     assert server is not None
     waiting = engine.spawn(ProcessSpec(label="Waits", num_gpus=1))  # there is but one device
-    forget = engine._forget
-
-    def interrupted(process: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        forget(process)
-
-    monkeypatch.setattr(engine, "_forget", interrupted)
+    # What waits for a place fails before anything else is ended.
+    waiting.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         context.shutdown()
     with pytest.raises(ShutdownError):
@@ -343,11 +338,15 @@ def test_a_process_without_descriptors_for_its_output(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.limit(90)
 def test_a_drain_that_gets_no_answer_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mute(*_: object) -> int:
-        raise RpcTimeoutError("the call of running has not ended in time")
+    ask = Agent.ask
+
+    def mute(agent: Agent, to: Any, function: Any, *given: Any) -> Any:
+        if function is api.running:
+            raise RpcTimeoutError("the call of running has not ended in time")
+        return ask(agent, to, function, *given)
 
     with init(), workers() as (name,), monkeypatch.context() as patch:
-        patch.setattr(api, "_runs", mute)
+        patch.setattr(Agent, "ask", mute)
         with pytest.raises(RpcTimeoutError, match=rf"drain of '{name}'.*Call drain\(\) again"):
             actorrpc.drain(name, timeout=30)
 
@@ -377,7 +376,7 @@ def test_no_key_is_left_behind_by_a_rank_0_that_cannot_drive(monkeypatch: pytest
     assert os.path.exists(path)
     monkeypatch.setattr(join, "of_environment", lambda: launched)
     monkeypatch.setattr(join, "meet", lambda *_: meeting)
-    monkeypatch.setattr(api, "_drive", fails)
+    monkeypatch.setattr(join, "own_address", fails)
     with pytest.raises(OSError, match="no port"):
         init()
     assert not os.path.exists(path)

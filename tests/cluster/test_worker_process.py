@@ -31,7 +31,6 @@ def test_a_process_that_nobody_waits_for_any_more_ends_quietly(
     def refused(*_: Any, **__: Any) -> Any:
         raise error("nobody waits for 'Counter-1' any more")
 
-    monkeypatch.setattr(worker_process, "_reseed", lambda: None)
     monkeypatch.setattr(worker_process.torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(worker_process, "group", SimpleNamespace(enter=lambda *_, **__: None))
     monkeypatch.setattr(worker_process, "enter", refused)

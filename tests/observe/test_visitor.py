@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import actorrpc
 from actorrpc import rpc
 from actorrpc.agent.context import current_worker
 from actorrpc.cli.commands import main
 from actorrpc.errors import AuthenticationError
-from actorrpc.observe import outside, visitor
+from actorrpc.observe import visitor
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.outside import FoundGroup, at_address, find_groups, look
+from actorrpc.observe.processes import why_silent
 from actorrpc.observe.visitor import KeptVisits, Target, Visit
-from actorrpc.transport import session
+from actorrpc.transport import connection
+from actorrpc.transport.session import Replay
 from actorrpc.wire.keys import Key
 from tests import certificates
 from tests.actors.e2e.kit import until
@@ -74,7 +79,7 @@ def test_a_worker_is_looked_into_over_tcp(address: str, capsys: pytest.CaptureFi
 
 def test_a_long_visit_over_tcp(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker keeps what it has sent until it hears that it has come, and sends no more than a limit before."""
-    monkeypatch.setattr(session, "_LIMIT", 256 << 10)
+    monkeypatch.setattr(connection, "Replay", partial(Replay, limit=256 << 10))
     monkeypatch.setattr(visitor, "_SAY_EVERY", 64 << 10)
     (target,) = at_address(address).targets
     limit = time.monotonic() + 50
@@ -189,38 +194,44 @@ def test_a_data_only_worker_says_how_it_is_on_its_own_host_only(
         rpc.shutdown()
 
 
+_DRIVER = """
+import sys
+import actorrpc
+
+@actorrpc.remote
+class Idle:
+    pass
+
+with actorrpc.init(num_cpus=2):
+    actor = Idle.remote()
+    actorrpc.get(actorrpc.ready(actor))
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
 @pytest.mark.slow
-def test_workers_of_a_driver_that_does_not_answer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_driver_that_does_not_answer_are_found() -> None:
     """They are its children: their sockets lie beside its own."""
-
-    @actorrpc.remote
-    class Idle:
-        pass
-
-    with actorrpc.init(num_cpus=2):
-        actor = Idle.remote()
-        actorrpc.get(actorrpc.ready(actor))
-        (group,) = find_groups(os.getpid())
-        target = group.targets[0]
-        monkeypatch.setattr(outside, "_SOON_S", 0.0)
-        asked = outside._ask
-
-        def ask(to: Target, *arguments: Any) -> Any:
-            if to is target:
-                return Silent("busy", "C")
-            found = asked(to, *arguments)
-            return {**found, "members": []} if isinstance(found, dict) else found
-
-        monkeypatch.setattr(outside, "_ask", ask)
-        state = look(group, ["process", "actors"], 30.0).state
+    with subprocess.Popen(
+        [sys.executable, "-c", _DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        (group,) = find_groups(driver.pid)
+        os.kill(driver.pid, signal.SIGSTOP)
+        try:
+            until(lambda: why_silent(driver.pid)[0] == "stopped")
+            state = look(group, ["process", "actors"], 5.0).state
+        finally:
+            os.kill(driver.pid, signal.SIGCONT)
         assert [(each.name, each.state) for each in state.workers] == [
-            ("driver", "busy"),
+            ("driver", "stopped"),
             ("Idle-1", "alive"),
         ]
         assert [(each.class_name, each.worker, each.state) for each in state.actors] == [
             ("Idle", "Idle-1", "ALIVE")
         ]
-        del actor
 
 
 def test_a_visit_that_is_kept_serves_the_next_look(worker: FoundGroup) -> None:

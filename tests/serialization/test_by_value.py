@@ -237,7 +237,7 @@ def test_the_main_module_is_found_wherever_it_is(
 ) -> None:
     monkeypatch.setattr(Local, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Local", Local, raising=False)
-    monkeypatch.setattr(by_value, "_before", None)  # no test before this one has joined a group
+    by_value.note_main()  # it has been there from the start
     texts = [f"text {n}" for n in range(count)]  # frames of their own, from some number on
     for obj in (
         [texts, long, Local],

@@ -110,18 +110,18 @@ def test_functions_of_the_main_module_have_numbers_where_all_run_it(monkeypatch:
     main = sys.modules["__main__"]
     table = NumberedFunctions()
     found: dict[str, Any] = {"__name__": "__main__"}
-    exec("def _tested():\n    return 1\n", found)
-    ours = FunctionType(found["_tested"].__code__, vars(main), "_tested")
+    exec("def tested():\n    return 1\n", found)
+    ours = FunctionType(found["tested"].__code__, vars(main), "tested")
     ours.__module__ = "__main__"
     # A script that runs in a dict of its own (python -m cProfile) is not the main module, whatever it says.
-    assert table.introduce(found["_tested"], True) is found["_tested"]
-    monkeypatch.setattr(main, "_tested", ours, raising=False)
+    assert table.introduce(found["tested"], True) is found["tested"]
+    monkeypatch.setattr(main, "tested", ours, raising=False)
     monkeypatch.setattr(by_value, "has_late", lambda: True)  # what others may lack goes by value
     assert table.introduce(ours, True) is ours
     monkeypatch.setattr(by_value, "has_late", lambda: False)
     assert table.introduce(ours, False) is ours
-    assert table.introduce(ours, True) == (0, "__main__", "_tested")
-    assert table.learn((0, "__mp_main__", "_tested")) is ours
+    assert table.introduce(ours, True) == (0, "__main__", "tested")
+    assert table.learn((0, "__mp_main__", "tested")) is ours
 
 
 def test_a_number_means_what_the_name_means_there_now(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter as Counts
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actorrpc
-from actorrpc import autograd
+from actorrpc import _time, autograd
 from actorrpc.agent.context import current_worker
 from actorrpc.cli.views import trace_lines
 from actorrpc.errors import ConfigError, NotInitializedError, RpcTimeoutError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
-from actorrpc.observe import api, collect
+from actorrpc.observe import api, collect, protocol
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.tracing.trace import Recording, compare_clocks, events_of, write
 from tests.actors.e2e.kit import open_gate, pass_gate, until
@@ -355,24 +356,23 @@ def test_calls_that_hang_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_one_that_sends_nothing_is_given_a_fifth_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silences: list[float] = []
-    wait = api._wait
+    limits: list[float] = []
 
-    def waited(inquiries: Any, until: float, silence: float = float("inf")) -> None:
-        silences.append(silence)
-        wait(inquiries, until, silence)
+    def patience(timeout: float) -> float:
+        limits.append(protocol.patience(timeout))
+        return limits[-1]
 
-    monkeypatch.setattr(api, "_wait", waited)
+    monkeypatch.setattr(api, "patience", patience)
     actorrpc.trace(tmp_path / "trace.json", timeout=1000)
-    assert pytest.approx(200) in silences
+    assert pytest.approx(200) in limits
 
 
 def test_one_that_sends_something_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    sends = [1.5, 3.0]
+    now = [begun := time.monotonic()]
+    sends = [begun + 1.5, begun + 3.0]
 
     class Asked:
-        heard = 0.0
+        heard = begun
 
         def __init__(self) -> None:
             self.done = SimpleNamespace(done=lambda: False, wait=self.wait)
@@ -383,9 +383,9 @@ def test_one_that_sends_something_is_waited_for(monkeypatch: pytest.MonkeyPatch)
                 self.heard = sends.pop(0)
             raise RpcTimeoutError("not yet")
 
-    monkeypatch.setattr(api, "_time", SimpleNamespace(now=lambda: now[0]))
-    api._wait([Asked()], 100.0, 2.0)  # type: ignore[list-item]
-    assert now[0] == 5.0
+    monkeypatch.setattr(_time, "now", lambda: now[0])
+    api._wait([Asked()], begun + 100.0, 2.0)  # type: ignore[list-item]
+    assert now[0] - begun == pytest.approx(5.0)
 
 
 @actorrpc.remote
