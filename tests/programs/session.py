@@ -47,7 +47,11 @@ _CUTS = (
 # What workers hold beyond the end of a program: leases of tasks have RRefs, and the other workers of a group wait in calls.
 _STAYS = re.compile("RRef|executed here")
 # Messages that say what a program has done to its actors.
-_ANNOUNCED = (r"on the actor's event loop", r"failed and nobody looked at the error")
+_ANNOUNCED = (
+    r"on the actor's event loop",
+    r"failed and nobody looked at the error",
+    r"^Executing <(Task|Handle)",
+)
 
 
 @dataclass(frozen=True, slots=True)
