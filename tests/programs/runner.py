@@ -15,7 +15,7 @@ from tests.programs.shrinker import shrunk
 __all__ = ["Failure", "Result", "run_seeds"]
 
 _TRIES = 10  # how often a program runs to find out whether it fails again
-_SHRINK_S = 300.0
+_SHRINK_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
