@@ -347,9 +347,12 @@ class ActorExecutor:
 
     def _method(self, name: str) -> tuple[Any, str]:
         assert self.hosted.spec is not None
+        instance = self.hosted.instance
+        if instance is None:  # the actor ended after its event loop had received the call
+            raise HostedActorGoneError(self.hosted.id, self.hosted.why)
         info = self.hosted.spec.info.methods.get(name)
         if info is not None:
-            return _method_of(self.hosted.instance, name), info.kind
+            return _method_of(instance, name), info.kind
         if name == "<call>":
             return self._call_function, "sync"
         if name == "<getattr>":
