@@ -435,9 +435,8 @@ class ActorThread(Carrier):
         (:func:`bears_interruption`): then it is tried again a little later, for as long as the entry runs. A method that is
         hardly ever in code of its own is interrupted when it next calls us, or in its wait.
         """
-        _time.pause(
-            0
-        )  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
+        # Yield first, so that the interpreter is not handed over between the look at the thread and its interruption.
+        _time.pause(0)
         with self._interrupts:
             self.hunted = True  # before the look
             if self.under_way.get(entry) not in (RUNS, _WANTED):
