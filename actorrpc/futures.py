@@ -236,12 +236,12 @@ def _unwrapping(report: _Unretrieved) -> Callable[[BaseException], NoReturn]:
 
 # -- callbacks ------------------------------------------------------------------------------------
 
-_MAX_DEPTH: Final = 8
+_MAX_DEPTH: Final = 50
 
 QUEUED: Final[dict[int, list[Future[Any]]]] = {}
 """By thread: the completed futures whose callbacks it still has to run. Almost always empty.
 
-A callback may complete another future, whose callbacks complete the next one. The first eight run one within another, as
+A callback may complete another future, whose callbacks complete the next one. The first fifty run one within another, as
 torch's do. The others are queued here, and the thread runs them when the innermost callback returns or waits, so a chain
 of any length takes a stack of the same depth.
 """

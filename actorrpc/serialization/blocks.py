@@ -156,11 +156,12 @@ def _split(cluster: list[View]) -> list[Block]:
     columns = _columns(cluster, step)
     if columns is None:
         return [_cheapest(cluster, 0, 0, 0)]
-    if all(len(views) == 1 for _, _, views in columns) and sum([v.used for v in cluster]) == high - low:
-        whole = Block(cluster, high - low)
-        whole.groups = [[view] for view in cluster]
+    blocks = [_cheapest(views, step, first, end) for first, end, views in columns]
+    if sum([block.size for block in blocks]) >= high - low:
+        whole = Block(cluster, sum([_used(views, step, first, end) for first, end, views in columns]))
+        whole.groups = [views for _, _, views in columns]
         return [whole]
-    return [_cheapest(views, step, first, end) for first, end, views in columns]
+    return blocks
 
 
 def _columns(cluster: Sequence[View], step: int) -> list[tuple[int, int, list[View]]] | None:
@@ -180,7 +181,8 @@ def _columns(cluster: Sequence[View], step: int) -> list[tuple[int, int, list[Vi
     for first, end, view in windows:
         if groups and first < groups[-1][1]:
             before, reach, views = groups[-1]
-            groups[-1] = before, max(reach, end), [*views, view]
+            views.append(view)
+            groups[-1] = before, max(reach, end), views
         else:
             groups.append((first, end, [view]))
     while len(groups) > 1 and groups[0][0] + step < groups[-1][1]:  # the last continues in the next row
@@ -191,12 +193,27 @@ def _columns(cluster: Sequence[View], step: int) -> list[tuple[int, int, list[Vi
     return groups
 
 
+def _used(views: list[View], step: int, first: int, end: int) -> int:
+    """Return how many bytes the views use together, or a lower bound of it. The arguments are those of :func:`_cheapest`."""
+    if step and len(views) > 1:
+        rows = -(-(views[0].high - views[0].low) // step)
+        top = views[0].low - (views[0].low - first) % step
+        for view in views:
+            width = view.used // rows
+            is_run_per_row = view.used == width * rows and view.high - view.low == (rows - 1) * step + width
+            if not is_run_per_row or not top <= view.low < top + step or view.step not in (0, step):
+                break
+        else:
+            return rows * (end - first)  # every view has one run of bytes in each of the same rows
+    return max([view.used for view in views])
+
+
 def _cheapest(views: list[View], step: int, first: int, end: int) -> Block:
     """Return the block of views that may overlap. They keep their strides if the rule allows it; else the shortest form is sent.
 
     ``step``: the views lie in rows of this length, between the columns ``first`` and ``end``; 0: there are no such rows.
     """
-    used = max([view.used for view in views])  # the views together use at least as many bytes
+    used = _used(views, step, first, end)
     block = Block(views, used)
     if max([view.gap for view in views]) <= _GAP and block.size <= _WASTE * used:
         return block

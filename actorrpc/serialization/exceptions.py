@@ -393,7 +393,14 @@ def _pickle(
     members = None
     if plan.group:  # each member on its own: one that cannot be rebuilt costs nothing but itself
         members, remaining = [], limit
-        for member in _MEMBERS.__get__(error):
+        inside = _MEMBERS.__get__(error)
+        for number, member in enumerate(inside):
+            if remaining <= -limit:  # members over the limit have their text only, which adds up as well
+                left_out = RuntimeError(
+                    f"{len(inside) - number} more exceptions of this group are too large to be sent"
+                )
+                members.append(_dump(left_out, worker, dumps, _MAX_MEMBER_TEXT, True, inside=True))
+                break
             room = max(remaining, _MAX_MEMBER_TEXT)
             members.append(_dump(member, worker, dumps, room, True, inside=True))
             remaining -= len(members[-1])

@@ -788,6 +788,8 @@ def arrive(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> 
             continue
         device = ""
         if kind & _PLACED:
+            if not names:
+                raise ProtocolError("a message's table of storages lacks the name of a device")
             last = 1 + names[0]
             device, names = names[1:last].decode(), names[last:]
         data: Any

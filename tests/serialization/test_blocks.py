@@ -140,6 +140,15 @@ def test_what_has_no_gaps_is_not_copied(view: Any) -> None:
     assert base.data_ptr() <= span.address < base.data_ptr() + base.nbytes
 
 
+def test_columns_that_cover_their_rows_together_are_sent_without_a_copy() -> None:
+    x = torch.arange(100 * 64).view(100, 64)
+    for views in ([x[:, i : i + 16] for i in range(49)], [x[:, :63], x[:, 1:]], [x[::2], x[1::2], x[5]]):
+        arrived, encoded = trip(views)
+        assert all(torch.equal(*pair) for pair in zip(arrived, views, strict=True))
+        (span,) = encoded.spans
+        assert (span.address, span.nbytes) == (x.data_ptr(), x.nbytes)
+
+
 def test_ranges_that_lie_close_are_one_storage_with_zeros_between() -> None:
     base = secret(40_000)
     near, far = [base[:5000], base[6000:11_000]], base[20_000:30_000]

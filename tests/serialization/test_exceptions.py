@@ -755,6 +755,13 @@ def test_members_of_a_group_share_the_limit() -> None:
     assert small.args == ("small",)
 
 
+def test_a_group_of_any_number_of_members_keeps_the_limit() -> None:
+    group = ExceptionGroup("many", [ValueError("x" * 5000) for _ in range(3000)])
+    arrived = send(group, limit=100_000).exceptions
+    assert 10 < len(arrived) < 100
+    assert "more exceptions of this group are too large" in str(arrived[-1])
+
+
 def test_a_class_unknown_to_the_caller() -> None:
     arrived = send(Keyword(code=3, detail=None), loads=failing)
     assert type(arrived) is RemoteError

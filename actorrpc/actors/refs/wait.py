@@ -653,6 +653,9 @@ def wait(
         registered.extend(refs)
         registered.wait(num_returns, until)
         ready = registered.take(num_returns)
+    except ValueError:
+        registered.lasts = False  # some of the new items are registered, and others are not
+        raise
     finally:
         if registered.lasts:
             shared.append(registered)

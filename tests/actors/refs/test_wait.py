@@ -648,6 +648,18 @@ def test_the_list_that_is_left_is_a_list_like_others() -> None:
     assert future() is None
 
 
+def test_a_list_that_a_wait_refused_is_good_again_once_it_is_corrected() -> None:
+    work = _Work(5)
+    work.end(0)
+    rest = wait(work.refs[:4])[1]
+    rest.extend([work.refs[4], work.refs[4]])
+    with pytest.raises(ValueError, match="twice"):
+        wait(rest)
+    rest.pop()
+    work.end(1, 2, 3, 4)
+    assert wait(rest, num_returns=4) == (work.refs[1:], [])
+
+
 # -- as_completed --------------------------------------------------------------------------------------------
 
 
