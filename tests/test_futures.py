@@ -380,6 +380,21 @@ def test_a_coroutine_that_a_callback_runs_sees_what_it_completes() -> None:
     assert found.value() == 6
 
 
+def test_a_callback_of_a_chain_waits_in_torch_for_a_future_that_it_completes() -> None:
+    first: Future[int] = Future()
+    found = []
+
+    def body(_: Future[int]) -> None:
+        one, other = Future[int](), torch.futures.Future[int]()
+        one.then(lambda _: other.set_result(5))
+        one.set_result(1)
+        found.append(other.wait())
+
+    _linked_by_then(first, 20).add_done_callback(body)
+    first.set_result(1)
+    assert found == [5]
+
+
 @pytest.mark.parametrize("depth", [1, 20])
 def test_an_interruption_of_a_callback_leaves_no_other_one_out(depth: int) -> None:
     first: Future[int] = Future()

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from functools import partial
+from operator import attrgetter, call, itemgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,6 +59,8 @@ _WANTED: Final = "is to be interrupted"
 _RAISED: Final = "was interrupted where it called us"
 _STRUCK: Final = "was interrupted wherever it was"
 _set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
+_place_of: Final = attrgetter("f_code", "f_lasti", "f_back")
 _IMPORT: Final = "<frozen importlib."  # the file of the frames of a running import
 _PACKAGE: Final = __name__.partition(".")[0] + "."
 # What makes a task of a coroutine that it was given or has made, and then runs it.
@@ -108,6 +111,21 @@ def bears_interruption(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+def _interrupt_at(ident: int, place: object) -> bool:
+    """Set :class:`Interrupted` for a thread if it is still at the place that was looked at; say whether it was.
+
+    While its stack is judged, the interpreter may run that thread, on a loaded machine above all, which may come to our own
+    code meanwhile. So the last look and the setting are made by functions in C that call one another: between those the
+    interpreter runs no other thread.
+    """
+    here = map(_place_of, map(itemgetter(ident), map(call, (sys._current_frames,))))
+    idents = map({place: ident}.get, here, (0,))  # there is no thread 0
+    try:
+        return bool(next(map(_set_async_exc, idents, (Interrupted,))))
+    except KeyError:  # the thread is gone
+        return False
 
 
 def _may_raise(frame: FrameType) -> bool:
@@ -435,17 +453,19 @@ class ActorThread(Carrier):
         (:func:`bears_interruption`): then it is tried again a little later, for as long as the entry runs. A method that is
         hardly ever in code of its own is interrupted when it next calls us, or in its wait.
         """
-        # Yield first, so that the interpreter is not handed over between the look at the thread and its interruption.
+        # Start with a fresh turn of the interpreter, so that the thread hardly ever moves on while it is inspected.
         _time.pause(0)
         with self._interrupts:
             self.hunted = True  # before the look
             if self.under_way.get(entry) not in (RUNS, _WANTED):
                 return
-            if self.running is entry and bears_interruption(sys._current_frames().get(self.ident)):
+            frame = sys._current_frames().get(self.ident)
+            place = None if frame is None else _place_of(frame)
+            if self.running is entry and bears_interruption(frame):
                 self._settle(entry, _STRUCK)
                 _watch_what_is_lost()
-                _set_async_exc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
-                return
+                if _interrupt_at(self.ident, place):
+                    return
             self.under_way[entry] = _WANTED
             INTERRUPTED.add(self)
         try:
@@ -508,7 +528,7 @@ class ActorThread(Carrier):
                     # Not delivered yet, or just now. Taken back by being delivered here: where it is replaced by
                     # none, CPython 3.11 checks for one at every step of every thread ever after, and a traced
                     # function (a debugger, coverage) waits for that in its first step for ever.
-                    if _set_async_exc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(Interrupted)):
+                    if _set_async_exc(threading.get_ident(), Interrupted):
                         while True:
                             _time.pause(0)
                 elif found == _WANTED:

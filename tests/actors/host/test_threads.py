@@ -10,12 +10,13 @@ import itertools
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,6 +26,7 @@ from actorrpc.actors.host import threads
 from actorrpc.actors.host.threads import ActorThread, Interrupted, bears_interruption
 from actorrpc.actors.streams.producer import Producer
 from actorrpc.futures import INTERRUPTED
+from actorrpc.testing import InProcessCluster
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 
@@ -285,6 +287,70 @@ def test_a_method_is_interrupted_where_it_calls_us(
         get(actor.ready.remote())
         until(lambda: not INTERRUPTED)  # the stream is given up as well
         del actor, other, ref
+
+
+@actorrpc.remote
+class Moves:
+    """Is in code of its own until it is looked at, and then waits for another actor."""
+
+    begun, looked_at, asked = threading.Event(), threading.Event(), threading.Event()
+    ident = 0
+    raised_in: ClassVar[list[str]] = []
+
+    def waits(self, other: Any) -> None:
+        Moves.ident = threading.get_ident()
+        Moves.begun.set()
+        Moves.looked_at.wait()
+        try:
+            get(other.never.remote())
+        except Interrupted as error:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            Moves.raised_in.append(frame.f_globals["__name__"])
+            raise
+
+    def asks(self, other: Any) -> str:
+        return str(get(other.answer.remote()))
+
+
+@actorrpc.remote
+class Other:
+    async def never(self) -> None:
+        Moves.asked.set()
+        await asyncio.Event().wait()
+
+    async def answer(self) -> str:
+        return "here"
+
+
+def test_a_thread_that_moves_on_while_it_is_looked_at_is_not_interrupted_in_our_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be using a connection, which would be closed, and the worker at its other end taken for dead."""
+
+    def look(frame: FrameType | None) -> bool:
+        found = bears_interruption(frame)
+        if found and not Moves.looked_at.is_set():
+            Moves.looked_at.set()
+            assert Moves.asked.wait(20)
+            until(lambda: _module_of(Moves.ident).startswith("actorrpc."))
+        return found
+
+    with InProcessCluster(3, clock="real"):
+        actor, other = Moves.options(worker="worker1").remote(), Other.options(worker="worker2").remote()
+        assert get(actor.asks.remote(other)) == "here"
+        ref = actor.waits.remote(other)
+        assert Moves.begun.wait(20)
+        monkeypatch.setattr("actorrpc.actors.host.threads.bears_interruption", look)
+        assert cancel(ref)
+        with pytest.raises(CancelledError):
+            get(ref)
+        assert get(actor.asks.remote(other)) == "here"
+        assert Moves.raised_in == ["actorrpc.actors.host.threads"]  # where it may be, by the thread itself
+        del actor, other, ref
+
+
+def _module_of(ident: int) -> str:
+    return str(sys._current_frames()[ident].f_globals["__name__"])
 
 
 @actorrpc.remote
