@@ -4,8 +4,10 @@ A definition is the cloudpickle of one function or class, named by its hash: a p
 the hash from then on. Classes keep their identity: the same local class sent twice arrives as one class,
 and it comes home as the class that it was. A function whose captured state could change (a list in its
 closure, a tensor, an RRef) is no definition: it travels whole in each message, as its state is at the time.
-A class is read when it is first sent after a call of :func:`look_again`, which each creation of an actor makes. If the class has
-changed since, it has another hash and is sent once more; a process that already has the class keeps it as it was received first.
+A class is read again when it is sent after one of its attributes, or an attribute of a base class that goes by value, was
+assigned or deleted. It is also read again after each call of :func:`look_again`, which the creation of an actor makes: other
+changes, as of a global that its methods mention, are not looked for when a message is sent. If the class has changed, its
+definition has another hash and is sent once more; a process that already has the class keeps it as it was received first.
 
 Some things go by value though they could be imported: the main module, modules that are registered so, and what lies in them.
 ``cloudpickle.register_pickle_by_value(module)`` says that others do not have a module, nor what lies in it. Most
@@ -46,6 +48,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from actorrpc.errors import ProtocolError
+from actorrpc.serialization.class_cache import ClassCache
 from actorrpc.serialization.reducers import (
     REDUCERS,
     complete_model,
@@ -290,12 +293,15 @@ class DefinitionStore:
 
 # -- classes, and where they are known ------------------------------------------------------------
 
-# Classes whose definition is complete here: those that were made here, and those that have been filled.
+# Classes whose definition is complete here, and whether this process received it: False says that the class was made here.
 # cloudpickle gives a class that comes home its own self, but would also write all its attributes again.
 _complete: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
-# The definition under which a class is known, by whether it may name the main module.
-_classes: dict[bool, weakref.WeakKeyDictionary[type, tuple[bytes, bytes]]] = {
+# Both tables hold definitions by whether these may name the main module.
+# The definitions of classes as this process read them.
+_read: Final[dict[bool, ClassCache[tuple[bytes, bytes]]]] = {True: ClassCache(), False: ClassCache()}
+# The definitions of classes as they were received.
+_received: Final[dict[bool, weakref.WeakKeyDictionary[type, tuple[bytes, bytes]]]] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
 }
@@ -306,17 +312,19 @@ _functions: dict[Any, tuple[bytes, bytes]] = {}
 
 
 def _remember(cls: type, key: bytes, data: bytes) -> None:
-    """A class came as a definition: send it on, or back, under the same name."""
-    _complete[cls] = True
-    _classes[True].setdefault(cls, (key, data))
+    """Send a received class on, or back, under the same name. A class that was made here may have changed since it was sent."""
+    if not _complete.get(cls):
+        return
+    _received[True].setdefault(cls, (key, data))
     if not any(name.encode() in data for name in MAIN):
-        _classes[False].setdefault(cls, (key, data))
+        _received[False].setdefault(cls, (key, data))
 
 
 def look_again() -> None:
     """Have each class read again when it is sent next, in case it has changed."""
-    for known in _classes.values():
-        known.clear()
+    for remote_main in (True, False):
+        _read[remote_main].clear()
+        _received[remote_main].clear()
 
 
 class DefinedClass:
@@ -656,7 +664,9 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                     pass
             return self._inline(obj, self._dynamic_function_reduce(obj))
         if isinstance(obj, type):
-            found = _classes[self._remote_main].get(obj) if self._named is not None else None
+            main = self._remote_main
+            known = self._named is not None
+            found = (_read[main].get(obj) or _received[main].get(obj)) if known else None
             if found is not None and not self._by_reference(obj):
                 return self._name(obj, *found)
             if self._by_reference(obj):
@@ -704,7 +714,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_class(self, cls: type) -> Any:
         complete_model(cls)
-        _complete[cls] = True
+        _complete.setdefault(cls, False)
         if self._named is not None:
             found = self.define_class(cls)
             if found is not None:
@@ -714,12 +724,11 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def define_class(self, cls: type) -> tuple[bytes, bytes] | None:
         """Return hash and definition of a class as it is now; None if it refers to an object that belongs to the message."""
+        bases = tuple([each for each in cls.__mro__ if not self._by_reference(each)])
         try:
-            data = self._dump_definition(cls)
+            return _read[self._remote_main].make(cls, bases, self._define)
         except _NotADefinitionError:
             return None
-        found = _classes[self._remote_main][cls] = (hash_of(data), data)
-        return found
 
     def _prefers_own(self, obj: Any) -> bool:
         """Say whether the peer may have this by its name, and is to take that."""
@@ -744,18 +753,18 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             found = _functions.get(cache_key)
             if found is not None:
                 return found
-        data = self._dump_definition(function)
-        found = (hash_of(data), data)
+        found = self._define(function)
         if cache_key is not None:
             if len(_functions) >= _MAX_CACHED:
                 _functions.clear()
             _functions[cache_key] = found
         return found
 
-    def _dump_definition(self, obj: Any) -> bytes:
+    def _define(self, obj: Any) -> tuple[bytes, bytes]:
         sink = io.BytesIO()
         ByValuePickler(sink, self._refusing, remote_main=self._remote_main).dump(obj)
-        return sink.getvalue()
+        data = sink.getvalue()
+        return hash_of(data), data
 
 
 def _is_main_or_by_value(name: str) -> bool:

@@ -73,5 +73,9 @@ def test_an_actor_has_its_class_as_it_was_at_the_creation(found: dict[str, Any])
     assert knows == [True, True, True]  # an instance is of the same class for all of them
 
 
+def test_an_argument_has_its_class_as_it_is_when_the_argument_is_sent(found: dict[str, Any]) -> None:
+    assert found["argument_changes"] == [["old", 3], ["new", 3], ["new", 4]]
+
+
 def test_processes_have_the_arguments_of_the_script(found: dict[str, Any]) -> None:
     assert found["arguments"] == [str(_PROGRAM), "--size", "3"]

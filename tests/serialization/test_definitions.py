@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -167,6 +167,7 @@ def test_a_local_class_is_one_class(peer: Peer) -> None:
 def test_a_class_is_sent_again_only_if_it_has_changed(peer: Peer) -> None:
     class Local:
         value = 1
+        items: ClassVar = [1]
 
         def get(self) -> int:
             return self.value
@@ -176,11 +177,27 @@ def test_a_class_is_sent_again_only_if_it_has_changed(peer: Peer) -> None:
     peer.send(Local())
     assert peer.received == 1
     Local.value = 2
-    peer.send(Local())
-    assert peer.received == 1  # nothing has asked to read it again
-    by_value.look_again()
     assert type(peer.send(Local())) is Local
     assert peer.received == 2
+    Local.items.append(2)
+    peer.send(Local())
+    assert peer.received == 2  # only attributes of the class are compared
+    by_value.look_again()
+    peer.send(Local())
+    assert peer.received == 3
+
+
+def test_a_class_that_comes_home_in_an_older_state_is_sent_as_it_is_now(peer: Peer) -> None:
+    class Local:
+        value = 1
+
+    before = encode(Local())
+    Local.value = 2
+    by_value.look_again()
+    for key, data in before.definitions.items():
+        peer.store.add(key, data)
+    assert type(decode(before.body, definitions=peer.store)) is Local
+    assert not before.definitions.keys() & encode(Local()).definitions.keys()
 
 
 def test_a_class_made_from_its_definition(peer: Peer) -> None:

@@ -285,6 +285,32 @@ def changes() -> Any:
     ]
 
 
+class Argument(Base):
+    def seen(self) -> Any:
+        return ["old", self.of_base()]
+
+
+@actorrpc.remote
+class Reader:
+    def read(self, argument: Argument) -> Any:
+        return argument.seen()
+
+    def back(self, argument: Argument) -> Argument:
+        return argument
+
+
+def argument_changes() -> Any:
+    """Change the class of an argument, and then its base class; send an argument to another process after each change."""
+    first, second, third = [Reader.remote() for _ in range(3)]
+    found = [actorrpc.get(first.read.remote(Argument()))]
+    Argument.seen = lambda self: ["new", self.of_base()]  # type: ignore[method-assign]
+    assert isinstance(actorrpc.get(first.back.remote(Argument())), Argument)
+    found.append(actorrpc.get(second.read.remote(Argument())))
+    Base.of_base = lambda _self: 4  # type: ignore[method-assign]
+    found.append(actorrpc.get(third.read.remote(Argument())))
+    return found
+
+
 def main() -> None:
     found: dict[str, Any] = {}
     with actorrpc.init(num_cpus=8):
@@ -294,6 +320,7 @@ def main() -> None:
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
         found["changes"] = changes()
+        found["argument_changes"] = argument_changes()
         found["arguments"] = actorrpc.get(actorrpc.remote(lambda: sys.argv).remote(), timeout=60)
     print(json.dumps(found))
 

@@ -1,0 +1,71 @@
+"""Caches of what was read from classes: an entry is valid until a program assigns or deletes an attribute of its class."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from operator import is_
+from typing import Any, Final, Generic, TypeVar
+
+__all__ = ["ClassCache"]
+
+T = TypeVar("T")
+
+
+class ClassCache(Generic[T]):
+    """Values that were computed from classes, each with the attributes that its class had before the computation.
+
+    An entry holds its class and the attributes: an attribute that was freed could have the address of a later one. A class is
+    part of reference cycles, so only Python's collector frees classes. Therefore each full collection empties all caches
+    before it starts, and the caches keep no class alive.
+
+    Thread-safe without a lock: each operation on the table is one step under the interpreter's lock.
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[tuple[type, ...], list[Any], T]] = {}  # by id(class)
+        _tables.append(self._entries)
+
+    def get(self, cls: type) -> T | None:
+        """Return the value of a class; None if the cache has none, or if the class has changed."""
+        entry = self._entries.get(id(cls))
+        if entry is None:
+            return None
+        bases, before, value = entry
+        now = _attributes(cls, bases)
+        return value if len(now) == len(before) and all(map(is_, now, before)) else None
+
+    def make(self, cls: type, bases: tuple[type, ...], make: Callable[[type], T]) -> T:
+        """Return ``make(cls)``, and keep it until an attribute of the class or of one of the bases changes."""
+        before = _attributes(cls, bases)
+        value = make(cls)
+        self._entries[id(cls)] = bases, before, value
+        return value
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._entries.clear()
+
+
+def _attributes(cls: type, bases: tuple[type, ...]) -> list[Any]:
+    """Return the names and values of the attributes of classes. They are compared by identity: no user's code runs."""
+    found: list[Any] = [*cls.__mro__]
+    for each in bases:
+        own = vars(each).copy()
+        found += own
+        found += own.values()
+    return found
+
+
+_tables: Final[list[dict[int, Any]]] = []
+
+
+def _empty(phase: str, info: dict[str, int]) -> None:
+    if phase == "start" and info["generation"] == 2:
+        for table in _tables:
+            table.clear()
+
+
+gc.callbacks.append(_empty)
