@@ -77,5 +77,9 @@ def test_an_argument_has_its_class_as_it_is_when_the_argument_is_sent(found: dic
     assert found["argument_changes"] == [["old", 3], ["new", 3], ["new", 4]]
 
 
+def test_a_handle_has_the_methods_of_its_class_at_the_creation(found: dict[str, Any]) -> None:
+    assert found["methods_change"] == ["old", "new", "added", False]
+
+
 def test_processes_have_the_arguments_of_the_script(found: dict[str, Any]) -> None:
     assert found["arguments"] == [str(_PROGRAM), "--size", "3"]

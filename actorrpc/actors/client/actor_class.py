@@ -143,7 +143,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         ActorClass[..., Any] | None
     )  # the actor class that may have the class's name in its module
     _actorrpc_alias: Any
-    _actorrpc_info: ClassInfo | None  # when it has been checked that the class and the options go together
+    _actorrpc_info: ClassInfo | None  # the class, when it was checked that it and the options go together
 
     if TYPE_CHECKING:
 
@@ -175,11 +175,9 @@ class ActorClass(Generic[P, C], metaclass=_Making):
                 UnknownWorkerError: there is no such worker.
             """
             own = _own(self)  # what is looked up on the actor class itself takes a step more each time
-            info = own["_actorrpc_info"]
-            if info is None:
-                info = ClassInfo.of(own["__actor_class__"])
+            info = ClassInfo.of(own["__actor_class__"])
             info.constructor.check(args, kwargs)
-            if own["_actorrpc_info"] is None:
+            if own["_actorrpc_info"] is not info:
                 self._check(own["__actor_class__"], info, own["_actorrpc_options"])
                 own["_actorrpc_info"] = info
             in_force = runtime(start=True)

@@ -23,6 +23,7 @@ from torch import nn
 
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.errors import ConfigError, SerializationError
+from actorrpc.serialization.class_cache import ClassCache
 from actorrpc.validation import flag
 
 __all__ = ["BASE", "ClassInfo", "Kind", "MethodInfo", "Signature", "kind_of", "mark_method"]
@@ -372,7 +373,7 @@ def mark_method(function: Any = None, /, **options: Any) -> Any:
 
 
 class ClassInfo:
-    """A class, as those see it who call its actors. Immutable; one object per class, and per content that arrives.
+    """A class, as those see it who call its actors. Immutable; one object per state of a class, and per content that arrives.
 
     Attributes:
         name: the class's qualified name, without what surrounds a local class.
@@ -423,11 +424,11 @@ class ClassInfo:
 
     @classmethod
     def of(cls, actor: type) -> ClassInfo:
-        """Return what there is to know of a class; the same object each time."""
-        try:
-            return _known[actor]
-        except KeyError:
-            pass
+        """Return what there is to know of a class as it is now; the same object as long as that is the same."""
+        return _read.get(actor) or _read.make(actor, actor.__mro__, cls._read)
+
+    @classmethod
+    def _read(cls, actor: type) -> ClassInfo:
         name = actor.__qualname__.rpartition("<locals>.")[2]
         doc = (actor.__doc__ or "").strip().partition("\n")[0]
         info = cls(
@@ -438,8 +439,12 @@ class ClassInfo:
             doc,
             issubclass(actor, nn.Module),
         )
+        known = _known.get(actor)
+        if known is not None and known._packed() == info._packed():
+            return known
         info._class = weakref.ref(actor)
-        return _known.setdefault(actor, info)
+        _known[actor] = info
+        return info
 
     def function(self, name: str) -> Any:
         """Return what the class has of that name, as it is written there; None where the class is not known here.
@@ -465,18 +470,21 @@ class ClassInfo:
     def __reduce__(self) -> tuple[Any, ...]:
         blob = self._blob
         if blob is None:
-            packed = (
-                self.name,
-                self.module,
-                [each.packed() for each in self.methods.values()],
-                self.constructor.packed(),
-                self.doc,
-                self.is_module,
-            )
+            packed = self._packed()
             if any(isinstance(each.given.get("retry_exceptions"), tuple) for each in self.methods.values()):
                 return _rebuild, packed  # those classes travel as the message sees fit
             blob = self._blob = zlib.compress(pickle.dumps(packed, 5), 9)
         return _open, (blob,)
+
+    def _packed(self) -> tuple[Any, ...]:
+        return (
+            self.name,
+            self.module,
+            [each.packed() for each in self.methods.values()],
+            self.constructor.packed(),
+            self.doc,
+            self.is_module,
+        )
 
     def __repr__(self) -> str:
         return f"<class {self.module}.{self.name} of {len(self.methods)} methods>"
@@ -492,8 +500,9 @@ def _takes(method: MethodInfo | None, args: tuple[Any, ...]) -> bool:
     return True
 
 
-# By class. What is computed twice by two threads is the same.
+# The last one made of each class. What is computed twice by two threads is the same.
 _known: Final[weakref.WeakKeyDictionary[type, ClassInfo]] = weakref.WeakKeyDictionary()
+_read: Final[ClassCache[ClassInfo]] = ClassCache()
 # What came from others, by its bytes: handles of one class that arrive share one. Each operation on it is one step
 # under the interpreter's lock.
 _arrived: Final[OrderedDict[bytes, ClassInfo]] = OrderedDict()
