@@ -58,6 +58,8 @@ _THREADS: Final = 8  # tasks at a time on a worker that is not ours alone
 class TaskRunner:
     """The actor that executes tasks, one at a time (those that wait for others do not count)."""
 
+    __actorrpc_name__ = TASKS  # the name that users read
+
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Execute a function; a coroutine is run to its end."""
         _say(function)
@@ -104,7 +106,6 @@ async def _next(source: AsyncIterator[Any]) -> Any:
 
 _RUNNER: Final[ActorClass[[], TaskRunner]] = ActorClass(TaskRunner)
 _INFO: Final = ClassInfo.of(TaskRunner)
-_INFO.name = TASKS  # what users read
 _RUN: Final = _INFO.methods["run"]
 _STREAM: Final = _INFO.methods["stream"]
 

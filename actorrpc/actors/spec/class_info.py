@@ -376,7 +376,7 @@ class ClassInfo:
     """A class, as those see it who call its actors. Immutable; one object per state of a class, and per content that arrives.
 
     Attributes:
-        name: the class's qualified name, without what surrounds a local class.
+        name: the class's qualified name, without what surrounds a local class; its attribute ``__actorrpc_name__`` if it has one.
         module: the module that defines it.
         methods: what can be called, by name: what is inherited, static and class methods, ``__call__`` and the like.
         constructor: what making one takes.
@@ -429,7 +429,7 @@ class ClassInfo:
 
     @classmethod
     def _read(cls, actor: type) -> ClassInfo:
-        name = actor.__qualname__.rpartition("<locals>.")[2]
+        name = vars(actor).get("__actorrpc_name__") or actor.__qualname__.rpartition("<locals>.")[2]
         doc = (actor.__doc__ or "").strip().partition("\n")[0]
         info = cls(
             name,
