@@ -36,6 +36,7 @@ __all__ = [
     "WAITING",
     "ConcurrentFuture",
     "Future",
+    "InnerFuture",
     "NestedRunner",
     "bystander",
     "collect_all",
@@ -332,6 +333,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     awaits: Sequence[Any] = ()
     _then_class: type[Future[Any]] | None = None  # of what then() returns; None: its own
+    _torch_has_value = True  # whether torch's half is given the value as well
     _covered = False  # see cover()
     _born = 0  # the generation of the process that has made it
 
@@ -370,7 +372,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         if error is None:
             self._value = value
             self._done = True
-            _base_set_result(self, value)
+            _base_set_result(self, value if self._torch_has_value else None)
         else:
             self._error = error
             report = self._report
@@ -756,6 +758,19 @@ class _StandardWaiters:
                 else:
                     waiter.add_result(future)
             future._condition.notify_all()
+
+
+class InnerFuture(Future[T]):
+    """The future behind an ObjectRef: torch's functions never get it, so torch's half has no value.
+
+    The collector cannot look into that half. A value that leads back to the future, as a list does to which its reader
+    has appended the ObjectRef, would stay for ever.
+    """
+
+    __slots__ = ()
+
+    _then_class = Future
+    _torch_has_value = False
 
 
 class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[type-arg, misc]

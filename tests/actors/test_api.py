@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import actorrpc
 from actorrpc import ActorHandle, get
@@ -36,6 +38,52 @@ def here(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def counter(here: None) -> ActorHandle[Any]:
     return things.Counter.remote(3)
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+class Node:
+    """A value that can lead to any other one."""
+
+    to: Any = None
+
+
+@actorrpc.remote
+def node() -> Node:
+    return Node()
+
+
+@actorrpc.remote(num_returns=2)
+def two_nodes() -> tuple[Node, Node]:
+    return Node(), Node()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: things.Counter.remote().echo.remote(Node()),
+        node.remote,
+        lambda: two_nodes.remote()[0],
+        lambda: actorrpc.put(Node()),
+    ],
+    ids=["actor", "task", "part", "put"],
+)
+def test_a_value_that_leads_to_its_own_reference_is_collected(here: None, make: Callable[[], Any]) -> None:
+    ref = make()
+    value = get(ref)
+    value.to = ref
+    found = weakref.ref(value)
+    del value, ref
+    gc.collect()
+    assert found() is None
+
+
+def test_torch_functions_take_what_a_call_through_an_rref_gives(counter: ActorHandle[Any]) -> None:
+    given = counter.rref.rpc_async().add()
+    assert torch.futures.wait_all([given]) == [4]
+    (same,) = torch.futures.collect_all([given]).wait()
+    assert same.value() == 4
 
 
 # -- finding -------------------------------------------------------------------------------------------------------

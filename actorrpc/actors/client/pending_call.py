@@ -36,7 +36,7 @@ from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
-from actorrpc.futures import Future
+from actorrpc.futures import Future, InnerFuture
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.headers import Header
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.agent.timers import Timer
 
-__all__ = ["AwaitingVerdict", "CallState", "CallTemplate", "PendingCall", "ResultFuture"]
+__all__ = ["AwaitingVerdict", "CallState", "CallTemplate", "PendingCall", "ResultFuture", "RpcFuture"]
 
 _GENERATORS: Final = ("generator", "async_generator")
 
@@ -215,7 +215,7 @@ class CallState(enum.Enum):
     DONE = "done"
 
 
-class ResultFuture(Future[Any]):
+class ResultFuture(InnerFuture[Any]):
     """The result of a call of an actor's method. Thread-safe, as every Future.
 
     A route makes it, and says then whose it is: a constructor of its own would be one more step of every call.
@@ -223,7 +223,6 @@ class ResultFuture(Future[Any]):
 
     __slots__ = ("_number", "_pending", "_route", "_template")
 
-    _then_class = Future
     # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
     _route: Route | None
     _template: CallTemplate | None
@@ -297,6 +296,14 @@ class ResultFuture(Future[Any]):
             pending.forget()
         _finish(self, value, error, submit)
         return True
+
+
+class RpcFuture(ResultFuture):
+    """What ``rpc_async`` of an actor's RRef gives: torch's functions take it, too."""
+
+    __slots__ = ()
+
+    _torch_has_value = True
 
 
 class PendingCall:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.call_queue import CallQueue
-from actorrpc.actors.client.pending_call import CallTemplate, PendingCall, ResultFuture
+from actorrpc.actors.client.pending_call import CallTemplate, PendingCall, ResultFuture, RpcFuture
 from actorrpc.actors.client.supervisor_client import ask
 from actorrpc.actors.refs.arguments import has_refs, pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -31,7 +31,7 @@ from actorrpc.actors.streams.consumer import Again, ObjectRefGenerator
 from actorrpc.actors.streams.spread import spread
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded, SerializationError
-from actorrpc.futures import INTERRUPTED, Future, interruption_point
+from actorrpc.futures import INTERRUPTED, Future, InnerFuture, interruption_point
 from actorrpc.rpc.profiling import ProfiledSpan, modern, profiled
 from actorrpc.serialization import exceptions
 
@@ -103,7 +103,7 @@ class SplitResults:
 
 def _split(future: Future[Any], count: int) -> list[Future[Any]]:
     """Return one future for each value that the call returns."""
-    parts: list[Future[Any]] = [Future() for _ in range(count)]
+    parts: list[Future[Any]] = [InnerFuture() for _ in range(count)]
     source = SplitResults(future)
     for at, part in enumerate(parts):
         part.label = f"value {at} of {future.label}"
@@ -219,7 +219,7 @@ class Route:
             return self._call_carefully(method, options, args, kwargs, refs, timeout)
         number = queue.next_number()
         seconds = template.seconds if timeout is None else timeout
-        future = ResultFuture()
+        future = ResultFuture() if refs else RpcFuture()
         future._route = self
         future._template = template
         future._number = number
@@ -372,7 +372,7 @@ class Route:
         return future
 
     def _future(self, template: CallTemplate) -> ResultFuture:
-        future = ResultFuture()
+        future = ResultFuture() if template.refs else RpcFuture()
         future._route, future._template, future._pending = self, template, None
         future._number = self._queue.next_number()
         return future

@@ -37,7 +37,7 @@ from actorrpc.errors import (
     RemoteError,
     SerializationError,
 )
-from actorrpc.futures import Future
+from actorrpc.futures import Future, InnerFuture
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Route
@@ -363,12 +363,10 @@ class _AwaitsRunner:
         """Do nothing: nothing of it is gathered anywhere."""
 
 
-class TaskFuture(Future[Any]):
+class TaskFuture(InnerFuture[Any]):
     """The result of a task. Its errors speak of the task and not of the actor that executes it."""
 
     __slots__ = ("_again", "_of", "_pools", "_route", "_runner")
-
-    _then_class = Future
 
     def __init__(self, of: RemoteFunction[..., Any], pools: _RunnerPools) -> None:
         Future.__init__(self)

@@ -33,7 +33,7 @@ from actorrpc.errors import (
     RRefError,
     SerializationError,
 )
-from actorrpc.futures import INTERRUPTED, ConcurrentFuture, Future, interruption_point
+from actorrpc.futures import INTERRUPTED, ConcurrentFuture, Future, InnerFuture, interruption_point
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec, exceptions
@@ -314,7 +314,7 @@ class ObjectRef(Generic[T_co]):
     @classmethod
     def of(cls, value: T, *, label: object = None) -> ObjectRef[T]:
         """Return an ObjectRef for a small value that is here already."""
-        future: Future[Any] = Future()
+        future: Future[Any] = InnerFuture()
         future.set_result(value)
         made: ObjectRef[T] = ObjectRef(future, label=label)
         return made
@@ -330,7 +330,7 @@ class ObjectRef(Generic[T_co]):
         """Return the future of the result or of where it is kept; of one that came as a promise, ask for it."""
         future = self._future
         if future is None:
-            made: Future[Any] = Future()
+            made: Future[Any] = InnerFuture()
             with _lock:
                 future = self._future
                 if future is None:
@@ -342,7 +342,7 @@ class ObjectRef(Generic[T_co]):
 
     def _final(self) -> Future[T_co]:
         """Return a future of a value of its own; start to fetch it if it is known to be elsewhere."""
-        return self._followed(Future())  # type: ignore[no-any-return]
+        return self._followed(InnerFuture())  # type: ignore[no-any-return]
 
     def _followed(self, future: Future[Any]) -> Any:
         settled = self._settled()
@@ -356,7 +356,7 @@ class ObjectRef(Generic[T_co]):
             return future
         found = self._fetched
         if found is None or _worth_another_try(found):
-            pursuit = _Pursuit(Future(), f"the result of {self._name()}")
+            pursuit = _Pursuit(InnerFuture(), f"the result of {self._name()}")
             with _lock:
                 if self._fetched is found:
                     self._fetched = pursuit.future
@@ -527,7 +527,7 @@ def _worth_another_try(fetched: Future[Any]) -> bool:
 
 
 def _failed(error: BaseException) -> Future[Any]:
-    future: Future[Any] = Future()
+    future: Future[Any] = InnerFuture()
     future.set_exception(error)
     future.acknowledge()  # it was raised, or logged, where it comes from
     return future
@@ -576,7 +576,7 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
 
 def _arrive(ref_id: bytes, label: str, value: Any) -> ObjectRef[Any]:
     """Rebuild an ObjectRef whose result comes along, or is kept (named in pickles)."""
-    future: Future[Any] = Future()
+    future: Future[Any] = InnerFuture()
     future.set_result(value)
     return ObjectRef._arrived(ref_id, label, future, None)
 

@@ -11,7 +11,7 @@ from actorrpc._exception_text import say
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.errors import CancelledError
-from actorrpc.futures import Future
+from actorrpc.futures import Future, InnerFuture
 
 __all__ = ["spread", "take_each"]
 
@@ -53,7 +53,7 @@ class _Parts:
         self._stream = stream
         self._count = count
         consumer = stream._consumer
-        self.futures: list[Future[Any]] = [Future() for _ in range(count)]
+        self.futures: list[Future[Any]] = [InnerFuture() for _ in range(count)]
         for at, future in enumerate(self.futures):
             future.label = f"value {at} of {consumer.label}"
             future.awaits = (consumer,)
