@@ -422,10 +422,13 @@ def _error(call: str, error: BaseException, began: float) -> Error:
     return Error(classes, first, values, f"{classes[0]}: {error}", getattr(error, "maybe_executed", None))
 
 
+_NESTED = "a reference in a result"
+
+
 def _seen(value: Any) -> Any:
     """Copy a value, with what can be observed of them in place of references and handles."""
     if isinstance(value, actorrpc.ObjectRef | rpc.RRef):
-        return _outcome("a reference in a result", value)
+        return _outcome(_NESTED, value)
     if isinstance(value, actorrpc.ActorHandle):
         return Handle(value.actor_id)
     if isinstance(value, list | tuple):
@@ -451,6 +454,11 @@ def _outcome(call: str, ref: Any) -> Value | Error:
             value = actorrpc.get(ref, timeout=_current.bound)
         return _value_of(value)
     except Exception as error:
+        if call == _NESTED:
+            # A known fault: the traceback leads to the frames of all callers, and so to the outer reference. If that has been
+            # sent while it was pending, the table of RRefs has its value with this reference and this error: a cycle that
+            # begins in the table, and that the collector cannot end.
+            error.__traceback__ = None
         return _error(call, error, began)
 
 

@@ -414,6 +414,7 @@ def _orders(model: Model, events: list[library.Event]) -> Iterator[str]:
             started = [event.call for event in events if event.what == "start" and event.call in order]
             if started != sorted(started, key=order.index):
                 yield f"{make.actor} ran calls of {driver.name} in the order {started}, made as {order}"
+        ended = {event.call for event in events if event.what == "end"}
         running: list[library.Event] = []
         for event in events:
             call = model.calls.get(event.call)
@@ -426,4 +427,6 @@ def _orders(model: Model, events: list[library.Event]) -> Iterator[str]:
                 for each in running:
                     if call not in model.calls[each.call].tree():
                         yield f"{make.actor} ran {event.call} while it ran {each.call}"
-                running.append(event)
+                # A cancellation may interrupt a call while it notes its end.
+                if event.call in ended or CANCELLED not in model.allowed[event.call].errors:
+                    running.append(event)
