@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import io
 import os
 import signal
 import threading
@@ -43,15 +44,18 @@ class Event:
     pid: int
 
 
+class _Journal(io.FileIO):
+    def __del__(self) -> None:
+        """Close the file, without a warning, where a cancellation came between its opening and the ``with`` block."""
+        self.close()
+
+
 def _append(call: str, what: str) -> None:
     if JOURNAL not in os.environ:  # a program that was printed runs by itself
         return
     # Opened for each line: a descriptor that stays open would count as left behind by the program.
-    journal = os.open(os.environ[JOURNAL], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    try:
-        os.write(journal, f"{call} {what} {os.getpid()}\n".encode())
-    finally:
-        os.close(journal)
+    with _Journal(os.environ[JOURNAL], "ab") as journal:
+        journal.write(f"{call} {what} {os.getpid()}\n".encode())
 
 
 @contextlib.contextmanager

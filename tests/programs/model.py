@@ -318,7 +318,10 @@ def _wrong_items(items: library.Items, allowed: Allowed, actor_ids: Mapping[str,
         if wrong:
             return f"its stream {wrong}"
     if allowed.value is _NO_VALUE:
-        return "" if not items.items and (items.closed or items.end) else "gave items, and may only raise"
+        if items.items:
+            return "gave items, and may only raise"
+        is_ended = items.closed or items.end is not None or CANCELLED in allowed.errors
+        return "" if is_ended else f"ended, and had to raise {_words(allowed.errors)}"
     for number, item in enumerate(items.items):
         if number >= len(allowed.value):
             return f"gave more than {len(allowed.value)} items"
