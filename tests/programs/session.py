@@ -24,7 +24,7 @@ from tests.programs.generator import Features
 from tests.programs.model import Model, complaints
 from tests.programs.program import Program
 
-__all__ = ["MODES", "PRELUDE", "Options", "Session", "features_of"]
+__all__ = ["ANNOUNCED", "MODES", "PRELUDE", "Options", "Session", "features_of"]
 
 PRELUDE = """\
 import asyncio
@@ -47,7 +47,7 @@ _CUTS = (
 # What workers hold beyond the end of a program: leases of tasks have RRefs, and the other workers of a group wait in calls.
 _STAYS = re.compile("RRef|executed here")
 # Messages that say what a program has done to its actors.
-_ANNOUNCED = (
+ANNOUNCED = (
     r"on the actor's event loop",
     r"failed and nobody looked at the error",
     r"^Executing <(Task|Handle)",
@@ -273,7 +273,7 @@ class _Errors:
     def unasked(self) -> list[str]:
         """Return the entries that came since the last time and were not announced."""
         sys.stderr.flush()
-        return output.unasked(self._file.read().decode(errors="replace"), _ANNOUNCED)
+        return output.unasked(self._file.read().decode(errors="replace"), ANNOUNCED)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import pytest
 from tests.programs.generator import generate
 from tests.programs.program import Program, Start
 from tests.programs.runner import run_seeds
-from tests.programs.session import MODES, Options, features_of
+from tests.programs.session import ANNOUNCED, MODES, Options, features_of
 from tests.programs.shrinker import is_valid, shrunk
 
 
@@ -40,16 +40,22 @@ def test_a_program_is_shrunk_to_what_it_fails_with() -> None:
     assert shrunk_programs > 5
 
 
+# What programs do to their actors is said; the session looks at all that processes write.
+_prints = pytest.mark.prints(*ANNOUNCED)
+
+
 def _run(mode: str, seeds: range, renew: int = 50) -> None:
     result = run_seeds(seeds, Options(mode), renew)
     assert not result.failures, "\n".join(map(str, result.failures))
 
 
+@_prints
 @pytest.mark.limit(300)
 def test_twenty_programs_do_what_the_model_allows() -> None:
     _run("embedded", range(1_000, 1_020))
 
 
+@_prints
 @pytest.mark.slow
 @pytest.mark.limit(900)
 @pytest.mark.parametrize("mode", MODES)
