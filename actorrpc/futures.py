@@ -486,13 +486,13 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _outcome(self) -> T:
         if self._error is not None:
-            report = self._report
-            if report is not None:
-                report.seen = True
+            self.acknowledge()
             try:
                 raise self._error
             finally:
-                del self  # the error's traceback has this frame: no cycle, or what its frames have waits for the collector
+                # The error's traceback has this frame: with a variable that leads to the error, a future or its report, all that
+                # its frames have would wait for the collector.
+                del self
         if self._devices:
             # torch's half has noted, at completion, what the current streams still had to do: those here wait for it.
             _base_wait(self)
@@ -530,9 +530,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         except BaseException as error:
             if not self._done or (error is not self._error and is_of_handler(error)):
                 raise
-        failure = self._error
-        del self  # see _outcome()
-        return failure
+        try:
+            return self._error
+        finally:
+            del self  # see _outcome()
 
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the value.
