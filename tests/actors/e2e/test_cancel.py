@@ -492,6 +492,16 @@ def test_a_nested_call_that_begins_while_its_caller_is_cancelled_occupies_nobody
         with pytest.raises(actorrpc.CancelledError):
             actorrpc.get(ref)
     until(lambda: actorrpc.get(other.count.remote()) == 0)
+    actor = other = ref = None
+    # A cancelled call is kept for the seconds that it has to end in, and its arguments with it.
+    until(
+        lambda: (
+            not any(
+                each.class_name == "Occupied" and each.state == "ALIVE"
+                for each in actorrpc.actors.list_actors()
+            )
+        )
+    )
 
 
 # -- coroutines that clean up ----------------------------------------------------------------------------------------
