@@ -124,12 +124,14 @@ def test_options_of_calls_hold(here: None) -> None:
     things.Counter.gate.clear()
     stuck = Stuck.remote()
     try:
+        held = stuck.forward.remote()  # the calls below wait behind this one, and time out
         with pytest.raises(RpcTimeoutError, match=r"Stuck.__call__"):
             stuck.options(timeout=0.05)()  # one that is meant to pass
         with pytest.raises(RpcTimeoutError, match=r"Stuck.state_dict"):
             stuck.state_dict.options(timeout=0.05)()
     finally:
         things.Counter.gate.set()
+    assert get(held) is True
     assert stuck.options(num_returns=2)() is True  # only of what remote() gives
     assert stuck.options(num_returns=2).state_dict() == {}
 
