@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import actorrpc
-from actorrpc import _time, rpc
+from actorrpc import _time, flight_recorder, rpc
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.timers import VirtualClock
 from actorrpc.flight_recorder import KEPT, FlightRecorder
@@ -43,7 +43,9 @@ def _write(
 ) -> None:
     """Record a call of a function, or an execution of an actor's method, that took so long."""
     peer = SimpleNamespace(name="w1")
-    with mock.patch.object(_time, "now", return_value=5.0 + seconds):
+    # The recorder's clock only: with another time, the clock thread of a cluster that runs here would sleep for hours.
+    clock = SimpleNamespace(now=lambda: 5.0 + seconds)
+    with mock.patch.object(flight_recorder, "_time", clock):
         if actor is None:
             reply = Frame(FAILURE if failed else REPLY, 0, 1, 0.0, 1, b"", bytes(10))
             call = SimpleNamespace(
