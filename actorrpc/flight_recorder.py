@@ -159,7 +159,7 @@ class FlightRecorder:
         self._next: Callable[[], int] = itertools.count(1).__next__
 
     def called(self, call: Any, reply: Frame | None) -> None:
-        """Record an agent's ``Call`` that is over; ``reply``: its answer, None where there is none."""
+        """Record an agent's ``Call`` that has ended; ``reply``: its answer, or None if it got no answer."""
         numbers, peer, label = self._names.numbers, call.peer.name, call.label
         self._last = number = self._next()
         _pack(

@@ -671,7 +671,7 @@ class _ProxyMethod:
 
 
 class _CallsOfRRef:
-    """Makes the calls of an actor's RRef: they are those of its handle. Travels with the RRef."""
+    """Makes the calls of an actor's RRef, as calls of a handle of the actor. It is sent together with the RRef."""
 
     __slots__ = ("_handle",)
 

@@ -437,7 +437,7 @@ class PendingCall:
         future = self.future
         if future is None:
             return False
-        # Before it is looked for: another thread may be sending it, or putting it back into the queue, and looks here then.
+        # Set first: a thread that is sending the call, or is putting it back into the queue, reads `unwanted` afterwards.
         self.unwanted = True
         if not self.take():
             source = future._source

@@ -653,9 +653,6 @@ def wait(
         registered.extend(refs)
         registered.wait(num_returns, until)
         ready = registered.take(num_returns)
-    except ValueError:
-        registered.lasts = False  # some of the new items are registered, and others are not
-        raise
     finally:
         if registered.lasts:
             shared.append(registered)
@@ -798,6 +795,8 @@ class _Registered(_Watches):
                 if not isinstance(item, (*_WAITABLE, Arrivals)):
                     raise _nothing_to_wait_for(item, "wait()")
                 self.lasts = self.lasts and not isinstance(item, Arrivals)
+        lasts = self.lasts
+        self.lasts = False  # an error from here on leaves only some of the new items registered
         self._differ(new)
         fetch, ended = self._fetch, self._ended
         numbers = range(self._next, self._next + len(new))
@@ -816,6 +815,7 @@ class _Registered(_Watches):
         self.items += new
         self._numbers += numbers
         self._next = numbers.stop
+        self.lasts = lasts
         _flush(pending)
 
     def _differ(self, new: Sequence[Any]) -> None:
