@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import FrameType, FunctionType
 from typing import Any, Final, NoReturn
@@ -217,6 +217,8 @@ class Agent:
         label: str | None = None,
         mail: MailHeader | None = None,
         header: Header | None = None,
+        awaits: Sequence[Future[Any]] = (),
+        place: Call | None = None,
     ) -> Call:
         """Make a call; it is on its way, or in the outbox, when this returns.
 
@@ -226,9 +228,12 @@ class Agent:
             timeout: seconds; 0 means no bound but that of the call that this one is nested in.
             future: completed with the outcome; without one, the caller is :meth:`ask`.
             keep: kept alive until the call is over.
+            awaits: futures of arguments. Mail then only reserves its place in the mailbox, and the arguments are not used.
+            place: the call that has reserved the place of this mail; its deadline and its future stay.
 
         Raises:
             SerializationError, LimitError: before anything is sent.
+            CancelledError: the call in ``place`` is over.
             PeerDiedError, BackpressureError, ShutdownError: nothing was executed.
         """
         if self.closed_down:
@@ -262,7 +267,7 @@ class Agent:
         if current is not None and len(current.path) > 1:
             header = {} if header is None else header
             header["path"] = current.path[:-1]
-        if self.interceptors:
+        if self.interceptors and not awaits:
             header = header or {}
             for interceptor in self.interceptors:
                 interceptor.request_header(header, peer)
@@ -275,25 +280,33 @@ class Agent:
                     or getattr(_modules.get(function.__module__), function.__name__, None) is not function
                 ):
                     sent = peer.functions.introduce(function, peer.same_main)
-            encoded = codec.encode_body(
-                (sent, args, kwargs) if mail is None else (args, kwargs),
-                peer.same_main,
-                peer.known,
-                peer.device_map,
-                message,
-                bool(self.recorder.live),
+            encoded = (
+                b""
+                if awaits
+                else codec.encode_body(
+                    (sent, args, kwargs) if mail is None else (args, kwargs),
+                    peer.same_main,
+                    peer.known,
+                    peer.device_map,
+                    message,
+                    bool(self.recorder.live),
+                )
             )
-            if self.recorder.live or (not isinstance(encoded, bytes) and encoded.grad):
+            if (self.recorder.live and not awaits) or (not isinstance(encoded, bytes) and encoded.grad):
                 header = recorded(self.recorder, header, encoded, peer)
             if message.sent or message.objects:
                 header = self.announce(message, header)
             conn = peer.conn
             if (conn is None or conn.state is CLOSED) and not peer.is_self:
                 self.connector.connect(peer, deadline, label)
-            if current is None and (peer.charged or len(peer.pending) >= MAX_PENDING) and peer.full:
-                self.flush()
-                peer.wait_for_room(deadline, f"the call of {label}")
-            call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future, made)
+            if place is not None:
+                call = place
+            else:
+                if current is None and (peer.charged or len(peer.pending) >= MAX_PENDING) and peer.full:
+                    self.flush()
+                    peer.wait_for_room(deadline, f"the call of {label}")
+                call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future, made)
+                call.awaits = awaits
             call.keep = (keep, message.held) if message.held else keep
             call.mail = mail
             if type(sent) is tuple:
@@ -303,7 +316,7 @@ class Agent:
                 future.label = call  # put into words only when somebody asks
             if current is not None:
                 current.add_nested(call)
-            gate = self.gate  # once: it may go away
+            gate = None if awaits else self.gate  # once: it may go away
             if gate is None or gate.request(call, function, args, encoded, header, mail, message):
                 self._dispatch(call, encoded, header, mail)
             if gate is None and not (message.sent or message.objects or message.held):
@@ -312,7 +325,7 @@ class Agent:
             if call is not None and call.handed_over:
                 call.cancel()  # a signal handler has raised, between chunks or since
             else:
-                if call is not None:
+                if call is not None and call is not place:
                     peer.pending.pop(call.id, None)
                     peer.release(call)
                 if message.sent:
@@ -401,14 +414,17 @@ class Agent:
         peer = call.peer
         extra, flags = b"", 0
         if mail is not None:
-            flags = frames.MAIL
+            flags = frames.MAIL | frames.RESERVED if call.awaits else frames.MAIL
             if header is None:
                 extra = mail.packed
             else:
                 header.update(mail.header)
         if peer.is_self:
-            call.sent = True
-            peer.pending[call.id] = call
+            call.sent = encoded != b""
+            if call.awaits and encoded:
+                self._use_place(call)
+            else:
+                peer.pending[call.id] = call
             self.scheduler.watch(call)
             if self.closed_down:
                 raise self._shut_down(call)
@@ -416,7 +432,7 @@ class Agent:
                 header = mail.header
             self.loop_back(frames.REQUEST, call.id, encoded, header, call.deadline, call.chain, flags)
             return
-        conn = peer.conn
+        conn = call.conn or peer.conn  # a message follows the reservation of its place on the same connection
         if conn is None or conn.state is CLOSED:
             if self.closed_down:
                 raise self._shut_down(call)
@@ -450,7 +466,10 @@ class Agent:
             call.frame = rest.frame
         # From here on the worker may execute the call, and other threads may end it. A thread that ends it finds its frame:
         # it takes the frame back, or it tells the worker and the caller that the call may run.
-        peer.pending[call.id] = call
+        if call.awaits and encoded:
+            self._use_place(call)
+        else:
+            peer.pending[call.id] = call
         if conn.state is CLOSED or peer.state != "alive":
             # The thread that ends the peer, or this agent, may have ended the pending calls before this call was entered.
             # The outbox of a closed connection is never sent.
@@ -462,7 +481,11 @@ class Agent:
             call.size = rest.size
             if rest.size >= outbound.CHARGED:
                 peer.charge(call, rest.size)
-        conn.outbox.append(call)
+        if encoded:
+            conn.outbox.append(call)
+        else:
+            conn.outbox.append(call.frame)
+            call.frame = b""  # of the call itself, nothing is sent yet
         if rest is not None and rest.buffers and not outbound.send_buffers(self, conn, rest, call.deadline):
             if conn.state is not CLOSED:  # the end of the connection ends the call
                 call.expire()
@@ -484,6 +507,18 @@ class Agent:
                 self.cork(conn)
         if (call.future is not None and call.deadline < peer.scan_at) or not self.scheduler.pulse.active:
             self.scheduler.watch(call)
+
+    @staticmethod
+    def _use_place(call: Call) -> None:
+        """Go on to send the message of a call whose place is reserved.
+
+        Raises:
+            CancelledError: another thread has ended the call.
+        """
+        call.awaits = ()
+        if call.id not in call.peer.pending:
+            call.frame = b""
+            raise call.was_cancelled(False)
 
     def loop_back(
         self,
@@ -516,7 +551,13 @@ class Agent:
         if buffers:
             flags |= outbound.STREAM
         frame = Frame(kind, flags, id, deadline - now, chain, extra, body, buffers or None, objects)
-        if flags & frames.MAIL:
+        if flags & frames.RESERVED:
+            frame = frame._replace(flags=flags & ~frames.RESERVED)
+            if body:
+                self.post.complete(None, peer, frame)
+            else:
+                self.post.announce(None, peer, frame)
+        elif flags & frames.MAIL:
             self.post.take(None, peer, frame)
         elif kind == frames.REQUEST:
             self.pool.queue.append((None, frame, now))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from contextvars import ContextVar
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -159,6 +160,7 @@ class Call:
     """A call to a peer that has been made and is not over yet. One thread waits for it at most, or a future does.
 
     Attributes:
+        awaits: futures of arguments that are not here: only a place in the mailbox is reserved, and the call cannot run yet.
         made: when it was made, and ``thread`` the number of the thread that has made it.
         introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
         size: bytes of what it carries, where that is more than its frame.
@@ -166,6 +168,7 @@ class Call:
 
     __slots__ = (
         "agent",
+        "awaits",
         "chain",
         "charge",
         "conn",
@@ -214,6 +217,7 @@ class Call:
         self.timeout = timeout
         self.chain = chain
         self.future = future
+        self.awaits: Sequence[Future[Any]] = ()
         self.conn: Connection | None = None
         self.frame = b""
         self.sent = False
@@ -403,7 +407,7 @@ class Call:
         reached = self.withdraw()
         error = self.was_cancelled(reached) if self.stopping else self._timed_out(reached)
         self.fail(error, self.agent.pool.submit)
-        if reached:
+        if reached or self.awaits:
             self._tell_cancelled(stop=self.mail is not None and self.mail.interrupts)
         return True
 
@@ -450,8 +454,17 @@ class Call:
             return False
         reached = self.withdraw()
         self.fail(self.was_cancelled(reached), self.agent.pool.submit)
-        if reached:
+        if reached or self.awaits:
             self._tell_cancelled(stop)
+        return True
+
+    def give_back_place(self) -> bool:
+        """Take a call whose message cannot be sent out of the mailbox; False if it is over. Its future is still to be ended."""
+        if self.peer.pending.pop(self.id, None) is None:
+            return False
+        self.end(None, None)
+        self.future = self.keep = None
+        self._tell_cancelled(stop=False)
         return True
 
     def was_cancelled(self, reached: bool, remote: BaseException | None = None) -> CancelledError:

@@ -95,6 +95,14 @@ class Inbox:
         if kind == frames.REQUEST or kind in _REPLIES:
             if frame.flags & frames.OBJECTS:
                 frame = self._with_objects(conn, frame)
+            if frame.flags & frames.RESERVED:
+                if not frame.body and not frame.flags & outbound.STREAM:
+                    peer = self._sender(conn)
+                    if frame.id not in peer.begun and frame.id not in peer.running:
+                        self._agent.post.announce(conn, peer, frame._replace(flags=frames.MAIL))
+                    return None
+                announced = True
+                frame = frame._replace(flags=frame.flags & ~frames.RESERVED)
             if frame.flags & outbound.STREAM:
                 stream, assembly = outbound.begin_stream(self._agent, frame)
                 if stream in conn.assemblies:
@@ -103,6 +111,8 @@ class Inbox:
                 conn.assemblies[stream] = assembly
                 if isinstance(assembly, outbound.Unplaced):
                     self._refuse_large(conn, frame, assembly.size)
+                elif announced:
+                    assembly.announced = True
                 elif frame.flags & frames.MAIL and frame.id not in self._sender(conn).begun:
                     assembly.announced = self._agent.post.announce(conn, self._sender(conn), frame)
                 return None
@@ -199,6 +209,8 @@ class Inbox:
             def refuse() -> None:
                 self._agent.executor.refuse(conn, frame, error)
                 conn.flush()
+                if frame.flags & frames.MAIL:
+                    self._agent.post.abandon(peer, frame.id)  # its place may have been reserved
 
             self._agent.pool.submit(refuse)
             return

@@ -46,10 +46,10 @@ class MailRouter(Protocol):
         Its cancellation may have come before: see ``Peer.cancelled``.
         """
 
-    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> bool:
-        """Keep the place of a message whose larger part is still coming, for :meth:`complete`; False: there is none to keep."""
+    def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
+        """Keep the place of a message whose body, or larger part, follows, for :meth:`complete`; False: none is kept."""
 
-    def complete(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+    def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """Take a message whose place was kept, unless it was given up or refused meanwhile."""
 
     def abandon(self, peer: Peer, id: int) -> None:
@@ -73,12 +73,13 @@ class NullRouter:
 
         self._agent.submit(refuse)
 
-    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> bool:
+    def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
         """Keep no place: the message is refused when it is whole."""
         return False
 
-    def complete(self, conn: Connection, peer: Peer, frame: Frame) -> None:
-        """Do nothing: no place was kept."""
+    def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+        """Refuse the mail."""
+        self.take(conn, peer, frame)
 
     def abandon(self, peer: Peer, id: int) -> None:
         """Do nothing."""

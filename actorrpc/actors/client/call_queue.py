@@ -18,6 +18,7 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,7 @@ from actorrpc.actors.client.pending_call import (
     ResultFuture,
 )
 from actorrpc.actors.client.supervisor_client import ask, peer_of
+from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
 from actorrpc.actors.spec.death_report import Restarting
 from actorrpc.errors import (
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
     from actorrpc.actors.spec.class_info import MethodInfo
     from actorrpc.actors.spec.options import CallOptions
+    from actorrpc.agent.calls import Call
     from actorrpc.agent.peers import Peer
 
 __all__ = ["CallQueue"]
@@ -184,27 +187,90 @@ class CallQueue:
         seconds: float,
         unresolved: bool,
     ) -> None:
-        """Send a call at once.
+        """Send a call at once, or reserve its place if arguments are still to come.
+
+        Args:
+            unresolved: there are ObjectRefs among the arguments.
 
         Raises: what ``agent.call`` does, but for PeerDiedError.
         """
-        self.flying[future._number] = future
         try:
-            self.send(
-                template.peer,
-                None,
-                args,
-                kwargs,
-                seconds,
-                future=future,
-                label=template.label,
-                mail=template.mail_for(unresolved),
-            )
+            self._send(future, template, args, kwargs, seconds, unresolved)
         except PeerDiedError:
             self.bounced(future)
         except BaseException:
             self.dropped(future)
             raise
+
+    def _send(
+        self,
+        future: ResultFuture,
+        template: CallTemplate,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seconds: float,
+        unresolved: bool,
+    ) -> None:
+        pending = future._pending
+        held, place = (None, None) if pending is None else (pending.arguments, pending.place)
+        awaits = awaited(args, kwargs) if unresolved else ()
+        if awaits and held is None:
+            held = PendingCall.hold(args, kwargs)
+        self.flying[future._number] = future
+        call = self.agent.call(
+            template.peer,
+            None,
+            args,
+            kwargs,
+            seconds,
+            future=future,
+            label=template.label,
+            mail=template.mail_for(unresolved and not awaits, place),
+            awaits=awaits,
+        )
+        if not awaits:
+            return
+        # One of the threads that complete the arguments sends the call: the last one, or the first one that brings an error.
+        context, left, claim = copy_context(), [None] * len(awaits), [None]
+
+        def arrived(argument: Future[Any]) -> None:
+            left.pop()
+            if not left or argument._error is not None:
+                try:
+                    claim.pop()
+                except IndexError:
+                    return
+                context.run(self._send_reserved, future, template, call, held)
+
+        for argument in awaits:
+            argument.add_done_callback(arrived)
+
+    def _send_reserved(self, future: ResultFuture, template: CallTemplate, call: Call, held: Any) -> None:
+        """Send a call, whose place is reserved, when its arguments are here or one of them has failed."""
+        if call.done:
+            return
+        try:
+            args, kwargs, unresolved = pack_arguments(*PendingCall.opened(held))
+            mail = template.mail_for(unresolved)
+            label = template.label
+            self.agent.call(
+                call.peer, None, args, kwargs, 0.0, future=future, label=label, mail=mail, place=call
+            )
+            self.agent.flush()
+        except BaseException as error:
+            if call.give_back_place():
+                self._ended_unsent(future, error)
+            if is_of_handler(error):
+                raise
+
+    def _ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
+        self.flying.pop(future._number, None)
+        pending = future._pending
+        if pending is not None and pending.may_have_run and isinstance(error, CancelledError):
+            error.maybe_executed = True  # in an earlier try
+        future.conclude(None, error.with_traceback(None), self.agent.submit)
+        if self.barrier is not None:
+            self.passed(future._number)
 
     def dropped(self, future: ResultFuture) -> None:
         """Forget a call that could not be made; its caller gets the error."""
@@ -461,28 +527,15 @@ class CallQueue:
             timer, pending.timer = pending.timer, None
             if timer is not None:
                 timer.cancel()
-            args, kwargs = pending.open()
+            args, kwargs, unresolved = *PendingCall.opened(pending.arguments), pending.unresolved
+            if unresolved:
+                args, kwargs, unresolved = pack_arguments(args, kwargs)
             template = future._template = unplaced.at(self, location, peer)
-            self.flying[future._number] = future
-            self.send(
-                peer,
-                None,
-                args,
-                kwargs,
-                seconds,
-                future=future,
-                label=template.label,
-                mail=template.mail_for(pending.unresolved, pending.place),
-            )
+            self._send(future, template, args, kwargs, seconds, unresolved)
         except PeerDiedError:
             self.bounced(future)
         except BaseException as error:
-            self.flying.pop(future._number, None)
-            if pending.may_have_run and isinstance(error, CancelledError):
-                error.maybe_executed = True  # in an earlier try
-            future.conclude(None, error.with_traceback(None), self.agent.submit)
-            if self.barrier is not None:
-                self.passed(future._number)
+            self._ended_unsent(future, error)
             if is_of_handler(error):
                 raise
             return

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.actors.host.envelope import GRACE_S
+from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import Location
@@ -201,7 +202,7 @@ def _late(kind: Kind, interrupts: bool) -> str:
 
 INFINITE: Final = float("inf")
 _MARGIN_S: Final = 1.0  # for the way there and back
-_ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), complex})
+_UNCHANGING: Final = frozenset({int, float, bool, str, bytes, type(None), complex, ObjectRef})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
 _finish: Final = Future._finish
 
@@ -370,23 +371,23 @@ class PendingCall:
             SerializationError: an argument cannot be sent.
         """
         for each in args:
-            if type(each) not in _ATOMS:
+            if type(each) not in _UNCHANGING:
                 break
         else:
             for each in kwargs.values():
-                if type(each) not in _ATOMS:
+                if type(each) not in _UNCHANGING:
                     break
             else:
                 return args, dict(kwargs) if kwargs else kwargs
         # Opened here, and only here.
         return None if cheaply else Snapshot.of((args, kwargs), remote_main=True)
 
-    def open(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, to be sent once more."""
-        held = self.arguments
+    @staticmethod
+    def opened(held: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that :meth:`hold` has kept, to be sent."""
         if type(held) is tuple:
             return held
-        # Where it cannot be made again, the copy itself may go.
+        # Where the call cannot be made again, the copy itself may go.
         opened: tuple[tuple[Any, ...], dict[str, Any]] = held.open()
         return opened
 

@@ -403,7 +403,7 @@ class Route:
             retried = _has_died(error) or queue.is_retried(options.retry_exceptions, error)
             if not retried or next(tries, None) is None:
                 return None
-            args, kwargs = held if type(held) is tuple else held.open()
+            args, kwargs = PendingCall.opened(held)
             return self.call(method, options, args, kwargs, refs=True)
 
         return again

@@ -160,7 +160,7 @@ class HostedActor:
                 runner.wake()
         if todo.start:
             self._start(todo.start)
-        if (
+        if not entry.ready or (
             queue.running
             and queue.limit == 1
             and (queue.is_async or (self.threads and self.threads[0].waits))
@@ -251,7 +251,6 @@ class HostedActor:
         else:
             entry.opened = (args, kwargs)  # to be seen by the search for deadlocks
             future.add_done_callback(ready)
-            self.runtime.registry.deadlocks.poke()
 
     def carry_out(self, todo: Wakeups) -> None:
         """Wake and start what a step of the mailbox has named. Starts nothing on this thread."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -90,7 +90,7 @@ class DeadlockDetector:
         #: has the detector look soon: an actor for which calls wait waits itself
         self.poke = self.looks.poke
         self._pauses: set[int] = set()  # of streams, when we looked last
-        self._seen: dict[object, list[Call | Stall]] = {}  # who waited, and for what, when we looked last
+        self._seen: dict[object, list[Call | Stall | Envelope]] = {}  # who waited, and for what, when we looked last
         #: the circles that were broken here last: when, by ``_time.now()``, and what the error said
         self.found: deque[tuple[float, str]] = deque(maxlen=_KEPT)
 
@@ -121,7 +121,11 @@ class DeadlockDetector:
         return busy
 
     def _inquire(
-        self, seen: dict[object, list[Call | Stall]], who: object, calls: list[Call | Stall], probe: Probe
+        self,
+        seen: dict[object, list[Call | Stall | Envelope]],
+        who: object,
+        calls: Sequence[Call | Stall | Envelope],
+        probe: Probe,
     ) -> None:
         """Ask about what somebody waits for, if it has been waited for when we looked last."""
         # A coroutine that blocks its event loop is found twice: it awaits nothing, and waits on its thread.
@@ -138,8 +142,10 @@ def _heads(hosted: HostedActor) -> list[Envelope]:
     return [head for queue in queues for head in queue.heads() if isinstance(head, Envelope)]
 
 
-def _awaited_arguments(entry: Envelope) -> list[Call | Stall]:
-    """Return what brings a call the arguments that are not here."""
+def _awaited_arguments(entry: Envelope) -> Sequence[Call | Stall | Envelope]:
+    """Return what brings a call the arguments that are not here; the call itself if its caller waits for them."""
+    if entry.reserved:
+        return [entry]
     if entry.ready or not isinstance(entry.opened, tuple):
         return []
     args, kwargs = entry.opened
@@ -200,8 +206,11 @@ def _say(entry: Envelope) -> str:
     return f"{hosted.title}.{name}()" if hosted is not None else f"{name}()"
 
 
-def _send(runtime: Runtime, call: Call | Stall, probe: Probe) -> None:
-    """Ask the worker of a call what the call waits for."""
+def _send(runtime: Runtime, call: Call | Stall | Envelope, probe: Probe) -> None:
+    """Ask the worker of a call what the call waits for, or the caller that waits for arguments."""
+    if isinstance(call, Envelope):
+        _ask(runtime, call.peer, _pursue_arguments, call.frame.id, probe)
+        return
     if not isinstance(call, Call):
         _follow(runtime, call, probe)
         return
@@ -291,6 +300,16 @@ def _pursue_promise(rref_id: RRefId, probe: Probe) -> None:
     if runtime is not None:
         for call in awaited(runtime.references.promised.get(rref_id))[:_BRANCHES]:
             _send(runtime, call, probe)
+
+
+def _pursue_arguments(id: int, probe: Probe) -> None:
+    """Run on the worker that has made a call and waits for its arguments: pass the question on to what brings them."""
+    runtime, asking = current(), CURRENT.get()
+    call = None if asking is None else asking.peer.pending.get(id)
+    if runtime is not None and call is not None:
+        for argument in call.awaits:
+            for target in awaited(argument)[:_BRANCHES]:
+                _send(runtime, target, probe)
 
 
 def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.host.mailbox import Entry
 from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
+from actorrpc.wire.frames import MAIL
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Envelope(Entry):
     """A call in a mailbox.
 
     Attributes:
-        whole: all of it is here; otherwise its larger part is still coming.
+        whole: all of the message is here; otherwise its body, or its larger part, is still to come.
         opened: ``(args, kwargs)`` where they had to be looked at before their turn, or the error of an argument.
     """
 
@@ -58,6 +59,11 @@ class Envelope(Entry):
     def caller(self) -> object:
         """Who called; calls of equal callers keep their order."""
         return self.peer, self.frame.chain >> CALLER_BIT & _CALLER
+
+    @property
+    def reserved(self) -> bool:
+        """Whether the message follows when its caller has the arguments."""
+        return not self.whole and self.frame.flags == MAIL
 
     def heed(self, header: Header) -> None:
         """Take from the header what few have: see :data:`UNUSUAL`."""

@@ -82,7 +82,7 @@ class ActorRegistry:
         """See agent.mail.MailRouter."""
         header = self._headers.get(frame.extra)
         if header is None:
-            header = self._new_header(frame, whole)
+            header = self._new_header(frame)
         entry = Envelope()
         entry.conn = conn
         entry.peer = peer
@@ -107,16 +107,19 @@ class ActorRegistry:
         if stop is not None:  # its cancellation came first, or while this thread entered it
             self._agent.inbox.cancelled(peer, frame.id, stop)
 
-    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> bool:
+    def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
         """See agent.mail.MailRouter."""
         self.take(conn, peer, frame, False)
         return frame.id in peer.running
 
-    def complete(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+    def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """See agent.mail.MailRouter."""
         entry = peer.running.get(frame.id)
-        if type(entry) is Envelope and entry.hosted is not None:
+        if type(entry) is Envelope and entry.hosted is not None and not entry.whole:
+            entry.header = self._headers.get(frame.extra) or self._new_header(frame)
             entry.hosted.arrived(entry, conn, frame)
+        else:
+            self._agent.submit(partial(self._agent.inbox.discard, conn, frame))
 
     def abandon(self, peer: Peer, id: int) -> None:
         """See agent.mail.MailRouter."""
@@ -124,11 +127,11 @@ class ActorRegistry:
         if type(entry) is Envelope:
             self._agent.submit(entry.cancel)
 
-    def _new_header(self, frame: Frame, whole: bool) -> Header:
+    def _new_header(self, frame: Frame) -> Header:
         header = unpack_header(frame.extra)
         if not isinstance(header.get("mailbox"), int):
             raise ProtocolError("a message names no actor")
-        if whole and len(frame.extra) < _SHORT and not frame.flags & ~MAIL:
+        if len(frame.extra) < _SHORT and not frame.flags & ~MAIL:
             # Calls of one method have equal headers. Nobody changes one.
             if len(self._headers) >= _HEADERS:
                 self._headers.clear()
@@ -146,7 +149,7 @@ class ActorRegistry:
                     hosted = self._table[instance_id] = HostedActor(self._runtime, instance_id, self._runners)
         if hosted is not None:
             hosted.construct(entry)
-        elif entry.whole:
+        elif entry.whole or entry.reserved:
             error = HostedActorGoneError(instance_id, self._ended.get(instance_id, ""))
             # A worker that is to leave when nothing runs answers it before.
             entry.peer.running[entry.frame.id] = entry

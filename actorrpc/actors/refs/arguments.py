@@ -14,7 +14,7 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import all_of
 from actorrpc.futures import Future
 
-__all__ = ["has_refs", "pack_arguments", "resolve"]
+__all__ = ["awaited", "has_refs", "pack_arguments", "resolve"]
 
 
 def has_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -65,6 +65,12 @@ def pack_arguments(
             if type(each) is ObjectRef and each._future is not None:
                 each._future.cover()
         raise
+
+
+def awaited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[Any]]:
+    """Return the futures of results that this process is still to get, for which there are ObjectRefs at top level."""
+    futures = [each._future for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
+    return [each for each in futures if each is not None and not each.done()]
 
 
 def resolve(
