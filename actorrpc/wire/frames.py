@@ -95,7 +95,9 @@ OBJECTS: Final = (
     64  # flag of a message with objects in shared memory, whose descriptors have been sent before it
 )
 MAIL: Final = 16  # flag of a request that is for a mailbox, which is entered in the order of the wire
-RESERVED: Final = 128  # flag of mail in two frames: one without a body reserves its place, the other is the message
+RESERVED: Final = (
+    128  # flag of mail in two frames: one without a body reserves its place, the other is the message
+)
 
 
 class Frame(NamedTuple):

@@ -202,7 +202,9 @@ class FakeAgent:
         keep: Any = None,
         label: str | None = None,
         mail: Any = None,
+        awaits: Any = (),
     ) -> FakeCall:
+        assert not awaits, "no simulated call has arguments that are still to come"
         world = self.world
         if self.worker.dead:
             raise Dead

@@ -18,7 +18,6 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable
-from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +30,7 @@ from actorrpc.actors.client.pending_call import (
     PendingCall,
     ResultFuture,
 )
+from actorrpc.actors.client.reserved_call import ReservedCall
 from actorrpc.actors.client.supervisor_client import ask, peer_of
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
     from actorrpc.actors.spec.class_info import MethodInfo
     from actorrpc.actors.spec.options import CallOptions
-    from actorrpc.agent.calls import Call
     from actorrpc.agent.peers import Peer
 
 __all__ = ["CallQueue"]
@@ -211,13 +210,12 @@ class CallQueue:
         seconds: float,
         unresolved: bool,
     ) -> None:
-        pending = future._pending
-        held, place = (None, None) if pending is None else (pending.arguments, pending.place)
         awaits = awaited(args, kwargs) if unresolved else ()
-        if awaits and held is None:
-            held = PendingCall.hold(args, kwargs)
+        if awaits and future._pending is None:
+            PendingCall(future, PendingCall.hold(args, kwargs), unresolved, seconds, template.tries)
+        place = None if future._pending is None else future._pending.place
         self.flying[future._number] = future
-        call = self.agent.call(
+        call = self.send(
             template.peer,
             None,
             args,
@@ -228,42 +226,11 @@ class CallQueue:
             mail=template.mail_for(unresolved and not awaits, place),
             awaits=awaits,
         )
-        if not awaits:
-            return
-        # One of the threads that complete the arguments sends the call: the last one, or the first one that brings an error.
-        context, left, claim = copy_context(), [None] * len(awaits), [None]
+        if awaits:
+            ReservedCall(self, future, template, call)
 
-        def arrived(argument: Future[Any]) -> None:
-            left.pop()
-            if not left or argument._error is not None:
-                try:
-                    claim.pop()
-                except IndexError:
-                    return
-                context.run(self._send_reserved, future, template, call, held)
-
-        for argument in awaits:
-            argument.add_done_callback(arrived)
-
-    def _send_reserved(self, future: ResultFuture, template: CallTemplate, call: Call, held: Any) -> None:
-        """Send a call, whose place is reserved, when its arguments are here or one of them has failed."""
-        if call.done:
-            return
-        try:
-            args, kwargs, unresolved = pack_arguments(*PendingCall.opened(held))
-            mail = template.mail_for(unresolved)
-            label = template.label
-            self.agent.call(
-                call.peer, None, args, kwargs, 0.0, future=future, label=label, mail=mail, place=call
-            )
-            self.agent.flush()
-        except BaseException as error:
-            if call.give_back_place():
-                self._ended_unsent(future, error)
-            if is_of_handler(error):
-                raise
-
-    def _ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
+    def ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
+        """End a call that could not be sent."""
         self.flying.pop(future._number, None)
         pending = future._pending
         if pending is not None and pending.may_have_run and isinstance(error, CancelledError):
@@ -535,7 +502,7 @@ class CallQueue:
         except PeerDiedError:
             self.bounced(future)
         except BaseException as error:
-            self._ended_unsent(future, error)
+            self.ended_unsent(future, error)
             if is_of_handler(error):
                 raise
             return

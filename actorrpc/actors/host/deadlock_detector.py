@@ -90,7 +90,9 @@ class DeadlockDetector:
         #: has the detector look soon: an actor for which calls wait waits itself
         self.poke = self.looks.poke
         self._pauses: set[int] = set()  # of streams, when we looked last
-        self._seen: dict[object, list[Call | Stall | Envelope]] = {}  # who waited, and for what, when we looked last
+        self._seen: dict[
+            object, list[Call | Stall | Envelope]
+        ] = {}  # who waited, and for what, when we looked last
         #: the circles that were broken here last: when, by ``_time.now()``, and what the error said
         self.found: deque[tuple[float, str]] = deque(maxlen=_KEPT)
 

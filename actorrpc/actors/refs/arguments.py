@@ -1,7 +1,7 @@
 """ObjectRefs among the arguments of a call: those at top level are replaced by their results before the method runs.
 
-What the caller has already, it sends as values; the rest is fetched by the worker of the actor, directly from where
-it is. ObjectRefs inside of containers stay what they are.
+The caller sends the results that it has as values, and waits for the results of its own calls (see ``client/reserved_call.py``).
+The worker of the actor fetches the rest directly from the worker that has it. ObjectRefs inside of containers stay what they are.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import compress, islice
-from typing import Any, Final, Generic, TypeVar, overload
+from typing import Any, Final, Generic, Protocol, TypeVar, overload
 
 import torch
 
@@ -40,6 +40,7 @@ __all__ = [
     "deadline_of",
     "get",
     "progress",
+    "stand_by",
     "time_left",
     "wait",
 ]
@@ -165,6 +166,13 @@ def time_left(until: float) -> float | None:
 # -- the gate ------------------------------------------------------------------------------------------------
 
 
+class Waiter(Protocol):
+    """Stands among the threads that wait for a future."""
+
+    def ended(self, future: Future[Any]) -> None:
+        """Hear that it is complete, on the thread that has completed it. Quick, and runs no code of the user's."""
+
+
 class _Gate:
     """A future that is complete when all of some results are, or when one of them has failed.
 
@@ -189,7 +197,7 @@ class _Gate:
         self._places: dict[Future[Any], list[int]] | None = None
         different = dict.fromkeys(futures)
         self._left = [None] * len(different)
-        _stand_by(self, different)
+        stand_by(self, different)
         _flush(different)
 
     def ended(self, future: Future[Any]) -> None:
@@ -235,7 +243,7 @@ class _Gate:
                 return
             fetches[fetch] = None
         self._left.extend([None] * (len(fetches) - 1))  # they count in the place of the one
-        _stand_by(self, fetches)
+        stand_by(self, fetches)
         _flush(fetches)
 
     def open(self) -> None:
@@ -265,7 +273,7 @@ class _Watch:
     def arm(self, future: Future[Any]) -> None:
         """Watch a future."""
         self.future = future
-        _stand_by(self, (future,))
+        stand_by(self, (future,))
 
     def ended(self, _: Future[Any]) -> None:
         """Tell the stream."""
@@ -277,7 +285,7 @@ class _Watch:
         _flush([self.future])
 
 
-def _stand_by(waiter: _Gate | _Watch, futures: Iterable[Future[Any]]) -> None:
+def stand_by(waiter: Waiter, futures: Iterable[Future[Any]]) -> None:
     """Have a waiter be told, once, when each of these futures is complete."""
     for future in futures:
         if not future._done:
@@ -288,7 +296,7 @@ def _stand_by(waiter: _Gate | _Watch, futures: Iterable[Future[Any]]) -> None:
         waiter.ended(future)
 
 
-def _stand_aside(waiter: _Gate | _Watch, future: Future[Any]) -> bool:
+def _stand_aside(waiter: Waiter, future: Future[Any]) -> bool:
     """Have a waiter not be told; False where it has been, or is being."""
     try:
         future._parked.remove(waiter)
