@@ -762,7 +762,15 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _define(self, obj: Any) -> tuple[bytes, bytes]:
         sink = io.BytesIO()
-        ByValuePickler(sink, self._refusing, remote_main=self._remote_main).dump(obj)
+        encoding = message.encoding
+        context = None if encoding is None else encoding.context
+        try:
+            if encoding is not None:
+                encoding.context = None  # other messages use the definition as well
+            ByValuePickler(sink, self._refusing, remote_main=self._remote_main).dump(obj)
+        finally:
+            if encoding is not None:
+                encoding.context = context
         data = sink.getvalue()
         return hash_of(data), data
 

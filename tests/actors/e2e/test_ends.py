@@ -111,6 +111,16 @@ def test_a_killed_driver_takes_everything_along(scripts: Any, how: int) -> None:
     script.is_tidy(pids)
 
 
+def test_a_class_of_a_script_can_make_actors_of_itself(scripts: Any) -> None:
+    script = scripts("""
+        worker = Worker.remote()
+        print("child", actorrpc.get(worker.nest.remote()) != actorrpc.get(worker.pid.remote()))
+    """)
+    code, out, err = script.end()
+    assert (code, err) == (0, "")
+    assert "child True" in out
+
+
 @pytest.mark.slow
 def test_the_interpreter_ends_without_shutdown(scripts: Any) -> None:
     script = scripts(_PIDS)
