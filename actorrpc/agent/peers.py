@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["KEPT", "Cancellable", "Listener", "MembershipEvents", "Peer", "PeerTable", "state_of"]
 
 _log = logging.getLogger("actorrpc.members")
+_calls_log = logging.getLogger("actorrpc.calls")
 
 Listener = Callable[[WorkerInfo, str, str, str], None]
 """Called with the worker, its old state, its new state, and the reason in words."""
@@ -120,6 +121,8 @@ class MembershipEvents:
 _KNOWN: Final = 1024
 _KNOWN_BYTES: Final = 64 << 20
 MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
+_SILENT_S: Final = 2.0  # a wait for room that takes longer is logged
+_QUIET_S: Final = 60.0  # at least so long passes between two such log lines of one peer
 
 
 class Cancellable(Protocol):
@@ -171,6 +174,9 @@ class Peer:
         self._credit_lock = _time.RLock()  # re-entrant: the collector may run user code here
         self._credit = _time.Condition(self._credit_lock)
         self.waiting = 0
+        #: since when threads have waited for room without a break; None while no thread waits
+        self.blocked_since: float | None = None
+        self._warn_at = 0.0
         self.charged = 0
         self.window = window
 
@@ -212,30 +218,50 @@ class Peer:
             BackpressureError: it has not by the deadline; nothing was sent.
             PeerDiedError: it died meanwhile.
         """
-        while not self._wait_for_room(deadline, what):
+        late_at = _time.now() + _SILENT_S
+        while not self._wait_for_room(deadline, late_at, what):
             checkpoint()
+            now = _time.now()
+            if late_at <= now:
+                late_at = float("inf")
+                if self._warn_at <= now:
+                    self._warn_at = now + _QUIET_S
+                    _calls_log.warning(
+                        "%s has been blocked for %.0f s: %s", what, _SILENT_S, self._too_much()
+                    )
 
     @uninterruptible
-    def _wait_for_room(self, deadline: float, what: str) -> bool:
+    def _wait_for_room(self, deadline: float, late_at: float, what: str) -> bool:
         # An exception between two steps of the condition would leave its lock taken for ever.
         with self._credit:
             self.waiting += 1
+            if self.blocked_since is None:
+                self.blocked_since = _time.now()
             try:
                 while self.full and not pending_here():
                     self.check_alive(what)
-                    remaining = deadline - _time.now()
-                    if remaining <= 0:
+                    now = _time.now()
+                    if now >= deadline:
                         raise BackpressureError(
-                            f"{what}: {self.name!r} has {self.charged} bytes in {len(self.pending)} calls that it has not "
-                            f"taken up yet, and takes no more within the time-out; nothing was sent. Call less "
-                            f"often, wait for results, or raise ACTORRPC_WINDOW (now {self.window}).",
+                            f"{what} was not sent within its time-out: {self._too_much()}",
                             maybe_executed=False,
                             worker=self.name,
                         )
-                    self._credit.wait(min(_time.patience(remaining), 0.1))
+                    if now >= late_at:
+                        break
+                    self._credit.wait(min(_time.patience(min(deadline, late_at) - now), 0.1))
                 return not self.full
             finally:
                 self.waiting -= 1
+                if not self.waiting:
+                    self.blocked_since = None
+
+    def _too_much(self) -> str:
+        return (
+            f"worker {self.name!r} has not started calls of {self.charged} bytes, and {len(self.pending)} calls to it are not "
+            f"over. The setting window (ACTORRPC_WINDOW) allows {self.window} bytes that have not started; at most "
+            f"{MAX_PENDING} calls may be pending. Call less often, wait for results, or raise window"
+        )
 
     # -- the end -----------------------------------------------------------------------------------
 

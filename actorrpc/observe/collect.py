@@ -301,6 +301,7 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "oldest": max(0.0, now - pending[0].made) if pending else 0.0,
         "calls_in": len(peer.running),
         "unread": peer.charged,
+        "blocked": 0.0 if (since := peer.blocked_since) is None else max(0.0, now - since),
         "sent": sum(each.bytes_out for each in conns),
         "received": sum(each.bytes_in for each in conns),
         "chunks_sent": sum(each.chunk_bytes_out for each in conns),

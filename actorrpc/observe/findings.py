@@ -12,6 +12,7 @@ from actorrpc.observe.words import span
 __all__ = ["calls_to", "findings", "in_order", "is_wanted", "of_actors", "of_workers", "remedy_of"]
 
 _LONG_S: Final = 10.0  # a call that has waited longer than this for its turn is said
+_BLOCKED_S: Final = 2.0  # calls that the window has blocked for longer are said
 _MANY: Final = 100  # calls that wait for one actor are said
 _RECENT_S: Final = 300.0  # a deadlock that was broken is said for so long
 _NEAR: Final = 0.8  # of the descriptors
@@ -53,6 +54,18 @@ def of_workers(state: GroupState) -> list[Finding]:
             for each in worker.deadlocks
             if each.since < _RECENT_S
         ][-3:]
+    for worker in state.workers:
+        found += [
+            Finding(
+                kind="window",
+                wrong=False,
+                what=f"calls of worker {worker.name!r} to {each.worker!r} have been blocked for {span(each.blocked)}: "
+                f"{each.worker!r} has not started calls of {each.unread} bytes, and {each.calls_out} calls are not over",
+                remedy=f"see what {each.worker!r} does; call less often, wait for results, or raise window=",
+            )
+            for each in worker.connections
+            if each.blocked >= _BLOCKED_S
+        ][:_SHOWN]
     for worker in state.workers:
         found += [
             Finding(

@@ -83,6 +83,8 @@ class ObservedConnection:
         calls_out: calls made to it that are not over; the oldest of them is one of ``oldest_call``, made ``oldest`` seconds ago.
         calls_in: calls of its that are not over here.
         unread: bytes of large calls that it has not taken up yet.
+        blocked: seconds that calls to it have waited here to be sent, because it has not started enough of the earlier calls
+            (setting ``window``); 0 if no call waits.
         sent, received: bytes that have gone over its sockets, of all frames; ``chunks_sent`` and ``chunks_received`` are those
             of them that belong to large tensors and messages. A socket that has ended for good is not counted any more.
         lent: bytes of shared memory that are lent to it, and ``placed`` bytes that have gone that way so far.
@@ -99,6 +101,7 @@ class ObservedConnection:
     oldest: float = 0.0
     calls_in: int = 0
     unread: int = 0
+    blocked: float = 0.0
     sent: int = 0
     received: int = 0
     chunks_sent: int = 0
@@ -460,7 +463,8 @@ class Finding:
 
     Attributes:
         kind: one word for programs: ``"worker"``, ``"actor"``, ``"deadlock"``, ``"mailbox"``, ``"deadline"``, ``"stream"``,
-            ``"descriptors"``, ``"threads"``, ``"suspect"``, ``"debugger"``, or what a check of ``actorrpc doctor`` is about.
+            ``"descriptors"``, ``"threads"``, ``"suspect"``, ``"debugger"``, ``"rounds"``, ``"window"``, or what a check of
+            ``actorrpc doctor`` is about.
         wrong: it is a fault; otherwise it may be as it was meant.
         what: it, in one sentence.
         remedy: what can be done; may be empty.

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import actorrpc
+from actorrpc import rpc
 from actorrpc.errors import AuthenticationError, ConfigError
 from actorrpc.observe.outside import find_groups, look
 from actorrpc.wire import keys
 from actorrpc.wire.keys import Key
+from tests.actors.e2e.kit import open_gate, pass_gate, until
 from tests.ranks import rpc_group
 
 
@@ -54,6 +60,54 @@ def _from_outside(rank: int, world_size: int) -> list[str]:
 
 def test_a_group_of_init_rpc_is_seen_from_outside() -> None:
     assert rpc_group(_from_outside, 2) == [["worker0", "worker1"]] * 2
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _blocked(rank: int, world_size: int, gates: list[str]) -> list[str]:
+    if rank:
+        return []
+    logger, lines = logging.getLogger("actorrpc.calls"), _Lines()
+    logger.propagate = False
+    logger.addHandler(lines)
+    ballast = torch.zeros(1 << 16)
+    calls = [rpc.rpc_async("worker1", pass_gate, (each,), timeout=0) for each in gates]
+    sender = threading.Thread(
+        target=lambda: calls.extend(
+            rpc.rpc_async("worker1", operator.mul, (ballast, 1), timeout=0) for _ in range(6)
+        )
+    )
+    sender.start()
+    until(lambda: any(each.kind == "window" for each in actorrpc.state(30).findings))
+    (said,) = [each.what for each in actorrpc.state(30).findings if each.kind == "window"]
+    until(lambda: lines.texts)
+    for each in gates:
+        open_gate(Path(each))
+    sender.join()
+    for call in calls:
+        call.wait()
+    assert not any(each.blocked for each in actorrpc.state(30).workers[0].connections)
+    return [said, *lines.texts]
+
+
+def test_calls_that_the_window_blocks_are_logged_and_reported(tmp_path: Path) -> None:
+    gates = [str(tmp_path / "one"), str(tmp_path / "other")]
+    for each in gates:
+        os.mkfifo(each)
+    options = {"max_threads": 2, "window": 1 << 20}
+    (said, logged), _ = rpc_group(_blocked, 2, gates, options=options)
+    assert said.startswith("calls of worker 'worker0' to 'worker1' have been blocked for ")
+    assert logged.startswith(
+        "the call of mul has been blocked for 2 s: worker 'worker1' has not started calls of 1"
+    )
+    assert "6 calls to it are not over. The setting window (ACTORRPC_WINDOW) allows 1048576 bytes" in logged
 
 
 # -- the files ---------------------------------------------------------------------------------------------------
