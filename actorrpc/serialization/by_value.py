@@ -160,6 +160,7 @@ def stop(pickler: Any, obj: Any) -> Any:
 
 MAIN: Final = ("__main__", "__mp_main__")  # multiprocessing's children call their main module the latter
 _MAX_CACHED: Final = 1024
+_LARGE: Final = 512 << 10  # a larger definition travels in each message that needs it, and no peer keeps it
 
 
 class UnknownDefinitionError(ProtocolError):
@@ -282,13 +283,18 @@ class DefinitionStore:
             raise UnknownDefinitionError((key,))
         if entry[1] is _UNLOADED:
             data = entry[0]
-            loaded = loads_here(data)
-            if isinstance(loaded, type):
-                _remember(loaded, key, data)
+            loaded = _load(key, data)
             with self._lock:
                 if entry[1] is _UNLOADED:
                     entry[1] = loaded
         return entry[1]
+
+
+def _load(key: bytes, data: bytes) -> Any:
+    loaded = loads_here(data)
+    if isinstance(loaded, type):
+        _remember(loaded, key, data)
+    return loaded
 
 
 # -- classes, and where they are known ------------------------------------------------------------
@@ -610,8 +616,10 @@ def reduce_method(method: types.MethodType) -> tuple[Any, ...]:
     return getattr, (owner, name)
 
 
-def definition(key: bytes) -> Any:
-    """Look a definition up while a message is decoded (wire format)."""
+def definition(key: bytes, _main: str = "") -> Any:
+    """Look a definition up while a message is decoded (wire format); ``key`` may be a large definition itself."""
+    if len(key) > _LARGE:
+        return _load(hash_of(key), key)
     decoding = message.decoding
     if decoding is None:
         raise ProtocolError(f"definition {key.hex()} outside of a message")
@@ -742,10 +750,14 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _name(self, obj: Any, key: bytes, data: bytes) -> Any:
         assert self._named is not None
-        self._named[key] = data
+        if len(data) > _LARGE:
+            key = data  # it would not fit into a frame of its own; as a part of the message it is sent in chunks
+        else:
+            self._named[key] = data
         if self._prefers_own(obj):
             return late, (MAIN[0], obj.__qualname__, key)
-        return definition, (key,)
+        # The name of the main module is written outside of the long bytes, where snapshots do not look for it.
+        return definition, (key, MAIN[0]) if key is data else (key,)
 
     def _define_function(self, function: types.FunctionType) -> tuple[bytes, bytes]:
         cache_key = _function_key(function, self._remote_main)

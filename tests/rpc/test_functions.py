@@ -13,6 +13,7 @@ import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
 from actorrpc.rpc.functions import async_execution
+from actorrpc.testing import InProcessCluster
 from tests.ranks import rpc_group
 
 _TINY = 0.05  # a time-out that is meant to pass
@@ -281,3 +282,16 @@ def _died(rank: int, world_size: int) -> None:
 
 def test_the_future_never_completes_as_its_worker_leaves() -> None:
     rpc_group(_died, 2)
+
+
+def test_a_definition_over_the_limit_of_messages_is_refused_before_it_is_sent() -> None:
+    table = b"t" * (3 << 20)
+
+    class Large:
+        rows = table
+
+    with InProcessCluster(2, clock="real", max_message=2 << 20):
+        with pytest.raises(errors.LimitError, match="over the limit of 2097152") as caught:
+            rpc.rpc_async("worker1", type, (Large(),))
+        assert caught.value.maybe_executed is False
+        assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3

@@ -274,6 +274,37 @@ def test_classes_of_functions_travel_by_value() -> None:
     assert actorrpc.get(Local.remote().times.remote(4)) == 12
 
 
+def test_a_definition_that_is_larger_than_a_frame_is_sent() -> None:
+    table = b"t" * 6_000_000
+
+    class Plain:
+        rows = table
+
+        def length(self) -> int:
+            return len(self.rows)
+
+    @actorrpc.remote
+    class Large:
+        rows = table
+
+        def length(self, of: Any = None) -> int:
+            return len((of or self).rows)
+
+        def make(self, cls: Any) -> Any:
+            return cls()
+
+    actor = Large.remote()
+    for _ in range(2):
+        assert actorrpc.get(actor.length.remote()) == len(table)
+        assert actorrpc.get(actor.length.remote(Plain())) == len(table)
+        assert type(actorrpc.get(actor.make.remote(Plain))) is Plain
+    assert actorrpc.get(actorrpc.remote(Plain.length).remote(Plain())) == len(table)
+    assert actorrpc.get(actorrpc.remote(lambda: Plain().length()).remote()) == len(table)
+    assert type(actorrpc.get(actorrpc.put(Plain()))) is Plain
+    me = actorrpc.get_worker_info().name
+    assert actorrpc.rpc_sync(me, Plain.length, (Plain(),)) == len(table)
+
+
 def test_contexts() -> None:
     actor = Contexts.options(name="contexts").remote()
     found = actorrpc.get(actor.look.remote())
