@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
 
-__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "path_of"]
+__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "pack_error", "path_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
@@ -111,6 +111,17 @@ def named(execution: Execution) -> str:
         return "the call"
     spec = getattr(execution.actor, "spec", None)
     return name if spec is None else f"{spec.info.prefix}{str(name).rpartition('<locals>.')[2]}"
+
+
+def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
+    """Pack an error for the caller of a function that raised it: whole where that fits into a message, else shortened."""
+    settings, dumps = agent.settings, codec.dumper(same_main)
+    # Pickled up to twice, with a group's members and with texts beside it: most often within ``max_message``.
+    limit = min(exceptions.MAX_PICKLE, settings.max_message // 4)
+    data = exceptions.dump(error, worker=agent.name, dumps=dumps, limit=limit, where=where)
+    if len(data) > max(settings.max_message, settings.chunk):
+        data = exceptions.dump(error, worker=agent.name, dumps=dumps, limit=0, where=where)
+    return data
 
 
 class Executor:
@@ -411,12 +422,10 @@ class Executor:
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
         """Send an error back. Never raises."""
         try:
-            dumps = codec.dumper(execution.peer.same_main)
             name, shown = self._agent.name, getattr(execution.actor, "shown", "")
-            where = f"{name}, actor {shown}" if shown else name
-            # Pickled up to twice, with texts beside it: within ``max_message`` unless that is below 256 KiB.
-            limit = min(exceptions.MAX_PICKLE, self._agent.settings.max_message // 4)
-            data = exceptions.dump(error, worker=name, dumps=dumps, limit=limit, where=where)
+            data = pack_error(
+                self._agent, error, execution.peer.same_main, f"{name}, actor {shown}" if shown else name
+            )
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
             if self._agent.flights is not None:

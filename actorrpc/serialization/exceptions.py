@@ -229,33 +229,41 @@ class _Packer:
             if reduced is not None:
                 travel.reduced = reduced
                 return travel
+        state = self.state(error, plan)
         seed: tuple[Any, ...] = ()
         if plan.group:
             seed = (_MESSAGE.__get__(error), [self.travel(member) for member in _MEMBERS.__get__(error)])
         elif plan.native is None:
-            seed = self._wrap(_ARGS.__get__(error))
-        travel.reduced = (_create, (cls, seed), self.state(error, plan), None, None, _restore)
+            seed = state[0] or ()
+        travel.reduced = (_create, (cls, seed), state, None, None, _restore)
         return travel
 
     def state(self, error: BaseException, plan: _Plan) -> _State:
         args, fields, attributes = _take(error, plan)
         if args:
-            wrapped = tuple(self._wrap(value) for value in args)
-            if self._fits is not None:
-                pairs = zip(args, wrapped, strict=True)
-                wrapped = tuple(new if self._fits(new) else say(old, repr) for old, new in pairs)
-            args = wrapped
+            wrapped = [self._wrap(value) for value in args]
+            args = tuple(
+                new if self.fits(new, f"args[{at}]") else say(old, repr)
+                for at, (old, new) in enumerate(zip(args, wrapped, strict=True))
+            )
         return args, self._keep(fields), self._keep(attributes)
 
     def _keep(self, values: dict[str, Any]) -> dict[str, Any]:
         kept = {}
         for name, value in values.items():
             value = self._wrap(value)
-            if self._fits is None or self._fits(value):
+            # The notes are sent beside the pickle as well, shortened.
+            if self.fits(value, "" if name == "__notes__" else cut(str(name), 100)):
                 kept[name] = value
-            elif name != "__notes__":  # the notes are sent beside the pickle as well, shortened
-                self.dropped.append(cut(str(name), 100))
         return kept
+
+    def fits(self, value: object, name: str) -> bool:
+        """Say whether a value can travel; if it cannot, note its name as left behind."""
+        if self._fits is None or self._fits(value):
+            return True
+        if name:
+            self.dropped.append(name)
+        return False
 
     def _custom(self, error: BaseException, plan: _Plan) -> tuple[Any, ...] | None:
         """Return what the class's own reduction gives, tried out first, or None where it does not work."""
@@ -344,7 +352,8 @@ def dump(
     Args:
         worker: the name of this worker, for the traceback's text.
         dumps: pickles an object; it may raise.
-        limit: the most bytes of pickled exception; what makes it larger is left behind, and a note says so.
+        limit: the most bytes of pickled exception; what makes it larger is left behind, and a note says so. 0 sends only its
+            class and the beginning of its text.
         executed: False where the called function was certainly not started.
         where: what the traceback's text calls the place, where that says more than the worker's name.
     """
@@ -369,25 +378,30 @@ def _dump(
     message, text = say(error), ""
     if not inside or not _plan(_class_of(error)).group:  # a group's text has that of the groups inside
         text = format_error(error, message, where or worker, _remote_of)
-        text = cut(text, _MAX_MEMBER_TEXT if inside else MAX_TEXT)
+        text = cut(text, _MAX_MEMBER_TEXT if inside or not limit else MAX_TEXT)
     name, origin, subject = type_name(type(error)), worker, cast(BaseException | None, error)
     remote = _remote_of(error)
     if remote is not None:  # it came from another worker and goes on: the original, once
         name, origin = remote.type_name, remote.worker or worker
         if type(error) is RemoteError:
             subject, message = remote.cause, message.removeprefix(f"{shown(name)}: ")
-    notes = notes_of(error)
+    notes = notes_of(error) if limit else []
     whole = lean = members = None
     if subject is not None:
         try:
-            whole, lean, members = _pickle(subject, worker, dumps, limit, notes)
+            whole, lean, members = _pickle(subject, message, worker, dumps, limit, notes)
         except BaseException:
             pass
     return _pack(name, message, text, origin, executed, whole, lean, members, notes)
 
 
 def _pickle(
-    error: BaseException, worker: str, dumps: Callable[[object], bytes], limit: int, notes: list[str]
+    error: BaseException,
+    message: str,
+    worker: str,
+    dumps: Callable[[object], bytes],
+    limit: int,
+    notes: list[str],
 ) -> tuple[bytes | None, bytes | None, list[bytes] | None]:
     plan = _plan(_class_of(error))
     members = None
@@ -405,15 +419,24 @@ def _pickle(
             members.append(_dump(member, worker, dumps, room, True, inside=True))
             remaining -= len(members[-1])
 
-    def attempt(packer: _Packer, *, obey: bool = True) -> bytes | None:
+    def attempt(make: Callable[[], object], most: int = limit) -> bytes | None:
         try:
-            if plan.group:
-                data = dumps((plan.cls, _MESSAGE.__get__(error), packer.state(error, plan)))
-            else:
-                data = dumps(packer.travel(error, obey=obey))
-            return bytes(data) if len(data) <= limit else None
+            data = dumps(make())
+            return bytes(data) if len(data) <= most else None
         except BaseException:
             return None
+
+    def taken_apart(packer: _Packer, obey: bool = True) -> object:
+        if not plan.group:
+            return packer.travel(error, obey=obey)
+        title = _MESSAGE.__get__(error)
+        return plan.cls, title if packer.fits(title, "message") else say(title), packer.state(error, plan)
+
+    def shortest() -> object:
+        if plan.group:
+            return plan.cls, message, (None, {}, {})
+        seed = (message,) if plan.native is None else ()
+        return Travel(error, (_create, (plan.cls, seed), ((message,), {}, {}), None, None, _restore))
 
     def fits(value: object) -> bool:
         try:  # an exception was taken apart just as carefully
@@ -421,19 +444,26 @@ def _pickle(
         except BaseException:
             return False
 
-    whole = attempt(_Packer())
+    packer = _Packer()
+    whole, lean = attempt(lambda: taken_apart(packer)), None
     if whole is None:
         packer = _Packer(fits)
-        whole = attempt(packer)
-        if packer.dropped:
-            left = cut(", ".join(dict.fromkeys(packer.dropped)), 1000)
-            notes.append(f"left behind on worker {worker}, as it cannot be sent: {left}")
+        whole = attempt(lambda: taken_apart(packer))
     args, fields, attributes = _take(error, plan)
     values = (*(args or ()), *fields.values(), *attributes.values())
-    if whole is not None and not plan.custom and all(type(value) in _ATOMS for value in values):
-        return whole, None, members
-    # Something in it may be unknown to the caller, who then still has the class and the plain values.
-    return whole, attempt(_Packer(_is_small, nested=False), obey=False), members
+    if whole is None or plan.custom or not all(type(value) in _ATOMS for value in values):
+        # Something in it may be unknown to the caller, who then still has the class and the plain values.
+        plain = _Packer(_is_small, nested=False)
+        lean = attempt(lambda: taken_apart(plain, obey=False))
+        if whole is None:
+            packer = plain
+            if lean is None:
+                lean = attempt(shortest, max(limit, 4 * _MAX_MESSAGE))
+                packer.dropped = ["all but its class and the beginning of its text"]
+    if packer.dropped:
+        left = cut(", ".join(dict.fromkeys(packer.dropped)), 1000)
+        notes.append(f"left behind or shortened on worker {worker}, as it cannot be sent whole: {left}")
+    return whole, lean, members
 
 
 def _pack(*parts: object) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.rpc as torch_rpc
 
+import actorrpc
 from actorrpc import errors, rpc
 from actorrpc.rpc.functions import async_execution
 from actorrpc.testing import InProcessCluster
@@ -295,3 +296,37 @@ def test_a_definition_over_the_limit_of_messages_is_refused_before_it_is_sent() 
             rpc.rpc_async("worker1", type, (Large(),))
         assert caught.value.maybe_executed is False
         assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
+
+
+class Wrong(ExceptionGroup[Exception]):
+    """A user's exception."""
+
+
+def _raise_large() -> None:
+    error = Wrong("several", [ValueError("x" * 100_000), LookupError("y")])
+    for _ in range(100):
+        error.add_note("n" * 8000)
+    raise error
+
+
+@actorrpc.remote
+class Streaming:
+    def numbers(self) -> Any:
+        yield 1
+        _raise_large()
+
+
+def test_an_error_that_is_over_the_limit_of_messages_keeps_its_class() -> None:
+    with InProcessCluster(2, clock="real", max_message=256 << 10, chunk=64 << 10):
+        stream = Streaming.options(worker="worker1").remote().numbers.remote()  # type: ignore[attr-defined]
+        assert actorrpc.get(next(stream)) == 1
+        for way in (lambda: rpc.rpc_sync("worker1", _raise_large), lambda: actorrpc.get(next(stream))):
+            with pytest.raises(Wrong, match="several") as caught:
+                way()
+            assert [str(each) for each in caught.value.exceptions] == [
+                "2 more exceptions of this group are too large to be sent"
+            ]
+            (note,) = caught.value.__notes__
+            assert note.endswith(
+                "as it cannot be sent whole: all but its class and the beginning of its text"
+            )

@@ -690,7 +690,7 @@ def test_what_cannot_be_pickled_is_left_behind_and_named() -> None:
     assert arrived.inner.code == 1
     assert not hasattr(arrived.inner, "lock")
     (note,) = arrived.__notes__
-    assert note.startswith("left behind on worker callee, as it cannot be sent: ")
+    assert note.startswith("left behind or shortened on worker callee, as it cannot be sent whole: ")
     assert "lock" in note
     assert "nested" in note
     lock = threading.Lock()
@@ -744,7 +744,7 @@ def test_long_notes_arrive_whole() -> None:
     assert "lock" in second
     first, second = send(error, limit=50_000).__notes__
     assert "characters left out" in first
-    assert second.endswith("as it cannot be sent: lock")
+    assert second.endswith("as it cannot be sent whole: lock")
 
 
 def test_members_of_a_group_share_the_limit() -> None:

@@ -35,11 +35,10 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.streams.stalls import Stall
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Later, pack_error
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, RpcError, SerializationError, ShutdownError
 from actorrpc.futures import Future
-from actorrpc.serialization import codec, exceptions
 from actorrpc.wire.identity import WorkerKey
 
 __all__ = [
@@ -299,8 +298,7 @@ class Producer(Stall):
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error, which the consumer gets behind the items that are there."""
-        dumps = codec.dumper(self.peer is None or self.peer.same_main)
-        packed = exceptions.dump(error, worker=self._agent.name, dumps=dumps)
+        packed = pack_error(self._agent, error, self.peer is None or self.peer.same_main)
         let_frames_go(error)  # they may hold other streams, which hold their actors
         self._finish(packed)
 

@@ -55,6 +55,7 @@ def _check(kind: str, error: BaseException) -> None:
     else:
         assert len(str(error)) < 10_000
         assert "characters left out" in str(error)
+        assert error.__notes__[0].endswith("as it cannot be sent whole: args[0]")
     assert isinstance(error, ExceptionGroup if kind == "group" else Big)
 
 
