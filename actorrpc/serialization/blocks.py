@@ -11,6 +11,8 @@ All positions, lengths and strides are in bytes. This module only computes; the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, product
+from math import prod
 from typing import Any, Final
 
 __all__ = ["Block", "View", "plan", "repitch"]
@@ -19,6 +21,9 @@ __all__ = ["Block", "View", "plan", "repitch"]
 # sent.
 _GAP: Final = 4 << 10
 _WASTE: Final = 2
+_MAX_RECTANGLES: Final = (
+    1 << 16
+)  # of views in one block; of more it is not computed which bytes they use together
 
 
 class View:
@@ -67,39 +72,44 @@ class Block:
 
     Attributes:
         groups: the views in the block. Views of different groups do not overlap.
+        parts: views, some without a tensor, that cover the bytes of the block's views. A block with gaps copies the parts, so
+            that it does not copy the same bytes for many overlapping views.
         low, high: the range of the sender's storage.
         size: how many bytes are sent.
         is_dense: every byte from low to high is used, so the range is sent without a copy.
         is_compact: the elements of the block's only tensor are sent, in order.
+        used: how many bytes the views use together, or a lower bound of it.
         step, pitch: the distance between two rows in the sender's storage, and in the bytes sent. Both are 0 if the bytes keep
             their distances.
     """
 
-    __slots__ = ("_used", "groups", "high", "is_compact", "is_dense", "low", "pitch", "size", "step")
+    __slots__ = ("groups", "high", "is_compact", "is_dense", "low", "parts", "pitch", "size", "step", "used")
 
-    def __init__(self, views: list[View], used: int, step: int = 0, pitch: int = 0) -> None:
+    def __init__(self, views: list[View], used: int, parts: list[View]) -> None:
         self.groups = [views]
+        self.parts = parts
         self.low = min([view.low for view in views])
         self.high = max([view.high for view in views])
         self.size = self.high - self.low
         self.is_dense = used == self.size
         self.is_compact = False
-        self.step, self.pitch = step, pitch
-        self._used = used
+        self.step = self.pitch = 0
+        self.used = used
 
     def absorbs(self, other: Block) -> bool:
         """Merge ``other``, a block that starts later, into this block if the rule allows it; return whether it was merged."""
         gap = other.low - self.high
-        used = self._used + other._used
+        used = self.used + other.used
         if self.pitch or other.pitch or self.is_compact or other.is_compact:
             return False
         if not 0 <= gap <= _GAP or other.high - self.low > _WASTE * used:
             return False
         self.groups += other.groups
+        self.parts = [*self.parts, *other.parts]
         self.high = other.high
         self.size = self.high - self.low
         self.is_dense = self.is_dense and other.is_dense and not gap
-        self._used = used
+        self.used = used
         return True
 
     def align(self) -> None:
@@ -151,15 +161,16 @@ def _split(cluster: list[View]) -> list[Block]:
         if not view.step and view.low <= end:
             end = max(end, view.high)
     if end == high:
-        return [Block(cluster, high - low)]
+        return [Block(cluster, high - low, cluster)]
     step = min([view.step for view in cluster if view.step])
     columns = _columns(cluster, step)
     if columns is None:
-        return [_cheapest(cluster, 0, 0, 0)]
-    blocks = [_cheapest(views, step, first, end) for first, end, views in columns]
+        return _cheapest(cluster, 0, 0, 0)
+    blocks = [block for first, end, views in columns for block in _cheapest(views, step, first, end)]
     if sum([block.size for block in blocks]) >= high - low:
-        whole = Block(cluster, sum([_used(views, step, first, end) for first, end, views in columns]))
-        whole.groups = [views for _, _, views in columns]
+        parts = [part for block in blocks for part in block.parts]
+        whole = Block(cluster, sum([block.used for block in blocks]), parts)
+        whole.groups = [group for block in blocks for group in block.groups]
         return [whole]
     return blocks
 
@@ -193,30 +204,90 @@ def _columns(cluster: Sequence[View], step: int) -> list[tuple[int, int, list[Vi
     return groups
 
 
-def _used(views: list[View], step: int, first: int, end: int) -> int:
-    """Return how many bytes the views use together, or a lower bound of it. The arguments are those of :func:`_cheapest`."""
-    if step and len(views) > 1:
-        rows = -(-(views[0].high - views[0].low) // step)
-        top = views[0].low - (views[0].low - first) % step
-        for view in views:
-            width = view.used // rows
-            is_run_per_row = view.used == width * rows and view.high - view.low == (rows - 1) * step + width
-            if not is_run_per_row or not top <= view.low < top + step or view.step not in (0, step):
-                break
+def _rectangles(view: View, step: int, first: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield a view's bytes as (row, row after the last, column, column after the last), in rows of ``step`` bytes from ``first``.
+
+    ``step`` 0: the whole storage is one row.
+    """
+    width, rows = view.item, 1
+    outer: list[range] = []
+    for stride, n in view.steps:
+        if stride <= width and rows == 1 and not outer:
+            width += stride * (n - 1)
+        elif stride == step * rows and not outer:
+            rows *= n
         else:
-            return rows * (end - first)  # every view has one run of bytes in each of the same rows
-    return max([view.used for view in views])
+            outer.append(range(0, stride * n, stride))
+    for offsets in product(*outer):
+        row, column = divmod(view.low + sum(offsets) - first, step) if step else (0, view.low + sum(offsets))
+        yield row, row + rows, column, column + width
 
 
-def _cheapest(views: list[View], step: int, first: int, end: int) -> Block:
-    """Return the block of views that may overlap. They keep their strides if the rule allows it; else the shortest form is sent.
+def _union(views: list[View], step: int, first: int) -> tuple[int, list[View], list[list[View]]]:
+    """Return how many bytes the views use together, the parts that are copied, and the views in groups that do not overlap.
+
+    The other arguments are those of :func:`_cheapest`. With more than ``_MAX_RECTANGLES`` rectangles the first result is a lower
+    bound, and all views are in one group.
+    """
+    outer = [
+        [n for stride, n in view.steps if view.step and stride >= view.step and stride > step]
+        for view in views
+    ]
+    if sum(map(prod, outer)) > _MAX_RECTANGLES:
+        return max([view.used for view in views]), views, [views]
+    rectangles = sorted(
+        (*each, at) for at, view in enumerate(views) for each in _rectangles(view, step, first)
+    )
+    leaders = list(range(len(views)))
+
+    def leader(at: int) -> int:
+        while leaders[at] != at:
+            leaders[at] = at = leaders[leaders[at]]
+        return at
+
+    used = begun = 0
+    parts: list[View] = []
+    active: list[tuple[int, int, int, int]] = []  # column, column after the last, view, row after the last
+    for row, until in pairwise(sorted({row for each in rectangles for row in each[:2]})):
+        active = [each for each in active if each[3] > row]
+        while begun < len(rectangles) and rectangles[begun][0] == row:
+            _, bottom, *columns, at = rectangles[begun]
+            active.append((columns[0], columns[1], at, bottom))
+            begun += 1
+        active.sort()
+        runs: list[list[int]] = []
+        last = -1
+        for column, end, at, _ in active:
+            if runs and column < runs[-1][1]:
+                leaders[leader(at)] = leader(last)
+            if runs and column <= runs[-1][1]:
+                runs[-1][1] = max(runs[-1][1], end)
+            else:
+                runs.append([column, end])
+            last = at
+        for column, end in runs:
+            low = first + row * step + column
+            part = View(-1, None, low, low + end - column, True)
+            part.steps.append((step, until - row))
+            parts.append(part)
+            used += (until - row) * (end - column)
+    groups: dict[int, list[View]] = {}
+    for at, view in enumerate(views):
+        groups.setdefault(leader(at), []).append(view)
+    # Copying rectangles byte by byte only pays if the views overlap much.
+    overlap = sum([view.used for view in views]) > _WASTE * used
+    return used, parts if overlap else views, list(groups.values())
+
+
+def _cheapest(views: list[View], step: int, first: int, end: int) -> list[Block]:
+    """Return the blocks of views that may overlap. They keep their strides if the rule allows it; else the shortest form is sent.
 
     ``step``: the views lie in rows of this length, between the columns ``first`` and ``end``; 0: there are no such rows.
     """
-    used = _used(views, step, first, end)
-    block = Block(views, used)
-    if max([view.gap for view in views]) <= _GAP and block.size <= _WASTE * used:
-        return block
+    used, parts, groups = _union(views, step, first)
+    block = Block(views, used, parts)
+    if block.is_dense or (max([view.gap for view in views]) <= _GAP and block.size <= _WASTE * used):
+        return [block]
     if step:
         item = max([view.item for view in views])
         first -= first % item
@@ -228,4 +299,6 @@ def _cheapest(views: list[View], step: int, first: int, end: int) -> Block:
     if len(views) == 1 and views[0].tensor.numel() * views[0].item <= block.size:
         block.size, block.is_compact, block.is_dense = views[0].tensor.numel() * views[0].item, True, False
         block.step = block.pitch = 0
-    return block
+    if len(groups) > 1 and block.size > _WASTE * used:
+        return [each for group in groups for cluster in _clusters(group) for each in _split(cluster)]
+    return [block]

@@ -433,7 +433,7 @@ def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
     if block.is_compact:
         return _raw(block.groups[0][0].tensor).contiguous()
     made = torch.zeros(block.size, dtype=torch.uint8, device=storage.device)
-    for view in chain.from_iterable(block.groups):
+    for view in block.parts:
         item = view.item
         dtype = _BITS[item]
         strides, sizes = list(zip(*view.steps, strict=True)) or ((), ())

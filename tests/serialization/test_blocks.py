@@ -174,6 +174,39 @@ def test_columns_are_packed_and_overlapping_ones_share_memory() -> None:
     assert arrived["b"][:, 0].eq(base[:, 2]).all()
 
 
+def test_overlapping_patches_of_an_image_share_one_range() -> None:
+    image = torch.arange(512.0 * 512).view(512, 512)
+    places = range(0, 449, 16)
+    patches = [image[row : row + 64, column : column + 64] for row in places for column in places]
+    arrived, encoded = trip(patches)
+    assert all(torch.equal(*pair) for pair in zip(arrived, patches, strict=True))
+    (span,) = encoded.spans
+    assert (span.address, span.nbytes) == (image.data_ptr(), image.nbytes)  # no byte is copied
+    arrived[0][16:, 16:] = -1
+    assert arrived[1][16:, :48].eq(-1).all()
+
+
+def test_patches_send_at_most_twice_the_bytes_that_they_use() -> None:
+    base = secret(1 << 22)
+    image = base.view(2048, 2048)
+    corners = [(16 * n, 700 * n % 1900) for n in range(100)]
+    patches = [image[y + dy : y + dy + 64, x : x + 64] for y, x in corners for dy in (0, 8, 16, 24)]
+    mark(base, patches)
+    used = int(base.eq(USED).sum())
+    arrived, encoded = trip(patches)
+    assert all(torch.equal(*pair) for pair in zip(arrived, patches, strict=True))
+    assert SECRET not in memory(arrived)
+    assert encoded.nbytes < 2 * used + 100 * len(patches)
+
+
+def test_views_of_different_steps_that_do_not_overlap_are_packed() -> None:
+    base = torch.arange(5_000_000)
+    views = [base[::5000], base[3::4000]]
+    arrived, encoded = trip(views)
+    assert all(torch.equal(*pair) for pair in zip(arrived, views, strict=True))
+    assert encoded.nbytes < 2 * sum(view.nbytes for view in (views[0].clone(), views[1].clone())) + 500
+
+
 @pytest.mark.parametrize("backwards", [False, True])
 def test_autograd_sees_a_change_of_one_overlapping_tensor_in_the_others(backwards: bool) -> None:
     base = torch.arange(64.0)
