@@ -97,6 +97,7 @@ _REMEDIES: Final = {
     "stopped": "kill -CONT {pid} lets it go on",
     "busy": "actorrpc stack {name} shows where it is",
     "dead": "its actors are made again where max_restarts says so",
+    "incompatible": "run this command with the version of actorrpc that the group has",
     "silent": "look at the network between the hosts, and at its machine",
 }
 

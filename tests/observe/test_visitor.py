@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -27,6 +28,7 @@ from actorrpc.observe.processes import why_silent
 from actorrpc.observe.visitor import KeptVisits, Target, Visit
 from actorrpc.transport import connection
 from actorrpc.transport.session import Replay
+from actorrpc.wire.handshake import Acceptor, Refusal
 from actorrpc.wire.keys import Key
 from tests import certificates
 from tests.actors.e2e.kit import until
@@ -173,6 +175,29 @@ def test_one_that_sends_nothing_is_not_waited_for_as_long_as_one_that_sends_much
         (answer,) = look(found, ["process"], 1e6, silence=0.05).answers.values()
     assert isinstance(answer[1], Silent)
     assert answer[1].state == "busy"
+
+
+def test_a_worker_of_another_version_is_named_as_such(worker: FoundGroup, tmp_path: Path) -> None:
+    (target,) = worker.targets
+    path = str(tmp_path / "other.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def refuse() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(4096)
+                sock.sendall(Acceptor.refuse(Refusal.VERSION, "it speaks versions 250"))
+
+        other = threading.Thread(target=refuse)
+        other.start()
+        them = Target(record=target.record, addresses=[path], key=target.key, settings=target.settings)
+        (finding,) = look(FoundGroup(targets=[them], key=target.key), ["process"], 30.0).state.findings
+        other.join()
+    assert "is incompatible: it runs another version of actorrpc than this process" in finding.what
+    assert "it speaks versions 250; install the same version of actorrpc on both sides" in finding.what
+    assert "network" not in finding.remedy
 
 
 @pytest.mark.parametrize("far", [True, False])
