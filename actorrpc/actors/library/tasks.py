@@ -33,6 +33,7 @@ from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
     CancelledError,
+    ConfigError,
     PeerDiedError,
     RemoteError,
     SerializationError,
@@ -329,6 +330,10 @@ def _told(label: object, error: Any) -> BaseException:
     """Return the error of a task, in the place of that of the actor that executed it."""
     if not _is_of_runner(error):
         return cast(BaseException, error)
+    if (
+        type(error.__cause__) is ConfigError
+    ):  # no process can be started for any task, as of a wrong init(preload=)
+        return ConfigError(str(error.__cause__))
     # Whatever it died of is in the text; that it can be called again later is no comfort to the task.
     cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
     told = PeerDiedError(

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 from actorrpc._exception_text import CAUSE, TRACEBACK, is_a, line_of, notes_of
 from actorrpc.actors.spec.death_report import IN_RESTORE
-from actorrpc.errors import ActorDiedError, PlacementError, RemoteError, RemoteTraceback, UnplacedActorError
+from actorrpc.errors import (
+    ActorDiedError,
+    ConfigError,
+    PlacementError,
+    RemoteError,
+    RemoteTraceback,
+    UnplacedActorError,
+)
 from actorrpc.serialization import exceptions
 
 if TYPE_CHECKING:
@@ -78,7 +85,7 @@ def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
         text, final = f"its {where} raised {what}", True
     elif worker is not None:
         text, final = f"it could not be made on worker {worker!r}: {what}", True
-    elif is_a(original, PlacementError):
+    elif is_a(original, ConfigError):
         text, final = str(original), False
     else:
         text, final = f"no process could be started for it: {what}", False

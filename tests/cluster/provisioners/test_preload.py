@@ -67,11 +67,19 @@ def test_an_actor_is_not_made_where_a_module_cannot_be_preloaded(
             def one(self):
                 return 1
 
+        @actorrpc.remote
+        def task():
+            return 1
+
         with actorrpc.init(preload=["spoiled"]):
             try:
                 actorrpc.get(Counter.remote().one.remote(), timeout=60)
             except actorrpc.ActorDiedError as error:
                 print(type(error.__cause__).__name__, error)
+            try:
+                actorrpc.get(task.remote(), timeout=60)
+            except actorrpc.errors.ConfigError as error:
+                print(type(error).__name__, error.__cause__, error)
         """
     with script(
         tmp_path, program, prints=[r"init\(preload=\): the module 'spoiled' cannot be preloaded"]
@@ -79,9 +87,12 @@ def test_an_actor_is_not_made_where_a_module_cannot_be_preloaded(
         assert process.stdout is not None
         said = process.stdout.read()
         assert process.wait(60) == 0
-    assert said.startswith("ConfigError ")
-    assert "init(preload=): the module 'spoiled' cannot be preloaded" in said
-    assert why in said
+    of_actor, of_task = said.splitlines()
+    assert of_actor.startswith("ConfigError ")
+    assert " is dead: init(preload=): the module 'spoiled' cannot be preloaded" in of_actor
+    assert of_task.startswith("ConfigError None init(preload=): the module 'spoiled' cannot be preloaded")
+    assert why in of_actor
+    assert why in of_task
 
 
 @pytest.mark.parametrize("name", ["no_module_of_this_name", "", "__main__", ".relative"])
