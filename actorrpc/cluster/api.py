@@ -531,8 +531,8 @@ def _modules(preload: Sequence[str]) -> tuple[str, ...]:
             raise WrongTypeError(f"preload must have names of modules, and {say(name, repr)} is no str")
         top = name.partition(".")[0]
         try:
-            found = importlib.util.find_spec(top) if top else None
-        except ValueError:  # as of __main__, which no other process can import
+            found = importlib.util.find_spec(top) if top not in ("", "__main__") else None
+        except ValueError:  # the module has no __spec__: other processes cannot import it
             found = None
         if found is None:
             raise ConfigError(f"preload: there is no module {name!r} that other processes could import")
