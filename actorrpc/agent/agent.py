@@ -552,11 +552,10 @@ class Agent:
             flags |= outbound.STREAM
         frame = Frame(kind, flags, id, deadline - now, chain, extra, body, buffers or None, objects)
         if flags & frames.RESERVED:
-            frame = frame._replace(flags=flags & ~frames.RESERVED)
             if body:
                 self.post.complete(None, peer, frame)
             else:
-                self.post.announce(None, peer, frame)
+                self.post.announce(None, peer, frame._replace(flags=frames.MAIL))
         elif flags & frames.MAIL:
             self.post.take(None, peer, frame)
         elif kind == frames.REQUEST:

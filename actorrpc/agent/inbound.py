@@ -102,7 +102,6 @@ class Inbox:
                         self._agent.post.announce(conn, peer, frame._replace(flags=frames.MAIL))
                     return None
                 announced = True
-                frame = frame._replace(flags=frame.flags & ~frames.RESERVED)
             if frame.flags & outbound.STREAM:
                 stream, assembly = outbound.begin_stream(self._agent, frame)
                 if stream in conn.assemblies:

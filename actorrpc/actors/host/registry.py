@@ -25,7 +25,7 @@ from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
 from actorrpc.agent.executor import Later, path_of
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
-from actorrpc.wire.frames import MAIL, Frame
+from actorrpc.wire.frames import MAIL, RESERVED, Frame
 from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
@@ -115,11 +115,13 @@ class ActorRegistry:
     def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """See agent.mail.MailRouter."""
         entry = peer.running.get(frame.id)
+        if frame.flags & RESERVED:
+            frame = frame._replace(flags=frame.flags & ~RESERVED)
+            if entry is None:  # it was given up or refused
+                self._agent.submit(partial(self._agent.inbox.discard, conn, frame))
         if type(entry) is Envelope and entry.hosted is not None and not entry.whole:
             entry.header = self._headers.get(frame.extra) or self._new_header(frame)
             entry.hosted.arrived(entry, conn, frame)
-        else:
-            self._agent.submit(partial(self._agent.inbox.discard, conn, frame))
 
     def abandon(self, peer: Peer, id: int) -> None:
         """See agent.mail.MailRouter."""
