@@ -553,6 +553,7 @@ class HostedActor:
         for entry in running:
             self.executor.fail(entry, died(self, self.why))
             self.interrupt(entry)
+            self.cancel(entry, False)  # and the calls that it waits for, as if the process had ended
         self.runtime.registry.forget(self)
         self.agent.submit(self._wind_up)
         if running and self.over._claim():
@@ -582,8 +583,7 @@ class HostedActor:
             runner.end()
         running = []
         for runner in list(self.threads):
-            if isinstance(runner.running, Envelope):
-                running.append(runner.running)
+            running += [each for each in runner.entered if isinstance(each, Envelope)]
         for loop in loops:
             running += list(loop.runner.entries.values())
         if state == "over":
@@ -631,6 +631,8 @@ class HostedActor:
                 # Whatever was to answer it, does not any more. One that has not been handed out is refused, as not
                 # executed, by the thread that has found the mailbox closed.
                 self.executor.fail(each, died(self, self.why))
+                if each.execution is not None:
+                    each.execution.cancel()
             if self.over._claim():
                 self.over._finish(state, None)
 

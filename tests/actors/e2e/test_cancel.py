@@ -439,6 +439,19 @@ def test_an_await_is_given_up_with_its_call() -> None:
         actorrpc.get(ref)
 
 
+@pytest.mark.parametrize("cls", [Busy, Async])
+def test_what_a_method_waits_for_is_given_up_when_its_actor_is_killed_and_its_process_lives(cls: Any) -> None:
+    neighbour, gate = Busy.remote(), Gate.remote()
+    actor = cls.options(worker=neighbour).remote()
+    ref = actor.wait_at.remote(gate)
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    actorrpc.kill(actor)
+    until(lambda: actorrpc.get(gate.count.remote()) == 0)
+    with pytest.raises(actorrpc.ActorDiedError):
+        actorrpc.get(ref)
+    assert actorrpc.get(neighbour.note.remote("alive")) == "alive"
+
+
 def test_a_call_to_an_actor_under_construction_is_given_up_with_its_coroutine(gate: Path) -> None:
     actor, made = Async.remote(), Made.remote(str(gate))
     ref = actor.ask.remote(made)
