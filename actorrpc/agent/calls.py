@@ -490,8 +490,14 @@ class Call:
             return False
         if not self.stopping:
             self.stopping = True
-            submit, give_up = self.agent.pool.submit, self.cancel
-            self.agent.clock.after(patience, lambda: submit(give_up))
+            id, pending, submit = self.id, self.peer.pending, self.agent.pool.submit
+
+            def give_up() -> None:  # does not refer to the call, whose arguments live no longer than it
+                call = pending.get(id)
+                if call is not None:
+                    submit(call.cancel)
+
+            self.agent.clock.after(patience, give_up)
             self._tell_cancelled(stop=True)
         return True
 

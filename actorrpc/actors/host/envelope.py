@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
     from actorrpc.agent.calls import Execution
     from actorrpc.agent.peers import Peer
+    from actorrpc.agent.timers import Timer
     from actorrpc.wire.frames import Frame
 
 __all__ = ["GRACE_S", "UNUSUAL", "Envelope"]
@@ -50,7 +51,7 @@ class Envelope(Entry):
     execution: Execution | None = None
     task: asyncio.Task[Any] | None = None
     given_up = False  # it is not to run, if it does not yet
-    stopped = False  # its coroutine has been told to end
+    grace: Timer | None = None  # its coroutine was cancelled, and is cancelled again at the end of this time
     sole = False  # nobody but us has the result
     circles: dict[int, float] | None = None  # see deadlocks
     suspected = 0  # the execution that seems to wait for this call, which waits for it

@@ -445,6 +445,8 @@ class ActorExecutor:
     def _over(self, entry: Envelope, queue: GroupQueue, loop: EventLoop, execution: Execution) -> None:
         """Go on after a call that has run on the loop."""
         entry.opened = None
+        if entry.grace is not None:
+            entry.grace.cancel()
         loop.runner.entries.pop(execution.chain, None)
         try:
             self.mailbox.running.pop(execution.chain, None)
@@ -461,15 +463,14 @@ class ActorExecutor:
         Its handlers may make calls, which the grace bounds; the caller hears when they have ended, or the grace is over.
         """
         task, execution = entry.task, entry.execution
-        if task is None or execution is None or entry.stopped:
+        if task is None or execution is None or entry.grace is not None:
             return
-        entry.stopped = True
+        over = partial(self._grace_over, entry, task, execution, stop)
+        entry.grace = self.agent.clock.after(GRACE_S, lambda: self.agent.submit(over))
         task.cancel()
         # First the bound of the calls that are made from now on, by its threads too: each call has it or is given up.
         execution.deadline = _time.now() + GRACE_S
         execution.give_up_nested(stop)  # before the coroutine goes on and makes others
-        over = partial(self._grace_over, entry, task, execution, stop)
-        self.agent.clock.after(GRACE_S, lambda: self.agent.submit(over))
 
     def _grace_over(self, entry: Envelope, task: asyncio.Task[Any], execution: Execution, stop: bool) -> None:
         if task.done():
@@ -579,7 +580,7 @@ class ActorExecutor:
             if self.agent.abandoned:  # before its state is kept, which is the parent's
                 self.agent.end_fork(self.label(entry), None)
             await self.checkpoints.save_from_loop()
-            if entry.stopped:  # it has caught the cancellation: its caller has done without the result
+            if entry.grace is not None:  # it has caught the cancellation; the result has no use
                 raise CancelledError(f"{self.label(entry)} was cancelled")
             self.answer(entry, value)
         except BaseException as error:

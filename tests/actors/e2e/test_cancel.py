@@ -506,7 +506,6 @@ def test_a_nested_call_that_begins_while_its_caller_is_cancelled_occupies_nobody
             actorrpc.get(ref)
     until(lambda: actorrpc.get(other.count.remote()) == 0)
     actor = other = ref = None
-    # A cancelled call is kept for the seconds that it has to end in, and its arguments with it.
     until(
         lambda: (
             not any(

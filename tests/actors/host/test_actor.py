@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import tracemalloc
 from contextvars import Context
 from pathlib import Path
 from types import FrameType
@@ -168,3 +169,38 @@ def test_the_end_of_an_actor_takes_no_more_steps_where_many_live_and_many_calls_
 ) -> None:
     few, many = (_lines_of_an_end(tmp_path / f"{count}", count) for count in (10, 150))
     assert 0 < many < 1.5 * few
+
+
+@actorrpc.remote
+class Waiter:
+    def __init__(self) -> None:
+        self.waiting = 0
+
+    async def wait(self, data: bytes) -> None:
+        self.waiting += 1
+        await asyncio.Event().wait()
+
+    async def count(self, _data: bytes = b"") -> int:
+        return self.waiting
+
+
+@pytest.mark.limit(10)
+def test_a_cancelled_call_keeps_its_arguments_no_longer_than_it_runs() -> None:
+    count, data = 400, bytes(10_000)
+    with InProcessCluster(2):  # its clock stands still: a timer keeps what it refers to
+        waiter = Waiter.options(worker="worker1").remote()
+        actorrpc.get(waiter.count.remote(data))
+        tracemalloc.start()
+        try:
+            refs = [waiter.wait.remote(data) for _ in range(count)]
+            until(lambda: actorrpc.get(waiter.count.remote()) == count)
+            assert tracemalloc.get_traced_memory()[0] > count * len(data)
+            assert actorrpc.cancel(refs)
+            for ref in refs:
+                with pytest.raises(actorrpc.CancelledError):
+                    actorrpc.get(ref)
+            refs.clear()
+            del ref
+            until(lambda: tracemalloc.get_traced_memory()[0] < count * len(data) // 2)
+        finally:
+            tracemalloc.stop()
