@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import inspect
 import sys
 import threading
 import traceback
@@ -66,7 +67,12 @@ _PACKAGE: Final = __name__.partition(".")[0] + "."
 # What makes a task of a coroutine that it was given or has made, and then runs it.
 _STARTS_LOOP: Final = frozenset(
     each.__code__
-    for each in (asyncio.BaseEventLoop.run_until_complete, asyncio.Runner.run, asyncio.Runner.close)
+    for each in (
+        asyncio.BaseEventLoop.run_until_complete,
+        asyncio.run,
+        asyncio.Runner.run,
+        asyncio.Runner.close,
+    )
 )
 _RUN_FOREVER: Final = asyncio.BaseEventLoop.run_forever.__code__
 
@@ -98,10 +104,10 @@ def bears_interruption(frame: FrameType | None) -> bool:
         frame = frame.f_back  # its constructor is made by `collections`: it belongs to the code that calls it
     if frame is None or _module(frame).startswith(_PACKAGE):
         return False
-    runs = False  # a loop runs what it was given
+    runs = False  # a loop runs, and its task has begun
     while frame is not None:
         code = frame.f_code
-        runs = runs or code is _RUN_FOREVER
+        runs = runs or (code is _RUN_FOREVER and _has_begun(loop_on(frame)[1]))
         if (
             code is threading.Thread.start.__code__
             or code.co_name == "__del__"
@@ -111,6 +117,12 @@ def bears_interruption(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+def _has_begun(task: object) -> bool:
+    """Tell whether a task has taken its first step; the interpreter says on stderr if its coroutine never takes one."""
+    coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
+    return not inspect.iscoroutine(coroutine) or inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED
 
 
 def _interrupt_at(ident: int, place: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dis
 import gc
 import importlib
 import itertools
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
@@ -446,3 +448,64 @@ def test_a_coroutine_that_no_task_runs_yet_is_not_left_behind() -> None:
     assert {where for where, bears in found if not bears} == {"before"}  # what ends a runner
     look("behind")
     assert found[-1] == ("behind", True)
+
+
+class _Cut:
+    """Raises Interrupted at one of the steps at which ``asyncio.run`` may be interrupted, before and behind its coroutine."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        code, looks = frame.f_code.co_code, True
+
+        def step(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal looks
+            if event == "opcode":
+                looked, looks = looks, dis.opname[code[frame.f_lasti]].startswith(_LOOKS)
+                codes = {each.f_code for each, _ in traceback.walk_stack(frame)}
+                begins = asyncio.BaseEventLoop.run_forever.__code__ not in codes
+                if (
+                    looked
+                    and asyncio.run.__code__ in codes
+                    and (begins or asyncio.Runner.close.__code__ in codes)
+                ):
+                    self.left -= bears_interruption(frame)
+                    if not self.left:
+                        sys.settrace(None)
+                        raise Interrupted
+            elif event == "exception":
+                looks = False
+            return step
+
+        return step
+
+
+_LOOKS = (
+    "CALL",
+    "JUMP_BACKWARD",
+    "RESUME",
+)  # behind these the interpreter raises what another thread has set
+
+
+def test_an_interruption_of_an_event_loop_that_begins_or_ends_prints_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = sys.gettrace()
+    for at in itertools.count(1):
+        cut = _Cut(at)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            sys.settrace(cut.trace)
+            try:
+                asyncio.run(asyncio.sleep(0))
+            except Interrupted:
+                pass
+            finally:
+                sys.settrace(before)
+        assert not [each for each in said if each.category is RuntimeWarning], at
+        if cut.left > 0:
+            break
+    assert at > 20
+    assert not caplog.records
