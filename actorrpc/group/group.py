@@ -156,11 +156,13 @@ class CollectiveWait:
         round: names the round in messages; it is the same on every worker that enters the round.
         members: the workers that take part; empty: every member of the group.
         begun: when the wait began.
+        thread: the number of the thread that waits.
     """
 
     round: str
     members: Set[str]
     begun: float
+    thread: int
 
     def includes(self, name: str) -> bool:
         """Say whether a worker takes part."""
@@ -239,7 +241,7 @@ class Group:
         thread is handling, once: ``shutdown()`` in a ``finally`` holds up the traceback, for good where the others never come.
         """
         error = sys.exception()
-        wait = CollectiveWait(round, members, _time.now())
+        wait = CollectiveWait(round, members, _time.now(), threading.get_ident())
         self.waits.append(wait)
 
         def look() -> None:

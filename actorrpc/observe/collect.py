@@ -609,12 +609,16 @@ _RAW: Final = frozenset({bytes, bytearray})
 # -- stacks ------------------------------------------------------------------------------------------------------
 
 
-def _stacks(_worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
+def _stacks(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
     """Return the stacks of the threads from the identifier ``first`` on: one that ends between two pages moves no other."""
     names = {each.ident: each.name for each in threading.enumerate()}
     own = threading.get_ident()
     frames = sorted(each for each in sys._current_frames().items() if first <= each[0] != own)
     stacks = [_stack(ident, names.get(ident, ""), frame) for ident, frame in frames[:most]]
+    for wait in list(worker.group.waits) if worker.group is not None else ():
+        for each in stacks:
+            if each["ident"] == wait.thread:
+                each["waits_for"].append(f"other workers to enter {_text(wait.round)}")
     return stacks, frames[most][0] if len(frames) > most else None
 
 

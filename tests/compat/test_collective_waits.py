@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 
 import pytest
 
+import actorrpc
 from actorrpc.compat import rpc
-from actorrpc.errors import RpcTimeoutError
+from actorrpc.errors import PeerDiedError, RpcTimeoutError
+from actorrpc.wire import keys
+from tests.actors.e2e.kit import until
 from tests.ranks import GroupError, run_group, unused_path
 
 _gate = threading.Event()
@@ -47,6 +51,32 @@ def test_a_rank_that_raises_before_a_barrier_ends_the_group() -> None:
     assert re.search(r"'worker0' has waited in \S+ \(shutdown\) .* for 'worker1'", second)
     assert "left together" in first
     assert "left together" in second
+
+
+def _waits_in(round: str, names: set[str]) -> bool:
+    """Whether a thread of each of these workers is shown to wait in a round."""
+    found = {
+        worker.name
+        for worker in actorrpc.state(30, stacks=True).workers
+        for thread in worker.threads
+        if any(round in each for each in thread.waits_for)
+    }
+    return found == names
+
+
+def _die_before_a_barrier(rank: int, world_size: int, store: str) -> None:
+    _join(rank, world_size, store, 30.0)
+    if rank == 2:
+        until(lambda: _waits_in("_barrier of all 3 workers (round 1)", {"worker0", "worker1"}))
+        os._exit(1)
+    with pytest.raises(PeerDiedError, match=r"_barrier of all 3 workers \(round 1\) .*worker2 died before"):
+        rpc.api._barrier(["worker0", "worker1", "worker2"])
+    rpc.shutdown(graceful=False)
+
+
+def test_a_barrier_names_the_rank_that_died_and_stacks_name_the_barrier() -> None:
+    run_group(_die_before_a_barrier, 3, unused_path("dies"), may_die=[2])
+    keys.sweep()  # the files of the process that died
 
 
 def _give_up(rank: int, world_size: int, store: str) -> None:

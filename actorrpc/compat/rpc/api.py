@@ -482,15 +482,13 @@ def _gather(what: str, obj: Any, worker_names: Iterable[str] | None, timeout: fl
         if round.is_leader:
             _broadcast(round.title, states.gathered_objects, names - {round.me}, call_timeout)
         elif not states.proceed_signal.is_set() and _is_dead(round.leader):
-            raise PeerDiedError(
-                f"{what}: {round.leader!r} has died", maybe_executed=True, worker=round.leader
-            )
+            raise _died(round, [round.leader])
         if names <= set(states.gathered_objects):
             return states.gathered_objects
         missing = _missing(round, states)
         dead = [name for name in missing if name in states.dead or _is_dead(name)]
         if dead:
-            raise PeerDiedError(f"{what}: {', '.join(dead)} died before", worker=dead[0])
+            raise _died(round, dead)
         why = f"worker {round.me!r} has waited for them in {round.title}; rpc_timeout gives a round more time"
         if round.me in missing:
             why = f"the others had given up {round.title} when worker {round.me!r} entered it"
@@ -503,11 +501,21 @@ def _gather(what: str, obj: Any, worker_names: Iterable[str] | None, timeout: fl
             _all_gather_sequence_id_to_states.pop(round.title, None)
 
 
+def _died(round: _Round, names: list[str]) -> PeerDiedError:
+    return PeerDiedError(
+        f"{round.title} cannot be completed, as {', '.join(names)} died before",
+        maybe_executed=True,
+        worker=names[0],
+    )
+
+
 def _bring(round: _Round, obj: Any, timeout: float) -> None:
     leader = round.leader
     arguments = ("_gather_to_leader", round.title, round.me, obj, set(round.names))
     try:
         core.rpc_sync(leader, _by_name, arguments, timeout=timeout)
+    except PeerDiedError as error:
+        raise _died(round, [leader]) from error
     except RpcTimeoutError as error:
         # Either it has not been executed, or the leader has it and the withdrawal is of no account.
         try:
@@ -552,16 +560,12 @@ def _broadcast(sequence_id: str, objects: dict[str, Any], followers: frozenset[s
 def _barrier(worker_names: Iterable[str]) -> None:
     """Return when all of these workers have called this.
 
-    A worker that has died is logged, and the others go on.
-
     Raises:
+        PeerDiedError: a worker has died before all had called this; the error names the worker and the barrier.
         DeadlockError: a missing worker waits for this one in another round.
         RpcTimeoutError: not all have called this within the RPC time-out.
     """
-    try:
-        _gather("_barrier", None, worker_names, UNSET_RPC_TIMEOUT)
-    except PeerDiedError:
-        logger.exception("Failed to complete barrier")
+    _gather("_barrier", None, worker_names, UNSET_RPC_TIMEOUT)
 
 
 @_require_initialized
