@@ -256,7 +256,7 @@ class Call:
         callbacks: list[Any] = []
         if future is not None and future._claim():
             future._finish(None, error, submit or callbacks.append)
-        # Where there is a future, it has the error. An execution keeps its nested calls, and may be in the frames of the traceback.
+        # A future has its error itself. An execution keeps its nested calls, and the frames of the traceback may have it.
         self.end(None, error if future is None else None)
         self.future = None  # the future names the call: no cycle
         self.keep = None
