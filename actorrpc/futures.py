@@ -38,12 +38,14 @@ __all__ = [
     "Future",
     "InnerFuture",
     "NestedRunner",
+    "Progress",
     "bystander",
     "collect_all",
     "forked",
     "generation",
     "hush",
     "interruption_point",
+    "lost_by_fork",
     "run_queued_callbacks",
     "stand_by",
     "wait_all",
@@ -56,6 +58,7 @@ _log = logging.getLogger("actorrpc.futures")
 _NEVER = float("inf")
 _Lock: Final = type(threading.Lock())
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
+_ONCE: Final = "Future can only be marked completed once: it already has a result or an error"
 _NO_DEVICES: Final[list[torch.device]] = []  # of most futures; nobody changes it
 _base_init = torch._C.Future.__init__
 _base_set_result = torch._C.Future.set_result
@@ -87,6 +90,35 @@ class NestedRunner(Protocol):
 
     def serve(self) -> None:
         """Run what may run, on this thread."""
+
+
+class Progress:
+    """The source of a pending future: a call, a call that waits to be sent, another future.
+
+    Any thread may call its methods. They do nothing here; a class overrides those that have an effect.
+    """
+
+    __slots__ = ()
+
+    def drive(self, deadline: float | None) -> None:
+        """Work towards completion on the calling thread, which waits for the future, at most until the deadline."""
+
+    def flush(self) -> None:
+        """Send the messages that are gathered, because a thread is about to wait elsewhere for the outcome."""
+
+    def listen(self) -> None:
+        """Have the pool read the reply, because the thread that looks at the future does not read."""
+
+    def cancel(self) -> bool:
+        """Give up; False where the future is complete."""
+        return False
+
+
+class Waiter(Protocol):
+    """What is notified when a future completes: see :meth:`Future.add_waiter`."""
+
+    def ended(self, future: Any) -> None:
+        """Handle the completion of the future. Any thread calls it; it must be short and must not block."""
 
 
 class _Waiting(threading.local):
@@ -193,6 +225,16 @@ def forked() -> None:
 def generation() -> int:
     """Return what tells this process from the one that it is a fork of."""
     return _generation
+
+
+def lost_by_fork(label: object) -> NotInitializedError:
+    """Return the error of a wait, in a forked process, for an outcome that only the process that was forked gets."""
+    return NotInitializedError(
+        f"{label} was not over when this process was forked (os.fork(), or multiprocessing's start method "
+        "'fork') from the one that waits for it: the outcome comes there, and never here. Wait for it before the "
+        "fork; for calls of its own, start the process with the method 'spawn', or call actorrpc.init() (or "
+        "init_rpc()) in it"
+    )
 
 
 def _twin(error: BaseException) -> BaseException:
@@ -306,12 +348,15 @@ class _LinkLabel:
         return f"then({self.callback}), link {self.links} of a chain that starts with {self.start}"
 
 
-class Future(torch.futures.Future[T], Generic[T]):
+class Future(torch.futures.Future[T], Progress, Generic[T]):
     """The result of something that is still under way.
 
     Attributes:
         label: what it is, in words, for messages.
         awaits: the futures (or what has one as ``future``) that it needs all of, where it is made of others.
+        source: what the outcome comes from, while it is pending; a thread that waits makes progress on it. Its producer sets it.
+        covered: whether :meth:`cover` was called.
+        torch_has_value: of a class: whether torch's half of its futures is given the value as well.
 
     Thread-safe. All methods of ``torch.futures.Future`` are here, with the differences that
     :meth:`wait` takes a ``timeout``, every wait can be interrupted by Ctrl-C, :meth:`then` returns a future
@@ -325,16 +370,16 @@ class Future(torch.futures.Future[T], Generic[T]):
         "_error",
         "_parked",
         "_report",
-        "_source",
         "_unclaimed",
         "_value",
         "label",
+        "source",
     )
 
     awaits: Sequence[Any] = ()
     _then_class: type[Future[Any]] | None = None  # of what then() returns; None: its own
-    _torch_has_value = True  # whether torch's half is given the value as well
-    _covered = False  # see cover()
+    torch_has_value = True
+    covered = False
     _born = 0  # the generation of the process that has made it
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
@@ -346,44 +391,55 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._done = False
         self._value: Any = None
         self._error: BaseException | None = None
-        # May be set before the future fails, to that of another one with the same error: a look at one is a look at both.
+        # Futures that failed with the same error share it, so that retrieving one marks the error as seen for all: see follow().
         self._report: _Unretrieved | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
-        # Locks of threads, and what else wants to be told: its ``ended(future)`` is called, on whichever thread, and is short.
-        self._parked: list[Any] = []
-        # Whatever makes progress on this future when somebody waits for it (a call that reads its own reply).
-        self._source: Any = None
+        self._parked: list[Any] = []  # Waiters, and the locks of threads
+        self.source: Progress | None = None
         self.label: object = "a future"
 
     # -- completing ------------------------------------------------------------------------
 
-    def _claim(self) -> bool:
-        """Win the right to complete this future; exactly one caller ever does."""
+    def claim(self) -> bool:
+        """Win the right to complete this future, for a producer that does something before :meth:`conclude`.
+
+        Exactly one caller gets True, and completes the future, or gives the right back with :meth:`disclaim`.
+        """
         try:
             del self._unclaimed
         except AttributeError:
             return False
         return True
 
-    def _finish(
+    def disclaim(self) -> None:
+        """Give the right to complete this future back; it stays pending."""
+        self._unclaimed = None
+
+    def conclude(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
-        """Publish the outcome; the caller has claimed it. ``submit`` runs callbacks elsewhere if given."""
+        """Publish the outcome and wake the threads that wait. Subclasses extend it; callers have claimed the future.
+
+        Args:
+            value: what waits return, where ``error`` is None.
+            error: what waits raise.
+            submit: runs the callbacks, on another thread; by default they run here.
+        """
         if error is None:
             self._value = value
             self._done = True
-            _base_set_result(self, value if self._torch_has_value else None)
+            _base_set_result(self, value if self.torch_has_value else None)
         else:
             self._error = error
             report = self._report
             if report is None:
                 report = self._report = _Unretrieved(error, self.label)
-            if self._covered:  # looked at after the line above: seen here or in cover()
+            if self.covered:  # looked at after the line above: seen here or in cover()
                 report.seen = True
             self._done = True
             _base_set_unwrap(self, _unwrapping(report))
             _base_set_result(self, _twin(error))
-        self._source = None
+        self.source = None
         if self._parked:
             self._wake()
         if self._callbacks:
@@ -391,6 +447,49 @@ class Future(torch.futures.Future[T], Generic[T]):
                 self._run_callbacks()
             else:
                 submit(self._run_callbacks)
+
+    def try_complete(self, value: T, submit: Callable[..., Any] | None = None) -> bool:
+        """Complete the future with a value; False if it is complete already. ``submit``: see :meth:`conclude`."""
+        if not self.claim():
+            return False
+        self.conclude(value, None, submit)
+        return True
+
+    def try_fail(self, error: BaseException, submit: Callable[..., Any] | None = None) -> bool:
+        """Complete the future with an error; False if it is complete already. ``submit``: see :meth:`conclude`."""
+        if not self.claim():
+            return False
+        self.conclude(None, error, submit)
+        return True
+
+    def follow(
+        self,
+        other: Future[Any],
+        error: BaseException | None = None,
+        submit: Callable[..., Any] | None = None,
+    ) -> bool:
+        """Complete the future as ``other``, which is complete, has ended; False if it is complete already.
+
+        The error goes on in this future: looking at either future counts for both, and where this one is complete already, it
+        counts as looked at.
+
+        Args:
+            error: fails this future, in place of the outcome of ``other``.
+            submit: see :meth:`conclude`.
+        """
+        if not self.claim():
+            other.acknowledge()
+            return False
+        self._report = other._report
+        if error is not None:
+            self.conclude(None, error, submit)
+        else:
+            self.conclude(other._value, other._error, submit)
+        return True
+
+    def replace_value(self, value: T) -> None:
+        """Have later waits return another object than the one that the future was completed with."""
+        self._value = value
 
     def _wake(self) -> None:
         """Tell those that wait: it is complete."""
@@ -419,11 +518,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         Raises:
             RuntimeError: it is complete already.
         """
-        if not self._claim():
-            raise RuntimeError(
-                "Future can only be marked completed once: it already has a result or an error"
-            )
-        self._finish(result, None)
+        if not self.try_complete(result):
+            raise RuntimeError(_ONCE)
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
         """Complete the future with an error, which every wait then raises.
@@ -434,11 +530,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not isinstance(result, BaseException):
             raise TypeError(f"{result!r} is of type {type(result).__name__}, not an Exception.")
-        if not self._claim():
-            raise RuntimeError(
-                "Future can only be marked completed once: it already has a result or an error"
-            )
-        self._finish(None, result)
+        if not self.try_fail(result):
+            raise RuntimeError(_ONCE)
 
     def cancel(self) -> bool:
         """Give the call up: it ends here with :class:`CancelledError`, and the worker is told.
@@ -446,15 +539,52 @@ class Future(torch.futures.Future[T], Generic[T]):
         Returns ``False`` if it was over already. A function that has started is not interrupted; calls that
         it is waiting for itself are cancelled in turn.
         """
-        source = self._source
+        source = self.source
         if source is not None:
-            return bool(source.cancel())
-        if not self._claim():
-            return False
-        self._finish(None, CancelledError(f"{self.label} was cancelled"))
-        return True
+            return source.cancel()
+        return self.try_fail(CancelledError(f"{self.label} was cancelled"))
+
+    # -- progress: a future may be the source of another one ---------------------------------------
+
+    def drive(self, deadline: float | None) -> None:
+        """See :class:`Progress`. It may return before the future is complete: :meth:`wait` does not."""
+        source = self.source
+        if source is not None:
+            source.drive(deadline)
+
+    def flush(self) -> None:
+        """Send the messages that are gathered and that the outcome depends on."""
+        source = self.source
+        if source is not None:
+            source.flush()
+
+    def listen(self) -> None:
+        """See :class:`Progress`."""
+        source = self.source
+        if source is not None:
+            source.listen()
 
     # -- looking -----------------------------------------------------------------------------
+
+    @property
+    def completed(self) -> bool:
+        """Whether the future is complete. Unlike :meth:`done`, looking at it makes no progress."""
+        return self._done
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the future ended with; None while it is pending. Looking at it does not acknowledge the failure."""
+        return self._error
+
+    @property
+    def value_or_none(self) -> T | None:
+        """The value that the future ended with; None while it is pending, and where it has failed."""
+        return self._value  # type: ignore[no-any-return]
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether a callback is still to run."""
+        return bool(self._callbacks)
 
     def check_process(self) -> None:
         """Refuse to wait for it where that would be for ever.
@@ -463,21 +593,14 @@ class Future(torch.futures.Future[T], Generic[T]):
             NotInitializedError: it is pending, and was made before this process was forked from the one that it completes in.
         """
         if self._born != _generation and not self._done:
-            raise NotInitializedError(
-                f"{self.label} was not over when this process was forked (os.fork(), or multiprocessing's start method "
-                "'fork') from the one that waits for it: the outcome comes there, and never here. Wait for it before the "
-                "fork; for calls of its own, start the process with the method 'spawn', or call actorrpc.init() (or "
-                "init_rpc()) in it"
-            )
+            raise lost_by_fork(self.label)
 
     def done(self) -> bool:
         """Say whether the future is complete, with a value or an error."""
         if not self._done:
             if QUEUED:
                 run_queued_callbacks()
-            listen = getattr(self._source, "listen", None)
-            if listen is not None:
-                listen()  # somebody who asks again and again does not wait
+            self.listen()  # somebody who asks again and again does not wait
         return self._done
 
     def cancelled(self) -> bool:
@@ -505,7 +628,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def cover(self) -> None:
         """Do as :meth:`acknowledge` does, also of a failure that is still to come."""
-        self._covered = True
+        self.covered = True
         self.acknowledge()
 
     def value(self) -> T:
@@ -556,13 +679,11 @@ class Future(torch.futures.Future[T], Generic[T]):
                 run_queued_callbacks()
             limit = math.inf if timeout is None else wait_limit(timeout, least=-math.inf)
             deadline = None if limit == math.inf else _time.now() + max(limit, 0.0)
-            source = self._source
+            source = self.source
             if source is not None:
                 source.drive(deadline)
                 source = None  # it has what the call was made with, and this frame may be an error's
-            if not self._done:
-                self._park(deadline)
-            if not self._done:
+            if not self._done and not self.park(deadline):
                 raise RpcTimeoutError(
                     f"{self.label} was not complete within {say(timeout)} s; it goes on, wait() again or cancel() it",
                     maybe_executed=None,
@@ -583,8 +704,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         finally:
             del self  # see _outcome()
 
-    def _park(self, deadline: float | None) -> None:
-        """Sleep until completion or the deadline. Interruptible by signals on the main thread."""
+    def park(self, deadline: float | None) -> bool:
+        """Sleep until completion or the deadline, without making progress; say whether the future is complete.
+
+        Signals interrupt it on the main thread.
+        """
         lock = threading.Lock()
         lock.acquire()
         self._parked.append(lock)
@@ -619,6 +743,25 @@ class Future(torch.futures.Future[T], Generic[T]):
                 self._parked.remove(lock)
             except ValueError:
                 pass
+        return self._done
+
+    def add_waiter(self, waiter: Waiter) -> None:
+        """Call ``waiter.ended(self)`` once, on the thread that completes the future; at once if it is complete."""
+        if not self._done:
+            self._parked.append(waiter)
+            # 1. This thread saw a pending future. 2. Another thread completed it and woke the waiters. 3. This thread appended
+            # the waiter too late. Therefore this thread looks again; only one of the two threads removes the waiter.
+            if not self._done or not self.remove_waiter(waiter):
+                return
+        waiter.ended(self)
+
+    def remove_waiter(self, waiter: Waiter) -> bool:
+        """Undo :meth:`add_waiter`; False where the waiter was notified, or is being notified."""
+        try:
+            self._parked.remove(waiter)
+        except ValueError:
+            return False
+        return True
 
     # -- callbacks ---------------------------------------------------------------------------
 
@@ -639,9 +782,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         if self._done:
             self._run_callbacks()
             return
-        listen = getattr(self._source, "listen", None)
-        if listen is not None:
-            listen()
+        self.listen()
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Return a future for ``callback(self)``, called once this one is complete.
@@ -657,7 +798,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         def run(done: Future[T]) -> None:
             done.acknowledge()  # the callback has the error in hand now
-            passed = done._error
+            passed = done.error
             trace = None if passed is None else passed.__traceback__
             try:
                 value = callback(done)
@@ -666,13 +807,11 @@ class Future(torch.futures.Future[T], Generic[T]):
                     error.__traceback__ = (
                         trace  # otherwise it would grow with each link, and keep the frames of all
                     )
-                if following._claim():
-                    following._finish(None, error)
+                following.try_fail(error)
                 if is_of_handler(error):
                     raise
             else:
-                if following._claim():
-                    following._finish(value, None)
+                following.try_complete(value)
 
         self.add_done_callback(run)
         return following
@@ -702,10 +841,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             except RuntimeError:  # the loop was closed: nobody waits there any more
                 pass
 
-        source = self._source
-        if source is not None:
-            source.flush()
-            source = None
+        self.flush()
         self.add_done_callback(on_done)
         runner = WAITING.runner
         waiter.stands_for = self  # type: ignore[attr-defined]  # the search for deadlocks looks here
@@ -754,7 +890,7 @@ class _StandardWaiters:
             for waiter in future._waiters:
                 if cancelled:
                     waiter.add_cancelled(future)
-                elif future._error is not None:
+                elif future.error is not None:
                     waiter.add_exception(future)
                 else:
                     waiter.add_result(future)
@@ -771,7 +907,7 @@ class InnerFuture(Future[T]):
     __slots__ = ()
 
     _then_class = Future
-    _torch_has_value = False
+    torch_has_value = False
 
 
 class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[type-arg, misc]
@@ -788,7 +924,7 @@ class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[ty
         self._condition = threading.Condition()
         self._state = "RUNNING"
         self._waiters: list[Any] = []
-        self._parked.append(_StandardWaiters)
+        self.add_waiter(_StandardWaiters)
 
     def running(self) -> bool:
         """Say whether the future is not complete yet: cancel() gives up what has begun, too."""
@@ -813,13 +949,12 @@ def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[Any
 
     def one(_: Any) -> None:
         left.pop()
-        if not left and everything._claim():
-            everything._finish(given, None)
+        if not left:
+            everything.try_complete(given)
 
     for future in given:
-        source = getattr(future, "_source", None)
-        if source is not None:
-            source.flush()
+        if isinstance(future, Future):
+            future.flush()
         future.add_done_callback(one)
     return everything
 

@@ -312,7 +312,7 @@ class Agent:
             if type(sent) is tuple:
                 call.introduces = sent[0], function
             if future is not None:
-                future._source = call
+                future.source = call
                 future.label = call  # put into words only when somebody asks
             if current is not None:
                 current.add_nested(call)
@@ -497,7 +497,7 @@ class Agent:
                 or size * settings.cork_frames > settings.cork_bytes
                 or len(conn.outbox) >= settings.cork_frames
             ):
-                if idle and not call.future._callbacks and conn.expect():
+                if idle and not call.future.has_callbacks and conn.expect():
                     scheduler = self.scheduler
                     scheduler.expecting[conn] = None
                     if not scheduler.expected.active:

@@ -24,7 +24,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError
-from actorrpc.futures import INTERRUPTED, QUEUED, WAITING, Future, interruption_point, run_queued_callbacks
+from actorrpc.futures import (
+    INTERRUPTED,
+    QUEUED,
+    WAITING,
+    Future,
+    Progress,
+    interruption_point,
+    run_queued_callbacks,
+)
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
@@ -49,7 +57,8 @@ CALLER_BIT: Final = (
 _MANY_NESTED: Final = 64  # more nested calls than that are searched for those that are over
 
 
-uninterruptible(Future._finish)  # its floor knows nothing of signals
+for _step in (Future.conclude, Future.try_complete, Future.try_fail, Future.follow):
+    uninterruptible(_step)  # their module does not know of signals
 
 
 class Nested(Protocol):
@@ -156,7 +165,7 @@ class Execution:
 CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)
 
 
-class Call:
+class Call(Progress):
     """A call to a peer that has been made and is not over yet. One thread waits for it at most, or a future does.
 
     Attributes:
@@ -254,8 +263,8 @@ class Call:
             flights.called(self, None)
         future = self.future
         callbacks: list[Any] = []
-        if future is not None and future._claim():
-            future._finish(None, error, submit or callbacks.append)
+        if future is not None:
+            future.try_fail(error, submit or callbacks.append)
         # A future has its error itself. An execution keeps its nested calls, and the frames of the traceback may have it.
         self.end(None, error if future is None else None)
         self.future = None  # the future names the call: no cycle
@@ -359,8 +368,7 @@ class Call:
         if future is not None:
             # Several threads may wait for one future: it gives each a lock of its own. It is complete a little before the
             # call is over: to ask for that again and again would keep the interpreter from the thread that is about to say so.
-            future._park(_time.now() + _time.SLICE_S if until is None else until)
-            return future._done
+            return future.park(_time.now() + _time.SLICE_S if until is None else until)
         lock = self.lock
         if lock is None:
             lock = threading.Lock()

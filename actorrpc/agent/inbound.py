@@ -317,14 +317,10 @@ class Inbox:
         except BaseException as caught:
             error = caught
             error.__traceback__ = None
-        try:
-            del future._unclaimed  # Future._claim(), without the call
-        except AttributeError:
-            pass
-        else:
+        if future.claim():
             # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
             # itself when it is done with the batch.
-            future._finish(
+            future.conclude(
                 value, error, self._agent.pool.submit if waiting else self._agent.pool.queue.append
             )
         call.done = True

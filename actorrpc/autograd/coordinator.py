@@ -274,8 +274,8 @@ def _settled(futures: Sequence[Future[Any]]) -> Future[None]:
     def one(done: Future[Any]) -> None:
         done.acknowledge()
         left.pop()
-        if (not left or done.exception() is not None) and result._claim():
-            result._finish(None, None)
+        if not left or done.exception() is not None:
+            result.try_complete(None)
 
     for future in futures:
         future.add_done_callback(one)

@@ -545,6 +545,6 @@ class Participant:
 
 
 def _complete(future: Future[None], error: BaseException | None = None) -> None:
-    if future._claim():
-        future._finish(None, error)
+    if future.claim():
+        future.conclude(None, error)
         future.acknowledge()  # the worker to which it matters hears it some other way, too

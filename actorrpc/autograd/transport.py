@@ -163,8 +163,7 @@ class AgentTransport:
             )
             self._agent.flush()
         except Exception as error:
-            if future._claim():
-                future._finish(None, error)
+            future.try_fail(error)
             if is_of_handler(error):
                 future.acknowledge()
                 raise

@@ -297,11 +297,9 @@ class Cluster:
             return
 
         def started(done: Future[WorkerInfo]) -> None:
-            done.acknowledge()
-            if done._error is not None:
+            if done.error is not None:
                 self.give_back(spec.booking)
-            if wish.future._claim():
-                wish.future._finish(done._value, done._error, self.agent.submit)
+            wish.future.follow(done, submit=self.agent.submit)
 
         self._start(spec, wish.creator).add_done_callback(started)
 
@@ -314,14 +312,14 @@ class Cluster:
     def _take_slot(self, future: Future[WorkerInfo], spec: ProcessSpec, rank: int, booking: int) -> None:
         record = self.directory.resolve(rank)
         if record is not None:
-            self._complete(future, SharedSlot(record.name, rank, booking))
-        elif future._claim():
+            future.try_complete(SharedSlot(record.name, rank, booking), self.agent.submit)
+        else:
             error = PeerDiedError(
                 f"{spec.label!r} was to be put into worker {rank}, which has ended: create it again, elsewhere",
                 maybe_executed=False,
                 worker=str(rank),
             )
-            future._finish(None, error, self.agent.submit)
+            future.try_fail(error, self.agent.submit)
 
     def _lacking(self, spec: ProcessSpec, waited: float) -> PlacementError:
         text = lacking(spec, self.book)
@@ -552,8 +550,7 @@ class Cluster:
         future: Future[WorkerInfo] = Future()
 
         def started(done: Future[WorkerInfo]) -> None:
-            done.acknowledge()
-            worker, error = done._value, done._error
+            worker = done.value_or_none
             record = None if worker is None else self.directory.resolve(worker.name)
             if record is not None:
                 node = next(iter(self._nodes()), None)
@@ -570,8 +567,7 @@ class Cluster:
                         labels=labels,
                     )
                 self.agent.submit(self._try_all)
-            if future._claim():
-                future._finish(worker, error, self.agent.submit)
+            future.follow(done, submit=self.agent.submit)
 
         start = self._start(replace(spec, labels={}), self.agent.name)
         future.label = start.label
@@ -595,8 +591,7 @@ class Cluster:
             self.agent.call(self.agent.peer(worker), what, (), {}, _LEAVE_S, future=asked)
             self.agent.flush()
         except RpcError as error:
-            if asked._claim():
-                asked._finish(None, error)
+            asked.try_fail(error)
 
     def let_go(self, worker: str) -> None:
         """Ask a worker to leave now."""
@@ -657,12 +652,7 @@ class Cluster:
         """Let go of everything in a forked child of the driver. Takes no lock."""
         self.engine.abandon()
 
-    def _complete(self, future: Future[Any], value: Any) -> None:
-        if future._claim():
-            future._finish(value, None, self.agent.submit)
-
     def _fail(self, wish: _Wish, error: BaseException) -> None:
-        if wish.future._claim():
-            wish.future._finish(None, error, self.agent.submit)
-            if isinstance(error, ShutdownError):
-                wish.future.acknowledge()
+        wish.future.try_fail(error, self.agent.submit)
+        if isinstance(error, ShutdownError):
+            wish.future.acknowledge()

@@ -110,8 +110,7 @@ class RemoteSpawner:
             self._agent.call(self._agent.peer(self._driver), function, args, {}, 0.0, future=future)
             self._agent.flush()
         except RpcError as error:
-            if future._claim():
-                future._finish(None, error)
+            future.try_fail(error)
         finally:
             CURRENT.reset(token)
         return future

@@ -150,17 +150,12 @@ def collect_all(given: Iterable[torch.futures.Future[Any]]) -> futures.Future[li
         try:
             done.value()
         except Exception as error:
-            if everything._claim():
-                everything._finish(None, error)
+            everything.try_fail(error)
 
     def last(_: Any) -> None:
-        if everything._claim():
-            everything._finish(listed, None)
+        everything.try_complete(listed)
 
     for future in listed:
-        source = getattr(future, "_source", None)
-        if source is not None:
-            source.flush()
         future.add_done_callback(one)
     futures.collect_all(listed).add_done_callback(last)
     return everything

@@ -144,8 +144,7 @@ class _Barrier:
                     ready.extend(waiting)
                     waiting.clear()
         for future in ready:
-            if future._claim():
-                future._finish(None, None)
+            future.try_complete(None)
 
 
 @dataclass(slots=True, eq=False)

@@ -96,8 +96,8 @@ class _Inquiry:
         asked.add_done_callback(functools.partial(self._heard, peer))
 
     def _heard(self, peer: Peer, asked: Future[dict[str, Any]]) -> None:
-        if asked._error is not None:
-            self._over(str(asked._error))
+        if asked.error is not None:
+            self._over(str(asked.error))
             return
         found = asked.value()
         self.pages.append(found)
@@ -111,8 +111,7 @@ class _Inquiry:
 
     def _over(self, why: str) -> None:
         self.ended = why
-        if self.done._claim():
-            self.done._finish(None, None, self._agent.submit)
+        self.done.try_complete(None, self._agent.submit)
 
     def give_up(self) -> None:
         """Wait no more."""

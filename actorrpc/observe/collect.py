@@ -588,7 +588,7 @@ def _value(outcome: Outcome | None) -> tuple[str, str, int]:
         return "an error", "", 0
     value: Any = outcome.value
     if issubclass(type(value), Future):  # a promise
-        value = value._value
+        value = value.value_or_none
     kind = type(value)
     if kind is LifetimeToken:
         return "actor", f"{value.actor_id:016x}", 0

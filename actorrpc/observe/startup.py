@@ -85,8 +85,7 @@ class Observer:
         if asked is None or asked[0] is not peer:
             return  # nobody waits for it any more
         del self._asked[found["id"]]
-        if asked[1]._claim():
-            asked[1]._finish(found, None, self._worker.agent.submit)
+        asked[1].try_complete(found, self._worker.agent.submit)
 
     def asked(self, peer: Peer, body: bytes) -> None:
         """Answer a question."""

@@ -341,12 +341,12 @@ class Profiled:
     __slots__ = ()
     span: ProfiledSpan | None
 
-    def _finish(
+    def conclude(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
         if self.span is not None:
             self.span.close()
-        super()._finish(value, error, submit)  # type: ignore[misc]
+        super().conclude(value, error, submit)  # type: ignore[misc]
 
 
 class ProfiledFuture(Profiled, Future[T]):

@@ -102,9 +102,9 @@ def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] |
     future.label = f"the value of {rref_id}"
 
     def settle(outcome: Outcome) -> None:
-        if future._claim():
+        if future.claim():
             error = outcome.error
-            future._finish(outcome.value, None if error is None else references.copy_of(error))
+            future.conclude(outcome.value, None if error is None else references.copy_of(error))
             future.acknowledge()
 
     outcome = references.table.fetch(rref_id, settle)
@@ -182,7 +182,7 @@ def _fetch(named: tuple[int, int, str]) -> Any:
     """Return an owned value, once it is there. ``named``: as of :func:`_invoke`."""
     references = runtime()
     future = _wait_outcome(references, RRefId(*named))
-    if future._done:
+    if future.completed:
         return future.wait()
     return Later(future)
 
@@ -402,8 +402,7 @@ class RRef(Generic[T]):
                 label="RRef.to_here",
             )
         except Exception as error:
-            if future._claim():
-                future._finish(None, error.with_traceback(None))
+            future.try_fail(error.with_traceback(None))
             if is_of_handler(error):
                 raise
         return future

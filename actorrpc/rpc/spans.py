@@ -214,7 +214,7 @@ class _SpanClient:
                 header=header,
             )
         except BaseException as error:
-            if vars(future).pop("_finish", None) is not None:
+            if vars(future).pop("conclude", None) is not None:
                 self._otel.end(span, error, time.time_ns())
             raise
 
@@ -222,13 +222,13 @@ class _SpanClient:
         """Have a span end when the call of a future does, which may go on with another one then."""
 
         def finish(value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None) -> None:
-            if vars(future).pop("_finish", None) is not None:
+            if vars(future).pop("conclude", None) is not None:
                 end = partial(self._otel.end, span, error, time.time_ns())
                 # What exports spans may take its time: not on the thread that reads a connection.
                 end() if submit is None else submit(end)
-            future._finish(value, error, submit)
+            future.conclude(value, error, submit)
 
-        vars(future)["_finish"] = finish
+        vars(future)["conclude"] = finish
 
     def ask(
         self,
@@ -326,7 +326,7 @@ class _SpanServer(Bystander):
             if later is None and getattr(function, ASYNC_MARK, None) is not None:
                 later = value
             if isinstance(later, Future):
-                later.add_done_callback(lambda done: self._otel.end(span, done._error, time.time_ns()))
+                later.add_done_callback(lambda done: self._otel.end(span, done.error, time.time_ns()))
             else:
                 self._otel.end(span, None, time.time_ns())
             return value

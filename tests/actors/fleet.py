@@ -33,7 +33,7 @@ from actorrpc.agent.executor import Later
 from actorrpc.agent.hooks import NoRecorder
 from actorrpc.agent.timers import VirtualClock
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
-from actorrpc.futures import Future
+from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.buffers import BufferPool
 from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord, new_incarnation
@@ -109,7 +109,7 @@ class FakePeer:
             raise self.died(what, maybe_executed=False)
 
 
-class FakeCall:
+class FakeCall(Progress):
     """A call on its way; the source of its future."""
 
     def __init__(self, peer: FakePeer, id: int, label: str, future: Future[Any]) -> None:
@@ -124,8 +124,7 @@ class FakeCall:
 
     def fail(self, error: BaseException) -> None:
         future = self.future
-        if future._claim():
-            future._finish(None, error, self.peer.owner.agent.submit)
+        future.try_fail(error, self.peer.owner.agent.submit)
         self.done = True
 
     def cancel(self, stop: bool = True) -> bool:
@@ -139,12 +138,6 @@ class FakeCall:
         if self.peer.pending.pop(self.id, None) is not None:
             self.withdrawn = not self.sent
             self.fail(RpcTimeoutError(f"{self} timed out", maybe_executed=self.sent))
-
-    def drive(self, deadline: float | None) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 class FakeAgent:
@@ -212,7 +205,7 @@ class FakeAgent:
         own = future if future is not None else Future()
         call = FakeCall(peer, next(world.ids), label or str(function), own)
         call.keep = (keep, function)
-        own._source = call
+        own.source = call
         own.label = call
         peer.pending[call.id] = call
         if timeout:
@@ -261,9 +254,8 @@ class FakeAgent:
         if type(value) is Later:
 
             def ready(done: Any) -> None:
-                if done._report is not None:
-                    done._report.seen = True
-                answer(done._value, done._error)
+                done.acknowledge()
+                answer(done.value_or_none, done.error)
 
             value.future.add_done_callback(ready)
         else:
@@ -272,8 +264,8 @@ class FakeAgent:
     def _answered(self, peer: FakePeer, call: FakeCall, value: Any, error: BaseException | None) -> None:
         if self.worker.dead or peer.pending.pop(call.id, None) is None:
             return
-        if call.future._claim():
-            call.future._finish(value, error, self.submit)
+        if call.future.claim():
+            call.future.conclude(value, error, self.submit)
         call.done = True
         for worker in self.world.workers:  # it may be what arguments are waited for
             for hosted in worker.actors_here.values():

@@ -314,14 +314,14 @@ def test_callbacks_of_futures_are_called_whenever_the_pool_ends(build: Callable[
     before, after, nested = (Future[int]() for _ in range(3))
     following = [each.then(lambda done: done.wait() + 1) for each in (before, after)]
     ran: list[str] = []
-    after.add_done_callback(lambda _: nested._finish(3, None, house.pool.submit))
+    after.add_done_callback(lambda _: nested.conclude(3, None, house.pool.submit))
     follows = nested.then(lambda done: done.wait() + 1)
     with house.pool._lock:  # no thread can end meanwhile
         house.pool.stopping = True
-        before._finish(1, None, house.pool.queue.append)
+        before.conclude(1, None, house.pool.queue.append)
         house.pool.queue.append(lambda: ran.append("a task"))
     house.close()
-    after._finish(2, None, house.pool.submit)
+    after.conclude(2, None, house.pool.submit)
     house.pool.submit(lambda: ran.append("another"))
     assert [each.wait() for each in (*following, follows)] == [2, 3, 4]
     assert ran == []

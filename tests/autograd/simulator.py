@@ -227,8 +227,8 @@ class Network:
 
         def arrive() -> None:
             to.asks.pop(future, None)
-            if future._claim():
-                future._finish(value, error)
+            if future.claim():
+                future.conclude(value, error)
 
         self.mails.append(Letter("Answer", sender.me, to.me, arrive))
 
@@ -328,8 +328,7 @@ class Network:
         for future, to in list(worker.asks.items()):
             if to == key:
                 del worker.asks[future]
-                if future._claim():
-                    future._finish(None, died)
+                future.try_fail(died)
         worker.participant.worker_died(key)
 
     def time_out(self) -> bool:
@@ -345,8 +344,7 @@ class Network:
             return False
         worker, future = self.rng.choice(late)
         del worker.asks[future]
-        if future._claim():
-            future._finish(None, RpcTimeoutError(f"{future.label}: no answer"))
+        future.try_fail(RpcTimeoutError(f"{future.label}: no answer"))
         return True
 
     def settle(self, until: Callable[[], bool] = lambda: False) -> None:

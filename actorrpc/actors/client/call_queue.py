@@ -235,7 +235,7 @@ class CallQueue:
         pending = future._pending
         if pending is not None and pending.may_have_run and isinstance(error, CancelledError):
             error.maybe_executed = True  # in an earlier try
-        future.conclude(None, error.with_traceback(None), self.agent.submit)
+        future.end(error.with_traceback(None), self.agent.submit)
         if self.barrier is not None:
             self.passed(future._number)
 
@@ -249,7 +249,7 @@ class CallQueue:
     def bounced(self, future: ResultFuture) -> None:
         """Take back a call that was not sent, because its worker is dead."""
         # Where the end of the worker has found the call already, that tells us (``caught``).
-        if future._claim():
+        if future.claim():
             template = future._template
             assert template is not None
             self._take_back(future, template, ran=False, lost=True)
@@ -258,7 +258,7 @@ class CallQueue:
         """Let a call wait until it is known where the actor is."""
         pending = future._pending
         assert pending is not None
-        future._source = pending
+        future.source = pending
         self._arm(pending)
         crowd: Future[None] | None = None
         with self._lock:
@@ -279,9 +279,9 @@ class CallQueue:
             pending.cancel()  # the call that it is nested in was cancelled before it was in the queue
         if death is not None:
             assert template is not None
-            future.conclude(None, self.died(template, maybe_executed=False), self.agent.submit)
+            future.end(self.died(template, maybe_executed=False), self.agent.submit)
         elif refused:
-            future.conclude(None, self.unavailable(template, pending.may_have_run), self.agent.submit)
+            future.end(self.unavailable(template, pending.may_have_run), self.agent.submit)
         elif crowd is not None and asyncio._get_running_loop() is None:
             # One thread sends the queue, and would never catch up with many that add to it.
             try:
@@ -305,7 +305,7 @@ class CallQueue:
         with self._lock:
             self._stale += 1
             if self._stale > 32 and self._stale > len(self._queue) // 2:
-                self._queue = [entry for entry in self._queue if not entry[1]._done]
+                self._queue = [entry for entry in self._queue if not entry[1].completed]
                 heapq.heapify(self._queue)
                 self._stale = 0
 
@@ -351,7 +351,8 @@ class CallQueue:
         again = False
         if pending is not None:
             if not lost and (pending.place is None or pending.place[1] != template.epoch):
-                pending.place = future._source.id, template.epoch
+                call: Any = future.source
+                pending.place = call.id, template.epoch
             if ran:
                 pending.may_have_run = True
                 if pending.tries:
@@ -363,14 +364,14 @@ class CallQueue:
         number = future._number
         with self._lock:
             # It is pending again, and may be ended by anybody who claims it: before it has a source that says so.
-            future._unclaimed = None
+            future.disclaim()
             self.flying.pop(number, None)
             if lost:
                 self._lost(template.epoch, number, template.label)
             if self.barrier is not None:
                 self.passed(number)
             if again and pending is not None and self.death is None:
-                future._source = pending
+                future.source = pending
                 pending.rest()
                 heapq.heappush(self._queue, (number, future))
                 self._arm(pending)
@@ -380,11 +381,11 @@ class CallQueue:
             else:
                 again = False
                 ran = ran or (pending is not None and pending.may_have_run)
-                future._source = awaiting = AwaitingVerdict(future, template, ran, self.agent.submit)
+                future.source = awaiting = AwaitingVerdict(future, template, ran, self.agent.submit)
                 self._failing.append(awaiting)
                 if not self._asking or self._verdict is not None:
                     self.agent.submit(self._fail)
-            source = future._source
+            source = future.source
         if pending is not None and pending.unwanted and source is not None:
             source.cancel()  # the thread that has cancelled it found neither the call nor what it is now
 
@@ -555,7 +556,7 @@ class CallQueue:
 
     def _answered(self, done: Future[Any]) -> None:
         done.acknowledge()
-        error, value = done._error, done._value
+        error, value = done.error, done.value_or_none
         if error is None:
             if isinstance(value, Location):
                 self._arrived(value)
@@ -634,7 +635,7 @@ class CallQueue:
             if template is None or pending is None or not template.impatient or not pending.take():
                 kept.append(entry)
                 continue
-            future._source = awaiting = AwaitingVerdict(
+            future.source = awaiting = AwaitingVerdict(
                 future, template, pending.may_have_run, self.agent.submit
             )
             self._failing.append(awaiting)
@@ -668,7 +669,7 @@ class CallQueue:
         for _, future in sorted(queue):
             pending, template_ = future._pending, future._template
             if pending is not None and pending.take():
-                future.conclude(None, error_of(template_, pending.may_have_run), submit)
+                future.end(error_of(template_, pending.may_have_run), submit)
                 if known:
                     future.acknowledge()
         for waiter in waiters:

@@ -14,7 +14,7 @@ done              (any)               its value or error is there
 ================  ==================  =====================================================================================
 
 :class:`ResultFuture` hears of its call's failure before anybody else does, and so is pending until it is done, whatever happens
-between. Two steps decide races, each atomic: a future is ended by the thread that claims it (``Future._claim``), and a queued
+between. Two steps decide races, each atomic: a future is ended by the thread that claims it (``Future.claim``), and a queued
 call is sent, cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.take`). The moves between the states are
 made under the lock of the queue.
 
@@ -37,7 +37,7 @@ from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
-from actorrpc.futures import Future, InnerFuture
+from actorrpc.futures import Future, InnerFuture, Progress
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.headers import Header
@@ -204,7 +204,6 @@ INFINITE: Final = float("inf")
 _MARGIN_S: Final = 1.0  # for the way there and back
 _UNCHANGING: Final = frozenset({int, float, bool, str, bytes, type(None), complex, ObjectRef})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
-_finish: Final = Future._finish
 
 
 class CallState(enum.Enum):
@@ -233,7 +232,7 @@ class ResultFuture(InnerFuture[Any]):
     @property
     def state(self) -> CallState:
         """Where the call is in this moment; other threads may change it at any time, but for DONE."""
-        source = self._source
+        source = self.source
         if self._done:
             return CallState.DONE
         if isinstance(source, PendingCall):
@@ -241,11 +240,11 @@ class ResultFuture(InnerFuture[Any]):
         return CallState.AWAITING_VERDICT if isinstance(source, AwaitingVerdict) else CallState.IN_FLIGHT
 
     @uninterruptible
-    def _finish(
+    def conclude(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
         route = self._route
-        source = self._source
+        source = self.source
         if type(source) is Call and source.stopping and (error is None or isinstance(error, CancelledError)):
             # It may have come to its end before; and its caller counts on its being cancelled, and knows.
             value, error = None, source.was_cancelled(True, error)
@@ -269,7 +268,7 @@ class ResultFuture(InnerFuture[Any]):
             queue.flying.pop(self._number, None)
             if queue.barrier is not None:
                 queue.passed(self._number)
-        _finish(self, value, error, submit)
+        Future.conclude(self, value, error, submit)
 
     def cancel(self) -> bool:
         """Give the call up; False if it was over.
@@ -283,19 +282,19 @@ class ResultFuture(InnerFuture[Any]):
             # That thread makes it pending again, and looks here afterwards.
             pending.tries = 0
             pending.unwanted = True
-        template, call = self._template, self._source
+        template, call = self._template, self.source
         if template is None or template.method.kind != "async" or type(call) is not Call:
             return Future.cancel(self) or (pending is not None and not self._done)
         return call.stop(GRACE_S + _MARGIN_S) or (pending is not None and not self._done)
 
-    def conclude(self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None) -> bool:
-        """End a future that is not on the way; False if it is over, or somebody else is ending it."""
-        if not self._claim():
+    def end(self, error: BaseException, submit: Callable[..., Any] | None = None) -> bool:
+        """Fail a call that is not on the way; False if it is over, or another thread is ending it."""
+        if not self.claim():
             return False
         pending, self._route, self._template, self._pending = self._pending, None, None, None
         if pending is not None:
             pending.forget()
-        _finish(self, value, error, submit)
+        Future.conclude(self, None, error, submit)
         return True
 
 
@@ -304,10 +303,10 @@ class RpcFuture(ResultFuture):
 
     __slots__ = ()
 
-    _torch_has_value = True
+    torch_has_value = True
 
 
-class PendingCall:
+class PendingCall(Progress):
     """All that is needed to send a call, as of the moment when it was made. It is its future's source while it waits.
 
     Attributes:
@@ -424,14 +423,11 @@ class PendingCall:
     # -- as a future's source -----------------------------------------------------------------------------
 
     def drive(self, _deadline: float | None) -> None:
-        """Do nothing: the thread that waits sleeps until it is over."""
+        """Send what is gathered: the thread that waits sleeps until the call is over."""
         future = self.future
         route = None if future is None else future._route
         if route is not None:
             route._queue.agent.flush()
-
-    def flush(self) -> None:
-        """Do nothing: nothing of it is gathered anywhere."""
 
     def cancel(self, stop: bool = True) -> bool:
         """End the call, wherever it is; False if it is over. ``stop``: see :meth:`Call.cancel`."""
@@ -441,8 +437,10 @@ class PendingCall:
         # Set first: a thread that is sending the call, or is putting it back into the queue, reads `unwanted` afterwards.
         self.unwanted = True
         if not self.take():
-            source = future._source
-            return not future.done() if source is self or source is None else bool(source.cancel(stop))
+            source = future.source
+            if isinstance(source, Call):
+                return source.cancel(stop)
+            return not future.done() if source is self or source is None else source.cancel()
         template = future._template
         what = template.label if template is not None else "the call"
         return self._end(
@@ -475,12 +473,12 @@ class PendingCall:
         if future is None or route is None:
             return False
         queue = route._queue
-        ended = future.conclude(None, error, queue.agent.submit)
+        ended = future.end(error, queue.agent.submit)
         queue.swept()
         return ended
 
 
-class AwaitingVerdict:
+class AwaitingVerdict(Progress):
     """The source of a future whose call has failed, while it is not known yet what has become of the actor."""
 
     __slots__ = ("future", "ran", "submit", "template")
@@ -499,9 +497,9 @@ class AwaitingVerdict:
 
     def end(self, error: BaseException) -> bool:
         """End the call; False if it is over."""
-        return self.future.conclude(None, error, self.submit)
+        return self.future.end(error, self.submit)
 
-    def cancel(self, stop: bool = True) -> bool:
+    def cancel(self) -> bool:
         """End the call; False if it is over."""
         return self.end(
             CancelledError(
@@ -509,9 +507,3 @@ class AwaitingVerdict:
                 maybe_executed=self.ran,
             )
         )
-
-    def drive(self, _deadline: float | None) -> None:
-        """Do nothing: the supervisor has been asked."""
-
-    def flush(self) -> None:
-        """Do nothing: nothing of it is gathered anywhere."""

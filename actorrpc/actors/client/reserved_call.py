@@ -13,7 +13,6 @@ from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.pending_call import CallTemplate, PendingCall, ResultFuture
 from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.results import ATOMS
-from actorrpc.actors.refs.wait import stand_by
 from actorrpc.agent.calls import Call
 from actorrpc.futures import Future
 
@@ -40,15 +39,13 @@ class ReservedCall:
         self._left = [None] * len(awaits)
         self._claim = [None]
         for argument in awaits:
-            source = argument._source
-            if isinstance(source, Call):
-                source.listen()
-        stand_by(self, awaits)
+            argument.listen()
+            argument.add_waiter(self)
 
     def ended(self, argument: Future[Any]) -> None:
         """Count an argument that is complete. Runs on the thread that has completed it, and must not hold it up."""
         self._left.pop()
-        if self._left and argument._error is None:
+        if self._left and argument.error is None:
             return
         try:
             self._claim.pop()  # one thread sends it: that of the last argument, or of the first that has failed
@@ -58,7 +55,7 @@ class ReservedCall:
         is_quick = (
             pending is not None
             and type(pending.arguments) is tuple
-            and all(each._done and each._error is None and type(each._value) in ATOMS for each in awaits)
+            and all(each.completed and each.error is None and type(each.value_or_none) in ATOMS for each in awaits)
         )
         if is_quick:
             self._context.run(self._send)  # such arguments run no code of the user's

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.rpc.rref import RRef
 
-__all__ = ["Explains", "Route", "Routes", "SplitResults", "shaped"]
+__all__ = ["Explains", "Route", "Routes", "shaped"]
 
 
 class Explains(Protocol):
@@ -76,38 +76,12 @@ def shaped(
     return [ObjectRef(each, label=label) for each in _split(future, count)] if count else None
 
 
-class SplitResults:
-    """The source of futures that another future completes: progress on any of them is progress on that call."""
-
-    __slots__ = ("behind",)
-
-    def __init__(self, future: Future[Any]) -> None:
-        self.behind = future  # the search for deadlocks looks here
-
-    def drive(self, deadline: float | None) -> None:
-        """Make progress on the call."""
-        source = self.behind._source
-        if source is not None:
-            source.drive(deadline)
-
-    def flush(self) -> None:
-        """Send the call."""
-        source = self.behind._source
-        if source is not None:
-            source.flush()
-
-    def cancel(self) -> bool:
-        """Give the call up, and with it all that waits for it."""
-        return self.behind.cancel()
-
-
 def _split(future: Future[Any], count: int) -> list[Future[Any]]:
     """Return one future for each value that the call returns."""
     parts: list[Future[Any]] = [InnerFuture() for _ in range(count)]
-    source = SplitResults(future)
     for at, part in enumerate(parts):
         part.label = f"value {at} of {future.label}"
-        part._source = source
+        part.source = future
 
     def done(whole: Future[Any]) -> None:
         error: BaseException | None = None
@@ -123,12 +97,11 @@ def _split(future: Future[Any], count: int) -> list[Future[Any]]:
                 )
         except BaseException as raised:
             error = raised
-        report = None
         for part, value in zip(parts, values, strict=True):
-            if part._claim():
-                part._report = report  # one failure: looking at any part will do
-                part._finish(None if error is not None else value, error)
-                report = part._report
+            if error is None:
+                part.try_complete(value)
+            else:
+                part.follow(parts[0], error)  # one failure: looking at any part will do
 
     future.add_done_callback(done)
     return parts
@@ -347,13 +320,13 @@ class Route:
             try:
                 args, kwargs, unresolved = pack_arguments(args, kwargs)
             except BaseException as error:
-                future.conclude(None, error, None)
+                future.end(error)
                 if is_of_handler(error):
                     future.acknowledge()  # nobody gets it
                     raise
                 return future
         if queue.death is not None:
-            future.conclude(None, queue.died(template, maybe_executed=False), None)
+            future.end(queue.died(template, maybe_executed=False))
             return future
         seconds = template.seconds if timeout is None else timeout
         waits = template.peer is None
@@ -441,8 +414,7 @@ class Route:
         future = self._future(template)
         queue.flying[future._number] = future
         future.label = f"the stream of {template.label}"
-        if future._claim():
-            future._finish(None, error)
+        future.try_fail(error)
         return future
 
     # -- where and whether it is --------------------------------------------------------------------------
@@ -467,7 +439,7 @@ class Route:
         def ready(done: Future[Any]) -> None:
             done.acknowledge()
             # A supervisor that is gone takes its actors along.
-            answer.set_result(done._error is None and bool(done._value))
+            answer.set_result(done.error is None and bool(done.value_or_none))
 
         self._ask("alive").add_done_callback(ready)
         return answer
@@ -481,12 +453,9 @@ class Route:
         killed.label = f"kill() of {self.title}"
 
         def ready(done: Future[Any]) -> None:
-            done.acknowledge()
-            if done._error is None:
+            if done.error is None:
                 self._queue.doomed()
-                killed.set_result(None)
-            else:
-                killed.set_exception(done._error)
+            killed.follow(done)
 
         self._ask("kill", no_restart).add_done_callback(ready)
         return killed
@@ -502,7 +471,10 @@ class Route:
 
         def ready(done: Future[Any]) -> None:
             done.acknowledge()
-            answer.set_result(done._value if done._error is None else queue.orphaned(done._error))
+            if done.error is None:
+                answer.follow(done)
+            else:
+                answer.set_result(queue.orphaned(done.error))
 
         # It outlives the call that it is asked for in.
         token = CURRENT.set(None)

@@ -69,8 +69,7 @@ def call_quietly(
         agent.call(peer(), function, args, {}, timeout, future=future, label=label)
         agent.flush()
     except RpcError as error:
-        if future._claim():
-            future._finish(None, error)
+        future.try_fail(error)
     return future
 
 
@@ -173,11 +172,10 @@ def gather_states(here: Runtime) -> Future[list[ActorState]]:
     left = [None] * len(members)
 
     def one(done: Future[Any]) -> None:
-        if done._error is None:
-            rows.extend(done._value)
+        rows.extend(done.value_or_none or ())
         left.pop()
-        if not left and answer._claim():
-            answer._finish(sorted(rows, key=lambda row: (row.namespace, row.name or "", row.actor_id)), None)
+        if not left:
+            answer.try_complete(sorted(rows, key=lambda row: (row.namespace, row.name or "", row.actor_id)))
 
     if not left:
         answer.set_result([])

@@ -275,8 +275,8 @@ class Collective:
 
         def heard(rank: int, done: Future[Any]) -> None:
             done.acknowledge()
-            if done._error is not None:
-                meetings.break_up(meeting, f"rank {rank} did not join: {done._error}")
+            if done.error is not None:
+                meetings.break_up(meeting, f"rank {rank} did not join: {done.error}")
 
         try:
             for rank, future in enumerate(joins):
@@ -295,7 +295,7 @@ class Collective:
         except BaseException:
             meetings.break_up(meeting, "its making was interrupted")
             raise
-        errors = [error for each in joins if (error := each._error) is not None]
+        errors = [error for each in joins if (error := each.error) is not None]
         if not errors:
             return not meeting.why  # one was lost right after it had joined
         for error in errors:
@@ -351,10 +351,10 @@ class Collective:
             slot = meeting.slots.get(rank)
             located = route_of(handle).located()
             located.add_done_callback(Future.acknowledge)
-            # One that is being restarted has no place now.
-            if slot is None or not located.done() or located._error is not None:
+            place = located.value_or_none  # None: the actor is being restarted
+            if slot is None or place is None:
                 why = "it is not where it was"
-            elif located._value.instance_id != slot.instance_id:
+            elif place.instance_id != slot.instance_id:
                 why = "it has been restarted"
             else:
                 continue

@@ -114,8 +114,7 @@ class Generations:
             if meeting.known:
                 asking, meeting.asking = meeting.asking, []
         for each in asking:
-            if each._claim():
-                each._finish(meeting.why, None)
+            each.try_complete(meeting.why)
         if not first:
             return
         with self._lock:
@@ -124,8 +123,7 @@ class Generations:
             meeting.waiting, meeting.gathered = [], []
             slots = dict(meeting.slots)
         for future in waiting:
-            if future._claim():
-                future._finish(None, meeting.error())
+            future.try_fail(meeting.error())
         for rank, slot in slots.items():
             if rank != but:
                 self._agent.submit(partial(self._tell, meeting, rank, slot))
@@ -209,8 +207,7 @@ class Generations:
                 meeting.waiting = [each for each in meeting.waiting if each not in ready]
             found = [[values[name] for name in names] for names, _ in ready]
         for (_, future), those in zip(ready, found, strict=True):
-            if future._claim():
-                future._finish(those, None)
+            future.try_complete(those)
         return answer
 
     def gone(self, key: int, rank: int, why: str, left: bool) -> Future[str]:
@@ -242,8 +239,7 @@ class Generations:
         with self._lock:
             if future in meeting.asking:
                 meeting.asking.remove(future)
-        if future._claim():
-            future._finish(meeting.why, None)
+        future.try_complete(meeting.why)
 
 
 def _put(values: dict[str, bytes], name: str, value: bytes) -> None:

@@ -157,18 +157,15 @@ def _brought(ref: ObjectRef[T], located: Sequence[Future[Location]]) -> list[Obj
             if is_of_handler(error):
                 raise
             for future in found:
-                if future._claim():
-                    future._report = source._report  # one failure: looking at any of them will do
-                    future._finish(None, error)
+                future.follow(source, error)
 
     collect_all([source, *located]).add_done_callback(known)
     return [ObjectRef(future) for future in found]
 
 
 def _worker_of(located: Future[Location]) -> str | None:
-    if located._error is None:
-        return located._value.worker_name  # type: ignore[no-any-return]
-    return None
+    location = located.value_or_none
+    return None if location is None else location.worker_name
 
 
 def _bring(ref: ObjectRef[Any], found: Sequence[Future[Any]], workers: Sequence[str | None]) -> None:
@@ -215,7 +212,7 @@ def _bring(ref: ObjectRef[Any], found: Sequence[Future[Any]], workers: Sequence[
 
 def _arrived(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: Future[None]) -> None:
     """Say where a receiver finds its copy: at the root, where the worker has ended that was to have it."""
-    future.set_result(StoredResult(copy if made._error is None else root))
+    future.set_result(StoredResult(copy if made.error is None else root))
 
 
 def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Later:
@@ -224,19 +221,12 @@ def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Later:
     answer.label = "a value that is brought to many"
 
     def first(done: Future[Any]) -> None:
-        if done._error is None:
-            answer.set_result(done._value)
+        if done.error is None:
+            answer.follow(done)
             return
         done.acknowledge()
-        root._to_future().add_done_callback(second)
+        root._to_future().add_done_callback(answer.follow)
         root._references.agent.flush()
-
-    def second(done: Future[Any]) -> None:
-        if done._error is None:
-            answer.set_result(done._value)
-        else:
-            done.acknowledge()
-            answer.set_exception(done._error)
 
     above._to_future().add_done_callback(first)
     above._references.agent.flush()

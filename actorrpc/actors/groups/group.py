@@ -40,7 +40,7 @@ from actorrpc.actors.refs.wait import Completed, as_completed
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import ActorError, CancelledError, ConfigError, WrongTypeError
-from actorrpc.futures import Future, collect_all
+from actorrpc.futures import Future, Progress, collect_all
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.handle import ActorHandle, ActorMethod
@@ -265,8 +265,8 @@ def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
 
 def _log_failure(label: str, group: ActorGroup[Any], at: int, done: Future[Any]) -> None:
     done.acknowledge()
-    if done._error is not None:
-        _log.error("broadcast of %s failed for %s: %r", label, _who(group, at), done._error)
+    if done.error is not None:
+        _log.error("broadcast of %s failed for %s: %r", label, _who(group, at), done.error)
 
 
 def _who(group: ActorGroup[Any], at: int) -> str:
@@ -278,7 +278,7 @@ def _who(group: ActorGroup[Any], at: int) -> str:
     return f"{point} of the slice, {whole.coords_of(group._mesh.origin_ranks[at])} of the whole group"
 
 
-class Gathering:
+class Gathering(Progress):
     """Collects the outcomes of calls to all members into one. The source of its future, as a call is of its own."""
 
     __slots__ = ("_futures", "_group", "_left", "_return_exceptions", "future", "label")
@@ -296,20 +296,19 @@ class Gathering:
         """Begin to collect."""
         self._futures = [part._final() if isinstance(part, ObjectRef) else part for part in parts]
         self._left = [None] * len(self._futures)
-        self.future._source = self
+        self.future.source = self
         for at, future in enumerate(self._futures):
             future.add_done_callback(partial(self._ended, at))
         if not self._futures:
             self._succeed()
 
     def _ended(self, at: int, done: Future[Any]) -> None:
-        error = done._error
+        error = done.error
         if error is not None:
             done.acknowledge()
             _annotate(error, self._group, at)
             if not self._return_exceptions:
-                if self.future._claim():
-                    self.future._finish(None, error)
+                self.future.try_fail(error)
                 return
         try:
             self._left.pop()
@@ -319,9 +318,8 @@ class Gathering:
             self._succeed()
 
     def _succeed(self) -> None:
-        if self.future._claim():
-            values = (future._value if future._error is None else future._error for future in self._futures)
-            self.future._finish(ValueMesh(self._group._mesh, values), None)
+        values = (future.value_or_none if future.error is None else future.error for future in self._futures)
+        self.future.try_complete(ValueMesh(self._group._mesh, values))
 
     def drive(self, _deadline: float | None) -> None:
         """Send what is gathered. The thread that waits sleeps then: reading the reply of one could miss another's failure."""
@@ -330,16 +328,15 @@ class Gathering:
     def flush(self) -> None:
         """Send what is still gathered for any member."""
         for future in self._futures:
-            source = future._source
-            if source is not None:
-                source.flush()
+            if future.source is not None:
+                future.flush()
                 return  # there is one agent, and it sends everything
 
     def cancel(self) -> bool:
         """Give all calls up that are under way."""
-        if not self.future._claim():
+        error = CancelledError(f"{self.future.label} was cancelled", maybe_executed=None)
+        if not self.future.try_fail(error):
             return False
-        self.future._finish(None, CancelledError(f"{self.future.label} was cancelled", maybe_executed=None))
         for future in self._futures:
             future.cancel()
         return True

@@ -86,8 +86,7 @@ class Supervision:
 
         def over(done: Future[SupervisionError | None]) -> None:
             error = done.value()
-            if watched._claim():
-                watched._finish(error, None)
+            watched.try_complete(error)
             tell = callback
             if tell is not None and error is not None:
                 submit(lambda: tell(error))

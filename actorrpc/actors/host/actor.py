@@ -115,7 +115,7 @@ class HostedActor:
         self.state = "constructing"  # -> alive -> ending -> over
         self.why = ""
         self.moving = False
-        self.over: Future[None] = Future()
+        self.over: Future[Any] = Future()
         self.calls = 0
         self.begun = _time.now()
         self._lock = threading.RLock()
@@ -227,9 +227,9 @@ class HostedActor:
         """Open a message and fetch what its arguments refer to; it is ready when all of that is here."""
 
         def ready(future: Future[Any]) -> None:
-            error = future._error
+            error = future.error
             future.acknowledge()
-            entry.opened = future._value if error is None else error
+            entry.opened = future.value_or_none if error is None else error
             self.carry_out(self.mailbox.ready(entry))
 
         # What is fetched for the call belongs to it: its time, its chain, and what rides along with it.
@@ -556,8 +556,8 @@ class HostedActor:
             self.cancel(entry, False)  # and the calls that it waits for, as if the process had ended
         self.runtime.registry.forget(self)
         self.agent.submit(self._wind_up)
-        if running and self.over._claim():
-            self.over._finish(None, None)
+        if running:
+            self.over.try_complete(None)
 
     def left(self, runner: ActorThread) -> None:
         """Hear that a runner has ended, on its thread."""
@@ -588,8 +588,7 @@ class HostedActor:
             running += list(loop.runner.entries.values())
         if state == "over":
             self.runtime.registry.forget(self)
-            if self.over._claim():
-                self.over._finish(None, None)
+            self.over.try_complete(None)
         return running
 
     def refuse_due(self, runner: LoopThread) -> None:
@@ -633,8 +632,7 @@ class HostedActor:
                 self.executor.fail(each, died(self, self.why))
                 if each.execution is not None:
                     each.execution.cancel()
-            if self.over._claim():
-                self.over._finish(state, None)
+            self.over.try_complete(state)
 
         over()
 

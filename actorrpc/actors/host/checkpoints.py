@@ -226,8 +226,7 @@ class Checkpoints:
                 here.agent.call(here.references.peer_of(key), _keep, args, {}, 0, future=kept)
                 here.agent.flush()
         except Exception as error:
-            if kept._claim():
-                kept._finish(None, error)
+            kept.try_fail(error)
         finally:
             CURRENT.reset(token)
         return kept
@@ -251,8 +250,8 @@ class Checkpoints:
         executor, conns = self._hosted.executor, set()
         for each in over:
             if isinstance(each, Future):
-                if each._claim():
-                    each._finish(done._value, done._error)
+                if each.claim():
+                    each.conclude(done.value_or_none, done.error)
             else:
                 entry, value = each
                 conns.add(entry.conn)

@@ -171,17 +171,14 @@ class ActorPool(Generic[A]):
                 self._wake()
 
         for future in futures:
-            source = getattr(future, "_source", None)
-            if source is not None:
-                source.flush()
+            if isinstance(future, Future):
+                future.flush()
             future.add_done_callback(one)
         if not futures:
             self._over.append(task)
 
     def _wake(self) -> None:
-        change = self._change
-        if change._claim():
-            change._finish(None, None)
+        self._change.try_complete(None)
 
     # -- the state of things -----------------------------------------------------------------------
 
@@ -380,7 +377,7 @@ class ActorPool(Generic[A]):
 def _failure_of(future: Any) -> BaseException | None:
     """Return the error of a complete future without counting it as looked at."""
     if isinstance(future, Future):
-        return future._error
+        return future.error
     try:
         future.value()
     except BaseException as error:

@@ -22,7 +22,7 @@ from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.actor_class import ActorClass, is_importable, itself
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.client.pending_call import PendingCall
-from actorrpc.actors.client.route import SplitResults, shaped
+from actorrpc.actors.client.route import shaped
 from actorrpc.actors.client.supervisor_client import call_quietly
 from actorrpc.actors.client.typed_methods import RemoteCall
 from actorrpc.actors.context import Runtime, runtime
@@ -38,7 +38,7 @@ from actorrpc.errors import (
     RemoteError,
     SerializationError,
 )
-from actorrpc.futures import Future, InnerFuture
+from actorrpc.futures import Future, InnerFuture, Progress
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Route
@@ -254,18 +254,14 @@ class _RunnerPools:
     def _leased(
         self, pool: _RunnerPool, lease: Future[None], count: int, done: Future[list[ActorHandle[Any]]]
     ) -> None:
-        error = done._error
         with self._lock:
             pool.leases.remove(lease)
-            if error is None:
+            if done.value_or_none is not None:
                 known = {each.handle for each in pool.runners}
-                pool.runners.extend(_Runner(each) for each in done._value if each not in known)
+                pool.runners.extend(_Runner(each) for each in done.value_or_none if each not in known)
                 if len(pool.runners) < count:
                     pool.limit = len(pool.runners)
-        if error is None:
-            lease.set_result(None)
-        else:
-            lease.set_exception(error)
+        lease.follow(done)
 
 
 def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
@@ -345,7 +341,7 @@ def _told(label: object, error: Any) -> BaseException:
     return told
 
 
-class _AwaitsRunner:
+class _AwaitsRunner(Progress):
     """The source of a task's future until there is a runner for it."""
 
     __slots__ = ("task", "unwanted")
@@ -357,15 +353,9 @@ class _AwaitsRunner:
     def cancel(self) -> bool:
         """Have the task end, as soon as there is a runner, in place of being executed."""
         self.unwanted = True
-        source = self.task._source
+        source = self.task.source
         # It may have been started in this moment.
-        return not self.task._done if source is self or source is None else bool(source.cancel())
-
-    def drive(self, _deadline: float | None) -> None:
-        """Do nothing: rank 0 has been asked."""
-
-    def flush(self) -> None:
-        """Do nothing: nothing of it is gathered anywhere."""
+        return not self.task.completed if source is self or source is None else source.cancel()
 
 
 class TaskFuture(InnerFuture[Any]):
@@ -398,7 +388,7 @@ class TaskFuture(InnerFuture[Any]):
             self._pools.give_back(runner)
             raise
         self._runner, self._route = runner, route
-        self._source = SplitResults(call)
+        self.source = call
         call.add_done_callback(self._ended)
 
     def start_after(self, lease: Future[None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -413,10 +403,10 @@ class TaskFuture(InnerFuture[Any]):
             self._of._method.signature.name_argument(error)
             raise
         context = copy_context()
-        self._source = awaits = _AwaitsRunner(self)
+        self.source = awaits = _AwaitsRunner(self)
 
         def leased(done: Future[None]) -> None:
-            error = done._error
+            error = done.error
             if awaits.unwanted:
                 error = CancelledError(f"{self.label} was cancelled before it was sent", maybe_executed=False)
             try:
@@ -424,8 +414,7 @@ class TaskFuture(InnerFuture[Any]):
                     raise error
                 context.run(self.start, *(held if type(held) is tuple else held.open()))
             except BaseException as failed:
-                if self._claim():
-                    self._finish(None, failed)
+                self.try_fail(failed)
                 if is_of_handler(failed):
                     raise
             if awaits.unwanted:
@@ -435,14 +424,10 @@ class TaskFuture(InnerFuture[Any]):
 
     def _ended(self, call: Future[Any]) -> None:
         runner, self._runner = self._runner, None
-        error = call._error
+        error = call.error
         if runner is not None:
             self._pools.give_back(runner, dead=isinstance(error, ActorDiedError) and _is_of_runner(error))
-        call.acknowledge()  # it goes on in ours
-        if error is not None:
-            error = _told(self.label, error)
-        if self._claim():
-            self._finish(call._value if error is None else None, error)
+        self.follow(call, None if error is None else _told(self.label, error))
 
     def kill(self) -> Future[None] | None:
         """End the process that executes the task; None if no process does."""
@@ -469,8 +454,7 @@ class TaskFuture(InnerFuture[Any]):
         told.label = meaning.label
 
         def known(done: Future[Any]) -> None:
-            done.acknowledge()  # it goes on in ours
-            told.set_exception(_told(self.label, done._error or error))
+            told.follow(done, _told(self.label, done.error or error))
 
         meaning.add_done_callback(known)
         return told

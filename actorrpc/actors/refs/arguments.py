@@ -41,7 +41,7 @@ def pack_arguments(
         if type(each) is not ObjectRef:
             return each
         future = each._future
-        if future is not None and future._done:
+        if future is not None and future.completed:
             value = future.wait()
             template = getattr(future, "_template", None)
             if type(value) is Snapshot:
@@ -89,11 +89,11 @@ def resolve(
     resolved.label = "the ObjectRefs among the arguments"
 
     def fetched(done: Future[list[Any]]) -> None:
-        if done._error is not None:
-            done.acknowledge()
-            resolved.set_exception(done._error)
+        found = done.value_or_none
+        if found is None:
+            resolved.follow(done)
             return
-        values = iter(done._value)
+        values = iter(found)
         complete = tuple([next(values) if type(each) is ObjectRef else each for each in args])
         named = {name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()}
         resolved.set_result((complete, named))

@@ -66,7 +66,7 @@ class HostCopies:
         value = rref._handle.rref_id
         if not anew and not rref.is_owner():
             here = self._fetched.get(value)
-            if here is not None and type(here._value) is Snapshot:
+            if here is not None and type(here.value_or_none) is Snapshot:
                 return here
         self._fetched[value] = future
         return rref._to_future(fetch=_lend, more=(anew,))
@@ -126,7 +126,7 @@ def _share(value: RRefId) -> Any:
     future = copies.find(value)
     if future is None:
         return None
-    if future._done:
+    if future.completed:
         return _shared(agent, future)
     answer: Future[Any] = Future()
     answer.label = future.label
@@ -136,8 +136,8 @@ def _share(value: RRefId) -> Any:
 
 
 def _shared(agent: Agent, done: Future[Any]) -> Snapshot | None:
-    copy = done._value
-    if done._error is not None or type(copy) is not Snapshot:
+    copy = done.value_or_none
+    if done.error is not None or type(copy) is not Snapshot:
         return None
     try:
         copy.share(agent)

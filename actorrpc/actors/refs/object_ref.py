@@ -33,7 +33,7 @@ from actorrpc.errors import (
     RRefError,
     SerializationError,
 )
-from actorrpc.futures import INTERRUPTED, ConcurrentFuture, Future, InnerFuture, interruption_point
+from actorrpc.futures import INTERRUPTED, ConcurrentFuture, Future, InnerFuture, Progress, interruption_point
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec, exceptions
@@ -109,7 +109,7 @@ def _out_of_reach(label: object, error: PeerDiedError) -> PeerDiedError:
     return lost
 
 
-class _Pursuit:
+class _Pursuit(Progress):
     """Follows a result to where its value is, and completes a future with that.
 
     The source of its future, as a call is of its own: a thread that waits reads the replies itself. Each step is
@@ -134,7 +134,7 @@ class _Pursuit:
         self._opens, self._stays = opens, stays
         self._is_nearby = False  # whether the step is to get another worker's copy on this host
         self.future.label = label
-        self.future._source = self
+        self.future.source = self
         self._rref: RRef[Any] | None = None
         self._copies: HostCopies | None = None
         self._hops = 0
@@ -151,19 +151,18 @@ class _Pursuit:
             step = claim.pop()
         except IndexError:
             return
-        error, value = step._error, of_promise(step._value)
+        error, value = step.error, of_promise(step.value_or_none)
         if self._is_nearby and type(value) is not Snapshot and type(error) is not CancelledError:
             step.acknowledge()  # who has asked the object's worker before has ended, or has let go of it, or has not got it
             assert self._rref is not None
             self.pursue(self._rref, anew=True)
         elif error is not None:
-            self.future._report = step._report  # one failure: looking at either future will do
             if type(error) is PeerDiedError and self._rref is not None:
                 if not self._stays:
                     error = _lost(self.future.label, error)
                 elif error.worker == self._rref.owner_name():  # and not the error of the call itself
                     error = _out_of_reach(self.future.label, error)
-            self._finish(None, error)
+            self.future.follow(step, error)
         elif type(value) is CopyOnHost:
             assert self._copies is not None
             self._is_nearby = True
@@ -179,14 +178,14 @@ class _Pursuit:
                 if self._opens is not None:
                     value = self._opens._value(value)
             except Exception as caught:
-                self._finish(None, caught)
+                self.future.try_fail(caught)
             else:
-                self._finish(value, None)
+                self.future.try_complete(value)
 
     def _hop(self, rref: RRef[Any]) -> None:
         self._hops += 1
         if self._hops > _MAX_HOPS:
-            self._finish(None, RRefError(f"{self.future.label} leads from worker to worker without an end"))
+            self.future.try_fail(RRefError(f"{self.future.label} leads from worker to worker without an end"))
             return
         self.pursue(rref)
 
@@ -205,10 +204,6 @@ class _Pursuit:
         self.follow(self._copies.fetch(rref, self.future, anew))
         rref._references.agent.flush()
 
-    def _finish(self, value: Any, error: BaseException | None) -> None:
-        if self.future._claim():
-            self.future._finish(value, error)
-
     # -- as the source of a future -----------------------------------------------------------------
 
     @property
@@ -226,27 +221,24 @@ class _Pursuit:
 
     def drive(self, deadline: float | None) -> None:
         """Make progress until the future is complete, the deadline has passed or others are at it."""
-        while not self.future._done:
+        while not self.future.completed:
             claim = self._claim
             try:
                 step = claim[0]
             except IndexError:
                 return
-            source = step._source
-            if source is not None:
-                source.drive(deadline)
-            if not step._done:
+            step.drive(deadline)
+            if not step.completed:
                 return
             self._arrived(claim)
 
     def flush(self) -> None:
         """Send what is still gathered."""
         try:
-            source = self._claim[0]._source
+            step = self._claim[0]
         except IndexError:
             return
-        if source is not None:
-            source.flush()
+        step.flush()
 
     def cancel(self) -> bool:
         """Give up what is under way."""
@@ -352,7 +344,7 @@ class ObjectRef(Generic[T_co]):
     def _settled(self) -> Future[Any]:
         """Return the future of the value, or of a snapshot of it that is here; what is known to be elsewhere is fetched."""
         future = self._ask()
-        if future._done and (future._error is not None or type(future._value) is not StoredResult):
+        if future.completed and (future.error is not None or type(future.value_or_none) is not StoredResult):
             return future
         found = self._fetched
         if found is None or _worth_another_try(found):
@@ -363,10 +355,14 @@ class ObjectRef(Generic[T_co]):
                 found = self._fetched
             assert found is not None
             if found is pursuit.future:
-                if future._done and type(future._value) is StoredResult and future._value.policy is not None:
-                    future._value.policy.fetched()
+                if (
+                    future.completed
+                    and type(future.value_or_none) is StoredResult
+                    and future.value_or_none.policy is not None
+                ):
+                    future.value_or_none.policy.fetched()
                 pursuit.follow(future)
-        if future._covered:  # looked at when the fetch can be seen: covered here, or with the call
+        if future.covered:  # looked at when the fetch can be seen: covered here, or with the call
             found.cover()
         return found
 
@@ -379,7 +375,7 @@ class ObjectRef(Generic[T_co]):
 
     def done(self) -> bool:
         """Say whether the call is over. A large result may still have to be fetched."""
-        return self._ask()._done
+        return self._ask().completed
 
     def cancel(self) -> bool:
         """Give the call up: it ends with :class:`CancelledError` and its actor is told; False if it was over.
@@ -474,13 +470,13 @@ class ObjectRef(Generic[T_co]):
 
     def __repr__(self) -> str:
         future = self._future
-        if future is None or not future._done:
+        if future is None or not future.completed:
             state = "pending"
-        elif future._error is not None:
-            state = f"failed: {shown(type_name(type(future._error)))}"
-        elif type(future._value) is not StoredResult:
+        elif future.error is not None:
+            state = f"failed: {shown(type_name(type(future.error)))}"
+        elif type(future.value_or_none) is not StoredResult:
             state = "complete"
-        elif self._fetched is not None and self._fetched._done:
+        elif self._fetched is not None and self._fetched.completed:
             state = "complete, fetched"
         else:
             state = "complete, elsewhere"
@@ -523,7 +519,7 @@ class ObjectRef(Generic[T_co]):
 
 def _worth_another_try(fetched: Future[Any]) -> bool:
     """Whether a fetch failed for a reason that lay with the process that wanted the value at that time."""
-    return fetched._done and isinstance(fetched._error, (RpcTimeoutError, CancelledError))
+    return fetched.completed and isinstance(fetched.error, (RpcTimeoutError, CancelledError))
 
 
 def _failed(error: BaseException) -> Future[Any]:
@@ -543,20 +539,20 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         )
     known = ref._identity(), ref._name()
     future = ref._future
-    if future is None or not future._done:
+    if future is None or not future.completed:
         return _arrive_promise, (*known, ref._as_promise())
-    error = future._error
-    value = future._value
+    error = future.error
+    value = future.value_or_none
     if error is None and type(value) is StoredResult:
         rref = value.rref
         error = rref._references.table.failure(rref._handle)
         fetched = ref._fetched
-        if fetched is not None and fetched._done and fetched._error is None:
+        if fetched is not None and fetched.completed and fetched.error is None:
             # It is here, too: nearer to a process of this host than where it was made, and all that is left where that is gone.
             if error is not None:
                 ref._future, error = fetched, None
             if ref._future is fetched or rrefs.runtime().agent.shares_memory(context.peer):
-                value = fetched._value
+                value = fetched.value_or_none
         elif type(error) is PeerDiedError:
             error = _lost(ref._name(), error)
     value = readable(value, ref._futures())

@@ -75,14 +75,16 @@ def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
     except RpcError:
         snapshot = None
     with _lock:
-        having = [each for each in futures if each._value is value]
+        having = [each for each in futures if each.value_or_none is value]
         if not having:
             # Another thread was faster. Its reader may have changed the object while it was copied above.
-            return next((each._value for each in futures if type(each._value) is Snapshot), value), False
+            return next(
+                (each.value_or_none for each in futures if type(each.value_or_none) is Snapshot), value
+            ), False
         if snapshot is None:
             return value, False
         for each in having:
-            each._value = snapshot
+            each.replace_value(snapshot)
     return snapshot, True
 
 
@@ -94,4 +96,4 @@ def readable(value: Any, futures: Iterable[Future[Any]]) -> Any:
 def of_promise(found: Any) -> Any:
     """Return what the readers of a value of this worker are given: a promise is kept as the future that it is for."""
     # Not isinstance(): that asks the object for its class, and runs code of the user's.
-    return readable(found._value, (found,)) if issubclass(type(found), Future) else found
+    return readable(found.value_or_none, (found,)) if issubclass(type(found), Future) else found

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import compress, islice
-from typing import Any, Final, Generic, Protocol, TypeVar, overload
+from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
 
@@ -40,7 +40,6 @@ __all__ = [
     "deadline_of",
     "get",
     "progress",
-    "stand_by",
     "time_left",
     "wait",
 ]
@@ -98,9 +97,9 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
     """
     if type(item) is ObjectRef:
         future = item._future or item._ask()
-        if not future._done:
+        if not future.completed:
             future.check_process()
-        elif final and type(future._value) is StoredResult:
+        elif final and type(future.value_or_none) is StoredResult:
             return item._settled()
         return future
     if isinstance(item, Future):
@@ -166,13 +165,6 @@ def time_left(until: float) -> float | None:
 # -- the gate ------------------------------------------------------------------------------------------------
 
 
-class Waiter(Protocol):
-    """Stands among the threads that wait for a future."""
-
-    def ended(self, future: Future[Any]) -> None:
-        """Hear that it is complete, on the thread that has completed it. Quick, and runs no code of the user's."""
-
-
 class _Gate:
     """A future that is complete when all of some results are, or when one of them has failed.
 
@@ -197,16 +189,18 @@ class _Gate:
         self._places: dict[Future[Any], list[int]] | None = None
         different = dict.fromkeys(futures)
         self._left = [None] * len(different)
-        stand_by(self, different)
+        for future in different:
+            future.add_waiter(self)
         _flush(different)
 
     def ended(self, future: Future[Any]) -> None:
         """Record a result, which is complete."""
-        if future._error is not None:
+        if future.error is not None:
             self.open()
             return
-        if type(future._value) is StoredResult and self._refs(future):
-            future._value.rref._references.agent.submit(partial(self._fetch, future))
+        value = future.value_or_none
+        if type(value) is StoredResult and self._refs(future):
+            value.rref._references.agent.submit(partial(self._fetch, future))
             return
         try:
             self._left.pop()
@@ -243,20 +237,20 @@ class _Gate:
                 return
             fetches[fetch] = None
         self._left.extend([None] * (len(fetches) - 1))  # they count in the place of the one
-        stand_by(self, fetches)
+        for fetch in fetches:
+            fetch.add_waiter(self)
         _flush(fetches)
 
     def open(self) -> None:
         """Complete the gate's future."""
-        if self.future._claim():
-            self.future._finish(None, None)
+        self.future.try_complete(None)
 
     def close(self) -> None:
         """Be told nothing any more."""
         self._items = ()
-        for future in self.futures:
-            if not future._done:
-                _stand_aside(self, future)
+        if self._left:  # otherwise each of them has told
+            for future in self.futures:
+                future.remove_waiter(self)
 
 
 class _Watch:
@@ -273,7 +267,7 @@ class _Watch:
     def arm(self, future: Future[Any]) -> None:
         """Watch a future."""
         self.future = future
-        stand_by(self, (future,))
+        future.add_waiter(self)
 
     def ended(self, _: Future[Any]) -> None:
         """Tell the stream."""
@@ -285,31 +279,11 @@ class _Watch:
         _flush([self.future])
 
 
-def stand_by(waiter: Waiter, futures: Iterable[Future[Any]]) -> None:
-    """Have a waiter be told, once, when each of these futures is complete."""
-    for future in futures:
-        if not future._done:
-            future._parked.append(waiter)
-            # It may have told all of its waiters before the line above.
-            if not future._done or not _stand_aside(waiter, future):
-                continue
-        waiter.ended(future)
-
-
-def _stand_aside(waiter: Waiter, future: Future[Any]) -> bool:
-    """Have a waiter not be told; False where it has been, or is being."""
-    try:
-        future._parked.remove(waiter)
-    except ValueError:
-        return False
-    return True
-
-
 def _flush(futures: Iterable[Future[Any]]) -> None:
     """Send what is still gathered for any of these, and have the pool read all their replies: somebody is going to wait."""
     conns = set()
     for future in futures:
-        source = future._source
+        source = future.source
         if type(source) is Call:
             if source.conn in conns:
                 continue
@@ -461,11 +435,11 @@ def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
     try:
         if until == _INFINITE:
             return future.wait()
-        if not future._done:
+        if not future.completed:
             try:
                 return future.wait(max(0.0, until - _time.now()))
             except RpcTimeoutError:
-                if not future._done:
+                if not future.completed:
                     if timeout is None and deadline_of(None) > _time.now():  # it was put off, for a debugger
                         return _wait_for(future, deadline_of(None), None)
                     if _time_is_over():
@@ -510,10 +484,10 @@ def _get_each(
     items: list[Any], until: float, timeout: float | None, copy: bool | None, cancel: bool | None
 ) -> list[Any]:
     futures: list[Future[Any]] = []
-    born = generation()
+    forks = generation()
     for item in items:
         future = item._future if type(item) is ObjectRef else None
-        if future is None or future._done or future._born != born:  # otherwise there is nothing to be seen to
+        if future is None or forks or future.completed:  # otherwise there is nothing to be seen to
             future = _start(item, "get()", True)
         futures.append(future)
     item = future = None
@@ -522,14 +496,15 @@ def _get_each(
         values = []
         for at, future in enumerate(found):
             item, items[at] = items[at], None
-            if future._done and future._error is None and type(future._value) in ATOMS:  # as most are
-                values.append(future._value)
+            value = future.value_or_none
+            if type(value) in ATOMS and future.error is None:  # as most are
+                values.append(value)
             else:
                 values.append(_opened(item, future, copy))
         return values
     except BaseException as error:
         _interrupted(error, items, cancel)
-        if _time_is_over() or any(each._error is not None for each in _behind(items, futures)):
+        if _time_is_over() or any(each.error is not None for each in _behind(items, futures)):
             _cover(items, futures)
         items.clear()  # they are the caller's own list: see get()
         futures.clear()
@@ -554,17 +529,16 @@ def _values(
     """Wait for all; return the futures of values or snapshots that are here, or raise what the first one failed with."""
     try:
         for future in futures:
-            if future._done and future._error is not None:
+            if future.error is not None:
                 future.wait()
-        pending = sum([not future._done for future in futures])
-        if pending <= 1:
+        if sum([not future.completed for future in futures]) <= 1:
             # Its own wait reads the reply, without another thread.
             for future in futures:
-                if not future._done:
+                if not future.completed:
                     _wait_for(future, until, timeout)
             for at, item in enumerate(items):
                 # Also where it was still on its way when it was looked for, and is here by now.
-                if type(item) is ObjectRef and type(futures[at]._value) is StoredResult:
+                if type(item) is ObjectRef and type(futures[at].value_or_none) is StoredResult:
                     futures[at] = item._settled()
                     _wait_for(futures[at], until, timeout)
             return futures
@@ -574,7 +548,7 @@ def _values(
         finally:
             gate.close()
         for future in futures:
-            if future._done and future._error is not None:
+            if future.error is not None:
                 future.wait()
         return futures
     finally:
@@ -595,9 +569,9 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
     def opened(_: Future[None]) -> None:
         gate.close()
         for future in futures:
-            if future._done and future._error is not None:
+            if future.error is not None:
                 _cover(refs, futures)
-                values.set_exception(future._error)
+                values.set_exception(future.error)
                 return
         try:
             found = [_opened(ref, future) for ref, future in zip(refs, futures, strict=True)]
@@ -709,16 +683,16 @@ class _WaitedStream:
         future = watch.future
         if (
             self._fetch
-            and future._error is None
+            and future.error is None
             and type(watch.item) is ObjectRef
-            and type(future._value) is StoredResult
+            and type(future.value_or_none) is StoredResult
         ):
-            future._value.rref._references.agent.submit(watch.fetch)
+            future.value_or_none.rref._references.agent.submit(watch.fetch)
             return
         self._ready.append(watch)
         signal = self._signal
-        if signal is not None and signal._claim():
-            signal._finish(None, None)
+        if signal is not None:
+            signal.try_complete(None)
 
     def next(self) -> tuple[_Watch, None] | tuple[None, Future[None]]:
         """Return what watches a result that has ended, or else a Future that completes when there may be one."""
@@ -760,8 +734,8 @@ class _Watches:
     def __del__(self) -> None:
         if self.stream is not None:
             for each in self.watches.values():
-                if not each.future._done:
-                    _stand_aside(each, each.future)
+                if not each.future.completed:
+                    each.future.remove_waiter(each)
 
 
 class _Registered(_Watches):
@@ -814,7 +788,7 @@ class _Registered(_Watches):
                 future: Future[Any] = item._arrival()
             else:
                 future = _start(item, "wait()", fetch)
-            if future._done and not (fetch and type(future._value) is StoredResult):
+            if future.completed and not (fetch and type(future.value_or_none) is StoredResult):
                 ended.append(number)
             else:
                 pending.append(future)
@@ -857,7 +831,7 @@ class _Registered(_Watches):
             try:
                 signal.wait(time_left(until))
             except RpcTimeoutError:
-                if not signal._done:
+                if not signal.completed:
                     return
 
     def cover(self) -> None:
@@ -933,7 +907,7 @@ class Completed(Generic[T]):
             try:
                 signal.wait(time_left(self._until))
             except RpcTimeoutError:
-                if not signal._done:
+                if not signal.completed:
                     raise self._late() from None
 
     def __aiter__(self) -> AsyncIterator[T]:
@@ -948,7 +922,7 @@ class Completed(Generic[T]):
                 async with asyncio.timeout(time_left(self._until)):
                     await signal
             except TimeoutError:
-                if not signal._done:
+                if not signal.completed:
                     raise self._late() from None
 
     def _take(self, stop: type[Exception]) -> tuple[Any, Future[None] | None]:
@@ -997,7 +971,7 @@ class Completed(Generic[T]):
                 get(item)
         except BaseException:
             watches = self._watches.watches.values()
-            if _time_is_over() or any(each.future._error is not None for each in watches):
+            if _time_is_over() or any(each.future.error is not None for each in watches):
                 self._watches.cover()
             raise
         finally:

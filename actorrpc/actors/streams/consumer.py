@@ -35,7 +35,7 @@ from actorrpc.actors.streams.stalls import PATIENCE_S, Stall, StreamReader
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError, SerializationError
-from actorrpc.futures import INTERRUPTED, Future, generation, interruption_point
+from actorrpc.futures import INTERRUPTED, Future, Progress, generation, interruption_point, lost_by_fork
 from actorrpc.rpc import rref as rrefs
 from actorrpc.serialization import codec, exceptions
 
@@ -65,7 +65,7 @@ class _EndOfStream(Stall):
         self.consumer = consumer
 
 
-class _Consumer(Stall):
+class _Consumer(Stall, Progress):
     """What a generator of ObjectRefs knows of its stream. Thread-safe.
 
     ``_lock`` guards everything that changes. It is re-entrant, as the collector may run under it; nothing is called,
@@ -129,28 +129,22 @@ class _Consumer(Stall):
     def drive(self, deadline: float | None) -> None:
         """Make progress on behalf of a thread that waits: as the source of the signal's future."""
         signal = self._signal
-        while signal is not None and not signal._done:
+        while signal is not None and not signal.completed:
             claim = self._claim
             try:
                 step = claim[0][0]
             except IndexError:
                 return
-            if signal._done:  # and that was the step behind what it stands for
+            if signal.completed:  # and that was the step behind what it stands for
                 return
-            source = step._source
-            if source is not None:
-                source.drive(deadline)
-            if not step._done:
+            step.drive(deadline)
+            if not step.completed:
                 return
             self._take_up(claim)
 
     def flush(self) -> None:
         """Send what is still gathered."""
         self._agent.flush()
-
-    def cancel(self) -> bool:
-        """Waits are not cancelled."""
-        return False
 
     @property
     def waits_for(self) -> Future[Any] | tuple[Peer, int] | None:
@@ -160,9 +154,9 @@ class _Consumer(Stall):
 
     def _called(self, call: Future[Any]) -> None:
         self._call = None
-        ticket = call._value
-        if call._error is not None:
-            self._fail(call._error)
+        ticket = call.value_or_none
+        if call.error is not None:
+            self._fail(call.error)
         elif not isinstance(ticket, StreamTicket):
             self._fail(TypeError(f"{self.label} did not return a generator but a {type(ticket).__name__}"))
         else:
@@ -219,18 +213,19 @@ class _Consumer(Stall):
             self._agent.call(peer, pull, (ticket.stream, taken), {}, 0, future=step)
             self._agent.flush()
         except Exception as error:
-            if step._claim():
-                step._finish(None, error)
+            step.try_fail(error)
             if is_of_handler(error):
                 raise
         finally:
             CURRENT.reset(token)
 
     def _pulled(self, step: Future[Batch]) -> None:
-        if step._error is not None:
-            self._failed(step._error)
+        batch = step.value_or_none
+        if batch is None:
+            assert step.error is not None
+            self._failed(step.error)
             return
-        items, end = step._value
+        items, end = batch
         error: BaseException | None = None
         if end is not None and end != DONE:
             error = exceptions.load(end, loads=codec.loads)
@@ -275,7 +270,7 @@ class _Consumer(Stall):
             except Exception as wrong:
                 meaning = wrong
             if isinstance(meaning, Future):
-                self._follow(meaning, lambda done: self._fail(done._error or error))
+                self._follow(meaning, lambda done: self._fail(done.error or error))
                 return
             error = meaning
         self._fail(error)
@@ -306,11 +301,11 @@ class _Consumer(Stall):
             arrival = None
             if self._there():
                 arrival, self._arrival = self._arrival, None
-        if arrival is not None and arrival._claim():
-            arrival._finish(None, None)
-        if signal is not None and signal._claim():
-            signal._finish(None, None)
-        if finished is not None and finished._claim():
+        if arrival is not None:
+            arrival.try_complete(None)
+        if signal is not None:
+            signal.try_complete(None)
+        if finished is not None:
             self._complete(finished)
 
     # -- taking --------------------------------------------------------------------------------------------
@@ -335,11 +330,12 @@ class _Consumer(Stall):
                     return None, error, None
                 signal = self._signal
                 if signal is None:
-                    signal = self._signal = Future()
+                    label = f"item {self._count} of {self.label}"
                     if self._generation != generation():  # this process is a fork, to which no item comes
-                        signal._born = self._generation
-                    signal.label = f"item {self._count} of {self.label}"
-                    signal._source = self
+                        raise lost_by_fork(label)
+                    signal = self._signal = Future()
+                    signal.label = label
+                    signal.source = self
                 return None, None, signal
             packed = self._items.popleft()
             self._charge -= charge_of(packed)
@@ -367,8 +363,8 @@ class _Consumer(Stall):
                 arrival.awaits = (self,)
                 if not there:
                     self._arrival = arrival
-        if there and arrival._claim():
-            arrival._finish(None, None)
+        if there:
+            arrival.try_complete(None)
         return arrival
 
     @contextmanager
@@ -427,8 +423,7 @@ class _Consumer(Stall):
             self._agent.call(peer, close_stream, (ticket.stream,), {}, 0, future=told)
             self._agent.flush()
         except Exception as error:  # the producer's worker has ended, or this one
-            if told._claim():
-                told._finish(None, error)
+            told.try_fail(error)
             if is_of_handler(error):
                 raise
         finally:
@@ -444,8 +439,7 @@ class _Consumer(Stall):
                 finished.awaits = (_EndOfStream(self),)
             ended = self._ended
         if ended:
-            if finished._claim():
-                self._complete(finished)
+            self._complete(finished)
         else:
             runtime().streams.poke()
         return finished
@@ -467,9 +461,8 @@ class _Consumer(Stall):
             if stuck[0] >= 0 and stuck == self._stuck:  # as it was at the look before
                 finished, self._finished = self._finished, None
             self._stuck = stuck
-        if finished is not None and finished._claim():
-            finished._finish(
-                None,
+        if finished is not None:
+            finished.try_fail(
                 DeadlockError(
                     f"the end of {self.label} can never come: {reader.name} waits for it, and is to take the items that "
                     f"fill its buffer ({len(self._items)} of them are here). Take them first, or give a larger "
@@ -480,11 +473,12 @@ class _Consumer(Stall):
             )
 
     def _complete(self, finished: Future[None]) -> None:
-        error = self._error
-        if self._closed:
-            error = CancelledError(f"{self.label} was closed before its end", maybe_executed=True)
-        finished._finish(None, error)
-        finished.acknowledge()  # the consumer that takes the items sees it
+        if finished.claim():
+            error = self._error
+            if self._closed:
+                error = CancelledError(f"{self.label} was closed before its end", maybe_executed=True)
+            finished.conclude(None, error)
+            finished.acknowledge()  # the consumer that takes the items sees it
 
 
 def _look_away(done: Future[Any]) -> None:
@@ -598,13 +592,13 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
         """
         until = deadline_of(timeout)
         arrival = self._arrival()
-        if not arrival._done and timeout != 0:
+        if not arrival.completed and timeout != 0:
             self._consumer.flush()
             try:
                 arrival.wait(time_left(until))
             except RpcTimeoutError:
                 pass
-        return arrival._done
+        return arrival.completed
 
     def _arrival(self) -> Future[None]:
         return self._consumer.arrival()
@@ -718,7 +712,7 @@ def _take(consumer: _Consumer, timeout: float | None) -> tuple[Any, BaseExceptio
         try:
             signal.wait(time_left(until))
         except RpcTimeoutError:
-            if not signal._done:
+            if not signal.completed:
                 raise _late(consumer, timeout) from None
 
 
@@ -734,5 +728,5 @@ async def _take_async(consumer: _Consumer) -> tuple[Any, BaseException | None]:
             async with asyncio.timeout(time_left(until)):
                 await signal
         except TimeoutError:
-            if not signal._done:
+            if not signal.completed:
                 raise _late(consumer, None) from None

@@ -221,7 +221,7 @@ class Producer(Stall):
             if self._stopped or self._has_room:
                 return None
             room = self._room
-            if room is None or room._done:
+            if room is None or room.completed:
                 room = self._room = Future()
                 room.label = "the consumer of a stream"
                 room.awaits = (self,)
@@ -324,8 +324,8 @@ class Producer(Stall):
             self._stopped = True
             room = self._leave_pause()
             on_close, self.on_close = self.on_close, None
-        if room is not None and room._claim():
-            room._finish(None, None)
+        if room is not None:
+            room.try_complete(None)
         if on_close is not None:
             on_close()
 
@@ -359,8 +359,8 @@ class Producer(Stall):
             self._note(f"{self.stream:x} closed after {items} items")
         self._streams.forget(self)
         self._stop()
-        if asked is not None and asked._claim():
-            asked._finish(None, error or _gone(self.stream))
+        if asked is not None:
+            asked.try_fail(error or _gone(self.stream))
 
     def cancel(self, stop: bool = False) -> None:
         """Close the stream because its call was cancelled, has timed out, or its consumer has died."""
@@ -391,8 +391,8 @@ class Producer(Stall):
             if batch is None:
                 waits = self._asked = Future()
                 waits.label = "the next item of a stream"
-        if room is not None and room._claim():
-            room._finish(None, None)
+        if room is not None:
+            room.try_complete(None)
         if batch is None:
             assert waits is not None
             return waits
@@ -422,10 +422,8 @@ class Producer(Stall):
             if batch is None:
                 return
             self._asked = None
-        if asked._claim():
-            # The answer leaves on this thread where it is small: large ones may wait for the socket.
-            callbacks_elsewhere = self._agent.submit if size > _INLINE_BYTES else None
-            asked._finish(batch, None, callbacks_elsewhere)
+        # The answer leaves on this thread where it is small: large ones may wait for the socket.
+        asked.try_complete(batch, self._agent.submit if size > _INLINE_BYTES else None)
         self._sent(batch)
 
     def _sent(self, batch: Batch) -> None:

@@ -11,7 +11,7 @@ from actorrpc._exception_text import say
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.errors import CancelledError
-from actorrpc.futures import Future, InnerFuture
+from actorrpc.futures import Future, InnerFuture, Progress
 
 __all__ = ["spread", "take_each"]
 
@@ -31,7 +31,7 @@ def take_each(
     """
     while True:
         arrival = stream._arrival()
-        if not arrival._done:
+        if not arrival.completed:
             arrival.add_done_callback(lambda _: take_each(stream, item, end))
             return
         try:
@@ -44,7 +44,7 @@ def take_each(
             return
 
 
-class _Parts:
+class _Parts(Progress):
     """The futures of a stream's first items, and their source."""
 
     __slots__ = ("_count", "_left", "_stream", "futures")
@@ -57,7 +57,7 @@ class _Parts:
         for at, future in enumerate(self.futures):
             future.label = f"value {at} of {consumer.label}"
             future.awaits = (consumer,)
-            future._source = self
+            future.source = self
         self._left = deque(self.futures)
 
     def item(self, ref: ObjectRef[Any]) -> bool:
@@ -66,17 +66,17 @@ class _Parts:
         try:
             future = self._left.popleft()
         except IndexError:  # one more than was asked for: nobody wants it, nor what is behind it
-            if came._error is not None:
+            if came.error is not None:
                 _log.error(
                     "%s has given %d values (num_returns), and then raised %s",
                     *self._said,
-                    say(came._error, repr),
+                    say(came.error, repr),
                 )
             return False
-        if came._error is not None:
-            self._fail(came._error, future)
-        elif future._claim():
-            future._finish(came._value, None)
+        if came.error is not None:
+            self._fail(came.error, future)
+        else:
+            future.try_complete(came.value_or_none)
         return True  # also behind the last one: the generator is to come to its end
 
     @property
@@ -99,17 +99,10 @@ class _Parts:
                 failed.append(self._left.popleft())
             except IndexError:  # it was cancelled in this moment
                 break
-        report = None
         for future in failed:
-            if future._claim():
-                future._report = report  # one failure: looking at any of them will do
-                future._finish(None, error)
-                report = future._report
+            future.follow(failed[0], error)  # one failure: looking at any of them will do
 
     # -- as the source of the futures ----------------------------------------------------------------------
-
-    def drive(self, deadline: float | None) -> None:
-        """Leave it to the threads that bring the items."""
 
     def flush(self) -> None:
         """Send what is still gathered."""

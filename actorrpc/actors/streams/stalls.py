@@ -51,12 +51,12 @@ def awaited(what: object) -> list[Call | Stall]:
             [] if what.future is None else [each for each in what.future.awaits if isinstance(each, Stall)]
         )
         return [*stalls] or [what]
-    if not isinstance(what, Future) or what._done:
+    if not isinstance(what, Future) or what.completed:
         return []
     parts = list(what.awaits)
     if parts:
         return [found for each in parts for found in awaited(getattr(each, "future", each))]
-    source = what._source
+    source = what.source
     return awaited(getattr(source, "behind", source))
 
 
@@ -80,7 +80,7 @@ def awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
 _WAITS: Final = {
     each.__code__: name
     for name, functions in (
-        ("self", (Call.drive, Future.wait, Future._park)),
+        ("self", (Call.drive, Future.wait, Future.park)),
         ("call", (ReplyWaiter.read_for,)),
     )
     for each in functions

@@ -285,5 +285,4 @@ class SupervisionGroup:
             if isinstance(child, SupervisionGroup):
                 child.close(error)
         self.is_over = True
-        if self.over._claim():
-            self.over._finish(error, None)
+        self.over.try_complete(error)

@@ -67,7 +67,7 @@ def _moved(
     done: Future[Any],
 ) -> None:
     done.acknowledge()
-    state = done._value if done._error is None else None
+    state = done.value_or_none
     if isinstance(state, Snapshot):
         with supervisor.lock:
             if actor.instance_id == instance_id:

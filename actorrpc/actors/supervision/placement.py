@@ -192,7 +192,7 @@ class Placements:
 
         def ready(done: Future[DeathReport]) -> None:
             done.acknowledge()
-            tell(done._value if done._error is None else None)
+            tell(done.value_or_none)
 
         spawner.report(worker).add_done_callback(ready)
         self._agent.clock.after(_REPORT_S, partial(tell, None))

@@ -276,11 +276,11 @@ class Supervisor:
 
     def _spawned(self, actor: ActorRecord, instance_id: int, done: Future[Any]) -> None:
         done.acknowledge()
-        if done._error is not None:
-            self._agent.submit(partial(self._not_made, actor, instance_id, done._error))
+        if done.error is not None:
+            self._agent.submit(partial(self._not_made, actor, instance_id, done.error))
             return
         # Connecting may wait: not on the thread that completes other's futures.
-        self._agent.submit(partial(self._moved_in, actor, instance_id, done._value))
+        self._agent.submit(partial(self._moved_in, actor, instance_id, done.value_or_none))
 
     def _moved_in(self, actor: ActorRecord, instance_id: int, worker: Any) -> None:
         process = self._places.sits(instance_id, worker, actor.options)
@@ -337,13 +337,12 @@ class Supervisor:
             if flushes:
                 self._agent.flush()
         except RpcError as error:
-            if future._claim():
-                future._finish(None, error)
+            future.try_fail(error)
         return True
 
     def _constructed(self, actor: ActorRecord, instance_id: int, done: Future[Any]) -> None:
         done.acknowledge()
-        error = done._error
+        error = done.error
         if error is not None:
             if type(error) is PeerDiedError:
                 worker = actor.worker
@@ -360,7 +359,8 @@ class Supervisor:
             if actor.instance_id != instance_id or actor.phase not in ("starting", "restarting"):
                 return
             assert actor.worker is not None
-            pid = done._value if isinstance(done._value, int) else 0
+            answer = done.value_or_none
+            pid = answer if isinstance(answer, int) else 0
             location = Location(actor.worker, actor.worker_name, instance_id, actor.epoch, pid)
             now, flights = self._agent.clock.now(), self._agent.flights
             if flights is not None and actor.phase == "restarting":
@@ -372,7 +372,7 @@ class Supervisor:
             orphaned = actor.orphaned
             deeds = actor.family.made(actor) if actor.family is not None else []
         for future, found in answers:
-            _complete(future, found)
+            future.try_complete(found)
         perform(deeds)
         if orphaned:
             self._end_gently(actor)
@@ -460,7 +460,7 @@ class Supervisor:
             self.bury(actor, text, report=report, cause=cause, verdict=verdict, lost=lost)
             return
         for future, found in answers:
-            _complete(future, found)
+            future.try_complete(found)
         perform(deeds)
         if family is not None:
             return
@@ -507,9 +507,9 @@ class Supervisor:
             self._runtime.names.unregister(card.name, card.namespace, card.actor_id)
         self._places.left(instance_id)
         for _, _, future in waiters:
-            _complete(future, None, death)
+            future.try_fail(death)
         for watcher in watchers:
-            _complete(watcher, death)
+            watcher.try_complete(death)
         perform(deeds)
 
     def drop(self, actor_id: int) -> None:
@@ -602,9 +602,9 @@ class Supervisor:
                 if found is None:
                     actor.waiters.append((after, wait, future))
         if actor is None:
-            _complete(future, None, self.death_of(actor_id))
+            future.try_fail(self.death_of(actor_id))
         elif found is not None:
-            _complete(future, found)
+            future.try_complete(found)
         elif after >= 0 and actor.epoch <= after:
             unseen, submit = partial(self._unseen, actor, after), self._agent.submit
             self._agent.clock.after(_UNSEEN_S, lambda: submit(unseen))
@@ -621,7 +621,7 @@ class Supervisor:
             error = death_errors.unreachable(
                 actor.title, actor.card.actor_id, actor.worker_name, self._agent.name
             )
-            _complete(future, None, error)
+            future.try_fail(error)
 
     def death_of(self, actor_id: int) -> ActorDiedError:
         """Return how an actor died that is not looked after here any more."""
@@ -639,7 +639,7 @@ class Supervisor:
             if actor is not None:
                 actor.watchers.append(future)
         if actor is None:
-            _complete(future, self.death_of(actor_id))
+            future.try_complete(self.death_of(actor_id))
         return future
 
     def known(self, actor_id: int) -> ActorRecord | None:
@@ -739,9 +739,3 @@ class Supervisor:
             family.close(None)
         for actor in actors:
             self.bury(actor, why)
-
-
-def _complete(future: Future[Any], value: Any, error: BaseException | None = None) -> None:
-    """Complete a future that its holder may have cancelled."""
-    if future._claim():
-        future._finish(value, error)

@@ -259,7 +259,7 @@ class LaunchedEngine(abc.ABC):
             ),
         )
         for future in known.asked:
-            _finish(future, found, self.agent)
+            future.try_complete(found, self.agent.submit)
         for name in others:
             self.kill(name)
 
@@ -326,7 +326,7 @@ class LaunchedEngine(abc.ABC):
             known.record = record
         if known.timer is not None:
             known.timer.cancel()
-        _finish(known.future, record.info, self.agent)
+        known.future.try_complete(record.info, self.agent.submit)
 
     def release(self, worker: str) -> None:  # noqa: B027 (an engine may have nothing to do)
         """See :class:`Engine`; the cluster asks the worker itself, and this has nothing to do."""
@@ -407,12 +407,6 @@ class LaunchedEngine(abc.ABC):
             self.agent.clock.after(_STOP_S, partial(self.kill, worker))
 
     def _fail(self, known: _Launched, error: BaseException) -> None:
-        if known.future._claim():
-            known.future._finish(None, error, self.agent.submit)
-            if isinstance(error, ShutdownError):
-                known.future.acknowledge()
-
-
-def _finish(future: Future[Any], value: Any, agent: Agent) -> None:
-    if future._claim():
-        future._finish(value, None, agent.submit)
+        known.future.try_fail(error, self.agent.submit)
+        if isinstance(error, ShutdownError):
+            known.future.acknowledge()

@@ -393,7 +393,7 @@ class LocalCluster:
             if process.timer is not None:
                 process.timer.cancel()
             self.directory.add(record)
-        self._complete(process.future, record.info)
+        process.future.try_complete(record.info, self.agent.submit)
 
     # -- what the fork server says ---------------------------------------------------------------------------
 
@@ -488,7 +488,7 @@ class LocalCluster:
                 self._fail(process, why)
             asked, process.asked = process.asked, []
         for future in asked:
-            self._complete(future, report)
+            future.try_complete(report, self.agent.submit)
 
     def _server_ended(self, server: ForkServer) -> None:
         """Record that the fork server is gone, and with it all that it had forked."""
@@ -551,21 +551,15 @@ class LocalCluster:
                 os.close(fd)
             process.pipes = None
         if not self._processes and self._gone is not None:
-            self._complete(self._gone, None)
-
-    def _complete(self, future: Future[Any], value: Any) -> None:
-        """Give a future its value; a thread that waits goes on at once, callbacks run on the pool."""
-        if future._claim():
-            future._finish(value, None, self.agent.submit)
+            self._gone.try_complete(None, self.agent.submit)
 
     def _fail(self, process: Process, error: BaseException) -> None:
         asked, process.asked = process.asked, []
-        if process.future._claim():
-            process.future._finish(None, error, self.agent.submit)
-            if isinstance(error, ShutdownError):
-                process.future.acknowledge()  # the one that shut down knows
+        process.future.try_fail(error, self.agent.submit)
+        if isinstance(error, ShutdownError):
+            process.future.acknowledge()  # the one that shut down knows
         for future in asked:
-            self._complete(future, DeathReport(worker=process.name))
+            future.try_complete(DeathReport(worker=process.name), self.agent.submit)
 
     def _ask(self, worker: str, what: Callable[[], None]) -> None:
         """Ask a process to leave; if it does not hear, kill it. Runs on the pool."""
@@ -579,7 +573,7 @@ class LocalCluster:
         asked: Future[None] = Future()
 
         def answered(done: Future[None]) -> None:
-            if done._error is not None:
+            if done.error is not None:
                 done.acknowledge()
                 self.kill(worker)
 

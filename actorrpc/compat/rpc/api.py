@@ -219,8 +219,7 @@ def rpc_async(
             core.send(future, _checked(to), *_packed(func, args, kwargs), timeout)
     except (BackpressureError, PeerDiedError, RpcTimeoutError, ShutdownError) as error:
         # torch says so when the future is waited for.
-        if future._claim():
-            future._finish(None, error.with_traceback(None))
+        future.try_fail(error.with_traceback(None))
     except UnknownWorkerError as error:
         reword(error)
         raise

@@ -83,7 +83,7 @@ class RRef(rref.RRef[T]):
         """Return why the value is not known to have been made, if that is because its time was over."""
         error: BaseException | None
         if self.is_owner():
-            error = None if self._creation is None else self._creation._error
+            error = None if self._creation is None else self._creation.error
         else:
             error = self._references.table.failure(self._handle)
         return error if isinstance(error, RpcTimeoutError) else None
@@ -119,7 +119,7 @@ class RRef(rref.RRef[T]):
         """Return the class of the value, or a future of it. The owner is asked once."""
         with _lock:
             future: Future[type] | None = getattr(self, "_kind", None)
-        if future is None or (future.done() and future._error is not None):
+        if future is None or (future.done() and future.error is not None):
             if self.is_owner():
                 future = Future()
                 future.set_result(_rref_typeof_on_owner(self))

@@ -260,7 +260,7 @@ class References:
         self.promised[rref_id] = future
 
         def fulfil(done: Future[Any]) -> None:
-            error = done._error
+            error = done.error
             if error is None:
                 self.carry_out(self.table.set_value(rref_id, done))
             else:
@@ -297,9 +297,13 @@ class References:
         rref = self._wrap(self, handle)
         rref._creation = future
 
+        is_unsent = False
+
         def created(done: Future[None]) -> None:
             done.acknowledge()  # it is kept in the RRef and raised at its next use
-            error = done._error
+            error = done.error
+            if is_unsent:
+                return
             if error is None:
                 self.carry_out(self.table.confirmed(handle))
             else:
@@ -318,10 +322,10 @@ class References:
         try:
             self.agent.call(peer, self._make, args, kwargs, timeout, future=future, label=label, mail=mail)
         except BaseException as error:
-            if future._claim():  # otherwise the call has ended, and ``created`` knows how
+            if future.claim():  # otherwise the call has ended, and ``created`` knows how
+                is_unsent = True
                 self.carry_out(self.table.creation_failed(handle, error, reached=False))
-                future._callbacks.clear()
-                future._finish(None, error)
+                future.conclude(None, error)
                 future.cover()  # a route may complete its future later, with an error of its own
             raise
         self.agent.flush()

@@ -40,9 +40,8 @@ def _no_runtime() -> Iterator[None]:
 
 def _outcome(future: Future[Any]) -> Any:
     assert future.done()
-    if future._report is not None:
-        future._report.seen = True
-    return future._error if future._error is not None else future._value
+    future.acknowledge()
+    return future.error if future.error is not None else future.value_or_none
 
 
 # -- the plain way -----------------------------------------------------------------------------------------
@@ -314,8 +313,8 @@ def test_the_error_says_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "oldest call of this process that was not answered is Counter.step" in str(other)
     third = world.call(driver, route, 3)
     assert isinstance(_outcome(third), ActorDiedError)
-    assert third._error.maybe_executed is False
-    assert third._error is not error
+    assert third.error.maybe_executed is False
+    assert third.error is not error
 
 
 def test_a_constructor_error_reaches_every_call(monkeypatch: pytest.MonkeyPatch) -> None:

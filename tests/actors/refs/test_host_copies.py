@@ -86,7 +86,7 @@ def _read(box: list[ObjectRef[Any]], keep: bool = True) -> tuple[float, bool]:
     value += 1
     if keep:
         _kept.append(ref)
-    snapshot = ref._settled()._value
+    snapshot = ref._settled().value_or_none
     return total, snapshot.stored is not None
 
 

@@ -25,7 +25,7 @@ from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import GetTimeoutError, all_of, as_completed, get, wait
 from actorrpc.agent.calls import CURRENT, Execution
-from actorrpc.futures import Future
+from actorrpc.futures import Future, Progress
 from actorrpc.rpc.refcount.messages import RRefId
 from tests.actors.bare import alone
 from tests.actors.e2e.kit import until
@@ -176,7 +176,7 @@ def _started(target: Any) -> threading.Thread:
 
 def _until_watched(future: Future[Any], others: int = 0) -> None:
     """Return when somebody waits for the future."""
-    while len(future._parked) <= others and not future._done:
+    while len(future._parked) <= others and not future.completed:
         threading.Event().wait(0.001)
 
 
@@ -257,14 +257,8 @@ def reports() -> Iterator[Reports]:
 _GETS = ["one", "with a time-out", "several", "nested", "awaited"]
 
 
-class _Source:
+class _Source(Progress):
     """What a call was made with."""
-
-    def drive(self, deadline: float | None) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 class _MadeUpError(ValueError):
@@ -276,7 +270,7 @@ def test_an_error_that_was_raised_keeps_nothing_until_the_collector_comes(how: s
     gc.disable()
     try:
         future: Future[Any] = Future()
-        source = future._source = _Source()
+        source = future.source = _Source()
         ref = ObjectRef(future, label="w")
         error = _MadeUpError()
         thread = threading.Thread(target=future.set_exception, args=(error,))
@@ -341,7 +335,7 @@ def _fail_a_fetch() -> None:
     work.futures[0].set_result(kept)
     found = work.refs[0].future()
     fetch.set_exception(ValueError("lost"))
-    assert found._error is not None
+    assert found.error is not None
 
 
 @pytest.mark.prints(LAST)

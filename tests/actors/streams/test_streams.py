@@ -26,7 +26,7 @@ from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.streams.producer import StreamTicket, aproduce, charge_of, close_stream, produce, pull
 from actorrpc.agent.executor import Later
 from actorrpc.flight_recorder import NOTED
-from actorrpc.futures import Future
+from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec
 from tests.actors.bare import alone, bare, begin, ended, here
 from tests.ranks import rpc_group
@@ -683,15 +683,11 @@ def test_dropping_it_before_the_call_has_begun(runtime: Runtime) -> None:
 
 
 def test_closed_while_the_call_is_answered(runtime: Runtime) -> None:
-    class Source:
-        def cancel(self) -> bool:
-            return False  # too late
-
-        def flush(self) -> None:
-            pass
+    class Source(Progress):
+        """A call that is over too soon to be cancelled."""
 
     future: Future[Any] = Future()
-    future._source = Source()
+    future.source = Source()
     stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, label="f")
     stream.close()
     future.set_result(begin(logged, 2, 100))
