@@ -39,6 +39,7 @@ __all__ = [
     "InnerFuture",
     "NestedRunner",
     "Progress",
+    "Waiter",
     "bystander",
     "collect_all",
     "forked",
@@ -354,7 +355,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     Attributes:
         label: what it is, in words, for messages.
         awaits: the futures (or what has one as ``future``) that it needs all of, where it is made of others.
-        source: what the outcome comes from, while it is pending; a thread that waits makes progress on it. Its producer sets it.
+        source: the object that a waiting thread makes progress on; None once the future is complete. The producer sets it.
         covered: whether :meth:`cover` was called.
         torch_has_value: of a class: whether torch's half of its futures is given the value as well.
 
@@ -401,9 +402,9 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     # -- completing ------------------------------------------------------------------------
 
     def claim(self) -> bool:
-        """Win the right to complete this future, for a producer that does something before :meth:`conclude`.
+        """Claim the right to complete this future; exactly one caller gets True.
 
-        Exactly one caller gets True, and completes the future, or gives the right back with :meth:`disclaim`.
+        That caller then calls :meth:`conclude`, or gives the right back with :meth:`disclaim`.
         """
         try:
             del self._unclaimed
@@ -412,18 +413,18 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         return True
 
     def disclaim(self) -> None:
-        """Give the right to complete this future back; it stays pending."""
+        """Give back the right to complete this future, which stays pending."""
         self._unclaimed = None
 
     def conclude(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
-        """Publish the outcome and wake the threads that wait. Subclasses extend it; callers have claimed the future.
+        """Publish the outcome of a future that the caller has claimed, and wake the threads that wait. Subclasses may extend it.
 
         Args:
-            value: what waits return, where ``error`` is None.
-            error: what waits raise.
-            submit: runs the callbacks, on another thread; by default they run here.
+            value: the value, where ``error`` is None.
+            error: the error, which every wait then raises.
+            submit: schedules the callbacks on another thread; by default they run on this one.
         """
         if error is None:
             self._value = value
@@ -468,10 +469,10 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         error: BaseException | None = None,
         submit: Callable[..., Any] | None = None,
     ) -> bool:
-        """Complete the future as ``other``, which is complete, has ended; False if it is complete already.
+        """Complete the future with the outcome of ``other``, which is complete; False if this future is complete already.
 
-        The error goes on in this future: looking at either future counts for both, and where this one is complete already, it
-        counts as looked at.
+        A look at the error of either future counts as a look at both. Where this future is complete already, the error of
+        ``other`` counts as looked at.
 
         Args:
             error: fails this future, in place of the outcome of ``other``.
@@ -488,7 +489,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         return True
 
     def replace_value(self, value: T) -> None:
-        """Have later waits return another object than the one that the future was completed with."""
+        """Replace the value of a completed future: later waits return the new one."""
         self._value = value
 
     def _wake(self) -> None:

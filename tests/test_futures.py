@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorrpc import errors, rpc
-from actorrpc.futures import ConcurrentFuture, Future, collect_all, wait_all
+from actorrpc.futures import ConcurrentFuture, Future, Progress, collect_all, wait_all
 from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
 from tests.reports import LAST, Reports
@@ -109,6 +109,76 @@ def test_completes_once(first: Callable[[Any], Any], second: Callable[[Any], Any
         second(future)
     assert not future.cancel()
     assert look(future) is before
+
+
+@pytest.mark.parametrize("first", [lambda f: f.try_complete(1), lambda f: f.try_fail(ValueError())])
+def test_a_producer_that_comes_second_changes_nothing(first: Callable[[Any], Any]) -> None:
+    future: Future[int] = Future()
+    assert first(future)
+    before = look(future)
+    assert not future.try_complete(2)
+    assert not future.try_fail(KeyError())
+    assert not future.follow(done(3))
+    assert not future.claim()
+    assert look(future) is before
+
+
+def test_a_claim_that_is_given_back() -> None:
+    future: Future[int] = Future()
+    assert future.claim()
+    assert not future.try_complete(1)
+    future.disclaim()
+    assert future.try_complete(2)
+    assert future.wait() == 2
+
+
+def test_the_outcome_can_be_read_without_waiting_or_raising() -> None:
+    future: Future[int] = Future()
+    assert (future.completed, future.error, future.value_or_none) == (False, None, None)
+    future.set_result(1)
+    assert (future.completed, future.error, future.value_or_none) == (True, None, 1)
+    error = ValueError()
+    ended = failed(error)
+    assert (ended.completed, ended.error, ended.value_or_none) == (True, error, None)
+    ended.acknowledge()
+
+
+def test_progress_on_a_future_is_progress_on_its_source() -> None:
+    class Source(Progress):
+        def drive(self, deadline: float | None) -> None:
+            call.try_complete(5)
+
+        def cancel(self) -> bool:
+            return call.try_fail(errors.CancelledError("given up"))
+
+    for ends in (lambda f: f.wait(10), lambda f: f.cancel()):
+        call: Future[int] = Future()
+        call.source = Source()
+        part: Future[int] = Future()
+        part.source = call
+        call.add_done_callback(part.follow)
+        assert ends(part)
+        assert part.done()
+        assert look(part) is look(call)
+
+
+def test_a_waiter_is_notified_once() -> None:
+    class Counts:
+        def __init__(self) -> None:
+            self.ended_with: list[Any] = []
+
+        def ended(self, future: Any) -> None:
+            self.ended_with.append(future.value_or_none)
+
+    early, late, removed = Counts(), Counts(), Counts()
+    future: Future[int] = Future()
+    future.add_waiter(early)
+    future.add_waiter(removed)
+    assert future.remove_waiter(removed)
+    future.set_result(1)
+    future.add_waiter(late)
+    assert not future.remove_waiter(early)
+    assert (early.ended_with, late.ended_with, removed.ended_with) == ([1], [1], [])
 
 
 def test_wrong_arguments() -> None:
@@ -565,6 +635,17 @@ def test_a_failure_that_is_covered_is_not_reported(reports: Reports, before: boo
         future.set_exception(KeyError("covered"))
     del future
     assert reports.so_far() == []
+
+
+@pytest.mark.parametrize("seen", ["the first", "the second", "neither"])
+@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('shared'\)", LAST)
+def test_a_future_that_follows_another_shares_whether_its_error_was_seen(reports: Reports, seen: str) -> None:
+    first, second = failed(KeyError("shared")), Future[Any]()
+    second.follow(first)
+    if seen != "neither":
+        look(first if seen == "the first" else second)
+    del first, second
+    assert len(reports.so_far()) == (seen == "neither")
 
 
 @pytest.mark.prints(LAST)
