@@ -195,10 +195,10 @@ class _Gate:
 
     def ended(self, future: Future[Any]) -> None:
         """Record a result, which is complete."""
-        if future.error is not None:
+        value = future.value_or_none
+        if value is None and future.error is not None:
             self.open()
             return
-        value = future.value_or_none
         if type(value) is StoredResult and self._refs(future):
             value.rref._references.agent.submit(partial(self._fetch, future))
             return
@@ -245,10 +245,15 @@ class _Gate:
         """Complete the gate's future."""
         self.future.try_complete(None)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether a result has failed, or is not there yet."""
+        return bool(self._left)
+
     def close(self) -> None:
         """Be told nothing any more."""
         self._items = ()
-        if self._left:  # otherwise each of them has told
+        if self.is_short:
             for future in self.futures:
                 future.remove_waiter(self)
 
@@ -487,8 +492,10 @@ def _get_each(
     forks = generation()
     for item in items:
         future = item._future if type(item) is ObjectRef else None
-        if future is None or forks or future.completed:  # otherwise there is nothing to be seen to
+        if future is None or forks:
             future = _start(item, "get()", True)
+        elif type(future.value_or_none) is StoredResult:  # as _start() does
+            future = item._settled()
         futures.append(future)
     item = future = None
     try:
@@ -497,7 +504,7 @@ def _get_each(
         for at, future in enumerate(found):
             item, items[at] = items[at], None
             value = future.value_or_none
-            if type(value) in ATOMS and future.error is None:  # as most are
+            if type(value) in ATOMS:  # as most are
                 values.append(value)
             else:
                 values.append(_opened(item, future, copy))
@@ -528,14 +535,15 @@ def _values(
 ) -> list[Future[Any]]:
     """Wait for all; return the futures of values or snapshots that are here, or raise what the first one failed with."""
     try:
-        for future in futures:
-            if future.error is not None:
-                future.wait()
-        if sum([not future.completed for future in futures]) <= 1:
-            # Its own wait reads the reply, without another thread.
+        pending = [future for future in futures if not future.completed]
+        if len(pending) < len(futures):
             for future in futures:
-                if not future.completed:
-                    _wait_for(future, until, timeout)
+                if future.error is not None:
+                    future.wait()
+        if len(pending) <= 1:
+            # Its own wait reads the reply, without another thread.
+            for future in pending:
+                _wait_for(future, until, timeout)
             for at, item in enumerate(items):
                 # Also where it was still on its way when it was looked for, and is here by now.
                 if type(item) is ObjectRef and type(futures[at].value_or_none) is StoredResult:
@@ -547,13 +555,14 @@ def _values(
             _wait_for(gate.future, until, timeout)
         finally:
             gate.close()
-        for future in futures:
-            if future.error is not None:
-                future.wait()
+        if gate.is_short:
+            for future in futures:
+                if future.error is not None:
+                    future.wait()
         return futures
     finally:
         # An error's traceback has this frame: see get().
-        item = future = gate = None  # type: ignore[assignment]
+        pending = item = future = gate = None  # type: ignore[assignment]
 
 
 def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
