@@ -471,8 +471,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     ) -> bool:
         """Complete the future with the outcome of ``other``, which is complete; False if this future is complete already.
 
-        A look at the error of either future counts as a look at both. Where this future is complete already, the error of
-        ``other`` counts as looked at.
+        A look at the error of either future counts as a look at both; where neither is looked at, one report names ``other``.
+        Where this future is complete already, the error of ``other`` counts as looked at.
 
         Args:
             error: fails this future, in place of the outcome of ``other``.

@@ -453,9 +453,12 @@ class Route:
         killed.label = f"kill() of {self.title}"
 
         def ready(done: Future[Any]) -> None:
+            done.acknowledge()
             if done.error is None:
                 self._queue.doomed()
-            killed.follow(done)
+                killed.set_result(None)
+            else:
+                killed.set_exception(done.error)
 
         self._ask("kill", no_restart).add_done_callback(ready)
         return killed

@@ -427,7 +427,11 @@ class TaskFuture(InnerFuture[Any]):
         error = call.error
         if runner is not None:
             self._pools.give_back(runner, dead=isinstance(error, ActorDiedError) and _is_of_runner(error))
-        self.follow(call, None if error is None else _told(self.label, error))
+        call.acknowledge()  # it goes on in ours
+        if error is None:
+            self.try_complete(call.value_or_none)
+        else:
+            self.try_fail(_told(self.label, error))
 
     def kill(self) -> Future[None] | None:
         """End the process that executes the task; None if no process does."""
@@ -454,7 +458,8 @@ class TaskFuture(InnerFuture[Any]):
         told.label = meaning.label
 
         def known(done: Future[Any]) -> None:
-            told.follow(done, _told(self.label, done.error or error))
+            done.acknowledge()  # it goes on in ours
+            told.set_exception(_told(self.label, done.error or error))
 
         meaning.add_done_callback(known)
         return told
