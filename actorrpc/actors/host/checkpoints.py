@@ -250,8 +250,7 @@ class Checkpoints:
         executor, conns = self._hosted.executor, set()
         for each in over:
             if isinstance(each, Future):
-                if each.claim():
-                    each.conclude(done.value_or_none, done.error)
+                each.follow(done)
             else:
                 entry, value = each
                 conns.add(entry.conn)

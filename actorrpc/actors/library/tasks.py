@@ -428,10 +428,8 @@ class TaskFuture(InnerFuture[Any]):
         if runner is not None:
             self._pools.give_back(runner, dead=isinstance(error, ActorDiedError) and _is_of_runner(error))
         call.acknowledge()  # it goes on in ours
-        if error is None:
-            self.try_complete(call.value_or_none)
-        else:
-            self.try_fail(_told(self.label, error))
+        if self.claim():
+            self.conclude(call.value_or_none, None if error is None else _told(self.label, error))
 
     def kill(self) -> Future[None] | None:
         """End the process that executes the task; None if no process does."""

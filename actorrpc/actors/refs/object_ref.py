@@ -234,11 +234,8 @@ class _Pursuit(Progress):
 
     def flush(self) -> None:
         """Send what is still gathered."""
-        try:
-            step = self._claim[0]
-        except IndexError:
-            return
-        step.flush()
+        for step in self._claim:
+            step.flush()
 
     def cancel(self) -> bool:
         """Give up what is under way."""

@@ -293,8 +293,7 @@ def _flush(futures: Iterable[Future[Any]]) -> None:
             if source.conn in conns:
                 continue
             conns.add(source.conn)
-        if source is not None:
-            source.flush()
+        future.flush()
 
 
 # -- get -----------------------------------------------------------------------------------------------------
@@ -743,8 +742,7 @@ class _Watches:
     def __del__(self) -> None:
         if self.stream is not None:
             for each in self.watches.values():
-                if not each.future.completed:
-                    each.future.remove_waiter(each)
+                each.future.remove_waiter(each)
 
 
 class _Registered(_Watches):

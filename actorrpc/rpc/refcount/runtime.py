@@ -296,7 +296,6 @@ class References:
             future = Future()
         rref = self._wrap(self, handle)
         rref._creation = future
-
         is_unsent = False
 
         def created(done: Future[None]) -> None:
