@@ -55,7 +55,9 @@ class ReservedCall:
         is_quick = (
             pending is not None
             and type(pending.arguments) is tuple
-            and all(each.completed and each.error is None and type(each.value_or_none) in ATOMS for each in awaits)
+            and all(
+                each.completed and each.error is None and type(each.value_or_none) in ATOMS for each in awaits
+            )
         )
         if is_quick:
             self._context.run(self._send)  # such arguments run no code of the user's
