@@ -47,7 +47,7 @@ from actorrpc.errors import (
     ShutdownError,
 )
 from actorrpc.flight_recorder import OWN, OWN_MODULES, FlightRecorder
-from actorrpc.futures import QUEUED, WAITING, Future, interruption_point, run_queued_callbacks
+from actorrpc.futures import QUEUED, Future, interruption_point, run_queued_callbacks
 from actorrpc.serialization import by_value, codec
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
@@ -56,7 +56,6 @@ from actorrpc.transport.connection_state import CLOSED, SUSPENDED, Goodbye
 from actorrpc.transport.failure_detector import holds_back
 from actorrpc.transport.object_accounts import ObjectAccounts
 from actorrpc.transport.object_store import ObjectStore
-from actorrpc.transport.reader import spinner
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
 from actorrpc.wire import frames, keys
@@ -353,21 +352,8 @@ class Agent:
         call: Call | None = None
         try:
             call = self.call(peer, function, args, kwargs, timeout, keep=keep, label=label, header=header)
-            conn, deadline = call.conn, call.deadline
-            reads = True
-            if (
-                conn is not None
-                and WAITING.runner is None
-                and conn.state is not CLOSED
-                and not self.scheduler.corked
-                and not self.pool.queue
-            ):
-                # The path of most calls, without a detour: the next thing that is read is the reply.
-                reads = not conn.waiting.read_for(call, None if deadline == INFINITE else deadline)
-                if _interrupts.pending:
-                    checkpoint()
             while not call.done:
-                call.drive(None, reads)
+                call.drive(None)
         except BaseException:
             if call is not None:
                 call.give_up()  # a signal handler has raised
@@ -799,7 +785,6 @@ class Agent:
         self.connector.admission.close()
         self.buffers.close()
         self.objects.close()
-        spinner.close()
         signals.uninstall(self._put_off)
         codec.restrict(-self.settings.data_only)
         stacks = sys._current_frames()
@@ -851,7 +836,6 @@ class Agent:
         self.buffers.abandon()
         self.objects.abandon()
         signals.abandon()
-        spinner.close()
 
     def end_fork(self, what: str, error: BaseException | None) -> NoReturn:
         """End this process, a fork, in which what has forked is over: there is nobody to answer, and nothing to go on with.

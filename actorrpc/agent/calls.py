@@ -2,7 +2,7 @@
 
 A :class:`Call` ends exactly once. The thread that takes it out of its peer's ``pending`` table (one atomic step) ends
 it: the reader of its reply, the clock at its deadline, a cancellation, or the death of the peer. The thread
-that waits for it reads the connection itself when nobody else does (``Waiting.read_for``), and sleeps
+that waits for it reads the connection itself when no other thread does (:meth:`Call.drive`), and sleeps
 otherwise.
 
 Whether the worker may execute a call is decided by two steps. ``Agent._dispatch`` enters it into ``pending`` together with
@@ -36,7 +36,7 @@ from actorrpc.futures import (
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
-from actorrpc.wire.frames import CANCEL, pack_frame
+from actorrpc.wire.frames import CANCEL, FAILURE, REQUEST, pack_frame
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ FRAME_BIT: Final = 63  # set in the chain of what descends from an execution tha
 CALLER_BIT: Final = (
     39  # from here up to that one a chain says for whom the call was made: calls keep their order for each
 )
+_SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
 _MANY_NESTED: Final = 64  # more nested calls than that are searched for those that are over
 
 
@@ -274,16 +275,17 @@ class Call(Progress):
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def drive(self, deadline: float | None, reads: bool = True) -> None:
+    def drive(self, deadline: float | None) -> None:
         """Wait until the call is over or the deadline has passed; where the call's own has, end it.
 
-        ``reads``: read the connection for it, as long as only replies come.
+        The thread reads the connection for its reply, as long as only replies come.
         """
         agent, conn = self.agent, self.conn
         if agent.scheduler.corked:
             agent.flush()
         until = self.deadline if deadline is None or deadline > self.deadline else deadline
         bounded = None if until == INFINITE else until
+        reads = True
         runner = WAITING.runner
         if runner is not None:
             if self.done:
@@ -304,11 +306,7 @@ class Call(Progress):
                         continue
                 if agent.pool.queue and agent.pool.is_member():
                     agent.pool.kick()  # what is queued must not wait for a thread that waits
-                foreign = (
-                    conn.waiting.read_for(self, bounded)
-                    if reads and conn is not None and conn.state is not CLOSED
-                    else None
-                )
+                foreign = self._read(conn, bounded) if reads and conn is not None else None
                 if _interrupts.pending:
                     checkpoint()
                 if WAITING.posts:
@@ -332,6 +330,49 @@ class Call(Progress):
         # It may have been put off meanwhile: see actorrpc.debugger.
         if not self.done and self.deadline <= _time.now():
             self.expire()
+
+    def _read(self, conn: Connection, deadline: float | None) -> bool | None:
+        """Read one batch and deliver it. Returns whether something else than replies came, ``None`` if another thread reads."""
+        frames = conn.reading(self._read_reply, conn, deadline)
+        if frames:
+            return self.agent.inbox.deliver(conn, frames, True)
+        if self.done and (self.charge or self.peer.waiting):
+            self.peer.release(self)
+        if conn.outbox:
+            conn.flush()
+        return None if frames is None else False
+
+    def _read_reply(self, frames: list[Frame], conn: Connection, deadline: float | None) -> None:
+        """Send the call, and read what comes next; a reply of a call without a future ends the call here. Under the read lock."""
+        if conn.unattended and self.future is not None:
+            conn.unattended -= 1
+        if conn.outbox:
+            conn.flush()
+        # A thread that ends the call, or stirs it, either sees ``polling`` and wakes this thread, or is seen here.
+        self.polling = conn
+        try:
+            if self.done or self.stirred:
+                return
+            if not (conn.spinning.pays() and conn.spinning.read(frames)):
+                wait_ms = _SLICE_MS
+                if deadline is not None:
+                    left = deadline - _time.now()
+                    if left < _time.near_s:
+                        wait_ms = max(0, int(_time.patience(left) * 1e3) + 1)
+                conn.sleep(frames, wait_ms)
+        finally:
+            self.polling = None
+        if len(frames) == 1 and self.future is None:
+            reply = frames[0]
+            # The call is taken out under the lock: a thread that found the end of the connection behind the reply would end it.
+            if (
+                reply[2] == self.id
+                and REQUEST < reply[0] <= FAILURE
+                and self.peer.pending.pop(self.id, None) is self
+            ):
+                frames.clear()
+                self.reply = reply
+                self.done = True
 
     def stir(self) -> None:
         """Have the thread that waits look around: there is something else for it to do."""

@@ -47,7 +47,7 @@ from actorrpc.errors import ProtocolError
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED, Goodbye, StateMachine
-from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, ReplyWaiter, ServerTurn
+from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, ServerTurn, Spinning
 from actorrpc.transport.session import Replay
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.transport.tls import Stream, TlsSocket
@@ -180,7 +180,7 @@ class Connection(StateMachine):
                 self._poller.register(fd, select.POLLIN)
         self._writer_poller: select.poll | None = None
         self.answering = ServerTurn(self)
-        self.waiting = ReplyWaiter(self)
+        self.spinning = Spinning(self)  # of the threads that wait for a reply
         self.chunks = ChunkSender(self)
         self.send_chunks = self.chunks.send
         #: disarmed although nobody reads: the thread that made a call is about to wait for it, or the clock listens again soon
@@ -229,28 +229,43 @@ class Connection(StateMachine):
                 pass
 
     @uninterruptible
-    def turn(self) -> None:
-        """Read what is there and deliver it, as a pool thread that was woken for it, unless somebody else is reading."""
-        if self.state is SUSPENDED or not self.read_lock.acquire(False):
-            return
+    def reading(self, read: Callable[..., None], *arguments: Any) -> list[Frame] | None:
+        """Run ``read(frames, *arguments)`` while no other thread reads, and return the frames that it leaves to be delivered.
+
+        ``None``: another thread reads, or the connection is not open. ``read`` may sleep. An exception closes the connection.
+        """
+        if self.state is not OPEN or not self.read_lock.acquire(False):
+            return None
         self.reader = threading.get_ident()
+        modify = self._epoll.modify
         frames: list[Frame] = []
+        if self.expecting:
+            self.expecting = False  # it is disarmed already
+        else:
+            try:
+                modify(self.fd, DISARMED)  # otherwise what comes wakes a pool thread as well
+            except (OSError, ValueError):  # it is closed
+                pass
         try:
             if self.state is not SUSPENDED:
-                self.receive(frames)
+                read(frames, *arguments)
         except BaseException as error:
             self.failed(error)
         finally:
-            self.expecting = False
-            self.reader = 0
             if frames:
                 self.undelivered.append(None)
+            self.reader = 0
             self.read_lock.release()
         if self.state is not CLOSED:
             try:
-                self._epoll.modify(self.fd, ARMED)
+                modify(self.fd, ARMED)
             except (OSError, ValueError):
                 pass
+        return frames
+
+    def turn(self) -> None:
+        """Read what is there and deliver it, as a pool thread that was woken for it, unless another thread reads."""
+        frames = self.reading(self.receive)
         if frames:
             self._events.deliver(self, frames, False)
 
@@ -290,13 +305,13 @@ class Connection(StateMachine):
         except (OSError, ValueError):  # closed meanwhile, or just now
             pass
 
-    def sleep(self, frames: list[Frame]) -> bool:
-        """Wait, for as long as it takes, until something comes or :meth:`wake` is called. Under the read lock.
+    def sleep(self, frames: list[Frame], wait_ms: int | None = None) -> bool:
+        """Sleep until something comes, :meth:`wake` is called or ``wait_ms`` are over, and read. Under the read lock.
 
         Returns whether it was there already.
         """
         begun = _time.now()
-        ready = self._poller.poll()
+        ready = self._poller.poll(wait_ms)
         at_once = _time.now() - begun < AT_ONCE_S
         for fd, _ in ready:
             if fd == self.fd:

@@ -94,22 +94,6 @@ _ASKED = (_plain, _plain, _slow, _nested, _for_the_guest)
 # -- what is put in the place of what waits --------------------------------------------------------------
 
 
-class _Spin(reader.Spin):
-    """Has a wait spin, or not."""
-
-    due = True  # type: ignore[assignment]
-
-    def __init__(self, dice: random.Random) -> None:
-        super().__init__()
-        self._dice = dice
-
-    def choose(self) -> bool:
-        return self._dice.random() < 0.5
-
-    def note(self, spun: bool, waited: float) -> None:
-        """Learn nothing."""
-
-
 class _Spinner(reader.Spinner):
     """Gives the right to spin, or not."""
 
@@ -117,11 +101,7 @@ class _Spinner(reader.Spinner):
         super().__init__()
         self._steps = steps
         self._dice = dice
-        self.shared = 2.0  # never taken for that
         self.pays = dice.choice((-1.0, 0.15, 2.0))
-
-    def estimate(self, off: float = -1.0) -> reader.Spin:
-        return _Spin(self._dice)
 
     def acquire(self) -> bool:
         self._steps.step()
@@ -190,6 +170,7 @@ class _World:
         self._names = itertools.count(1)
         steps.install(monkeypatch)
         monkeypatch.setattr(reader, "spinner", _Spinner(steps, dice))
+        monkeypatch.setattr(reader.Spinning, "pays", lambda _: settings.spin_us > 0 and dice.random() < 0.5)
         mine, theirs = record("me", 0), record("other", 1)
         settings = Settings(
             max_threads=dice.choice((3, 4, 8)),

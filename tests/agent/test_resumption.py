@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -442,14 +441,9 @@ def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Q
             conn.reap()
 
 
-def _read_for(conn: Connection) -> None:
-    call: Any = SimpleNamespace(polling=None, done=False, stirred=False, id=0, future=None)
-    conn.waiting.read_for(call, None)
-
-
 _READERS: dict[str, Callable[[Connection], object]] = {
     "pool": Connection.turn,
-    "caller": _read_for,
+    "caller": lambda conn: conn.reading(conn.sleep),
     "answering": lambda conn: conn.answering.reply(),
 }
 

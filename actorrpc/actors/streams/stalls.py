@@ -17,7 +17,6 @@ from typing import Any, Final
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.futures import WAITING, Future, NestedRunner, bystander
-from actorrpc.transport.reader import ReplyWaiter
 
 __all__ = [
     "PATIENCE_S",
@@ -76,22 +75,15 @@ def awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
     return found
 
 
-# The functions that wait, and what each of them calls that which it waits for.
-_WAITS: Final = {
-    each.__code__: name
-    for name, functions in (
-        ("self", (Call.drive, Future.wait, Future.park)),
-        ("call", (ReplyWaiter.read_for,)),
-    )
-    for each in functions
-}
+# The methods that wait for their object.
+_WAITS: Final = {each.__code__ for each in (Call.drive, Future.wait, Future.park)}
 
 
 def waited_for_on(frame: FrameType | None) -> Call | Future[Any] | None:
     """Return what a thread waits for, by its stack: nothing is written down for that on the path of a call."""
     while frame is not None and frame.f_code not in _WAITS:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(_WAITS[frame.f_code])
+    return None if frame is None else frame.f_locals["self"]
 
 
 def loop_on(
