@@ -302,7 +302,7 @@ class Visit:
             else:
                 self._wait(self._sock, until)
                 try:
-                    found = self._reader.read(self._sock.recv_into, socket.MSG_DONTWAIT)
+                    found = self._reader.read(self._sock, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     continue
                 except EOFError as error:

@@ -229,7 +229,7 @@ class Connection(StateMachine):
                 pass
 
     @uninterruptible
-    def reading(self, read: Callable[..., None], *arguments: Any) -> list[Frame] | None:
+    def reading(self, read: Callable[..., object], *arguments: Any) -> list[Frame] | None:
         """Run ``read(frames, *arguments)`` while no other thread reads, and return the frames that it leaves to be delivered.
 
         ``None``: another thread reads, or the connection is not open. ``read`` may sleep. An exception closes the connection.
@@ -330,73 +330,34 @@ class Connection(StateMachine):
         """Try to read for at most the spin time; return how many tries it took, 0 if nothing came."""
         until = _time.now() + self.settings.spin_us * 1e-6
         tries = 1
-        sock, target = self.sock, self._reader.target()
-        while True:
-            try:
-                count = (
-                    sock.recv_into(target[0], 0, _DONTWAIT)
-                    if len(target) == 1
-                    else sock.recvmsg_into(target, 0, _DONTWAIT)[0]
-                )
-            except BlockingIOError:
-                if _time.now() > until:
-                    return 0
-                tries += 1
-                continue
-            self._take(count, frames)
-            return tries
+        while not self.receive(frames):
+            if _time.now() > until:
+                return 0
+            tries += 1
+        return tries
 
-    def receive(self, frames: list[Frame]) -> None:
-        """Read without blocking; while chunks come in, read on for a while."""
-        reader = self._reader
-        if reader.sink is None:
+    def receive(self, frames: list[Frame]) -> bool:
+        """Read without blocking; while chunks come in, read on for a while. Returns whether anything came.
+
+        What is to be delivered is added to ``frames``; control frames are acted on.
+        """
+        reader, came = self._reader, False
+        for _ in range(_BULK_READS):
             try:
-                found = reader.read(self.sock.recv_into, _DONTWAIT)
+                found = reader.read(self.sock, _DONTWAIT)
             except BlockingIOError:
-                return
+                if reader.sink is None or not self._poller.poll(1):
+                    return came
+                continue
+            came = True
             self.heard = _time.now()
             self.bytes_in += reader.count
             if self.replay is not None and self.replay.count(reader.count):
                 self.flush()
-            if len(found) == 1 and not reader.more:
-                # What _sort does, without the detour: most reads bring one message.
-                only = found[0]
-                if only[0] <= FAILURE and not only[1] & _LOOKED_AT:
-                    frames.append(only)
-                    return
-                left = self._events.control(self, only)
-                if left is not None:
-                    frames.append(left)
-            else:
-                self._sort(found, frames)
-        if reader.sink is not None:
-            self._receive_chunks(frames)
-
-    def _receive_chunks(self, frames: list[Frame]) -> None:
-        reader, sock = self._reader, self.sock
-        for _ in range(_BULK_READS):
-            if frames or self.state is CLOSED:
-                return
-            target = reader.target()
-            try:
-                if len(target) == 1:
-                    self._take(sock.recv_into(target[0], 0, _DONTWAIT), frames)
-                    if reader.sink is None:
-                        return
-                else:
-                    self._take(sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
-            except BlockingIOError:
-                if reader.sink is None or not self._poller.poll(1):
-                    return
-
-    def _take(self, count: int, frames: list[Frame]) -> None:
-        if count == 0:
-            raise EOFError("end of file")
-        self.heard = _time.now()
-        self.bytes_in += count
-        if self.replay is not None and self.replay.count(count):
-            self.flush()
-        self._sort(self._reader.fed(count), frames)
+            self._sort(found, frames)
+            if reader.sink is None or frames or self.state is CLOSED:
+                break
+        return came
 
     def _sort(self, found: list[Frame], frames: list[Frame]) -> None:
         """Add those of the frames to ``frames`` that are to be delivered, and act on the others."""
@@ -453,20 +414,6 @@ class Connection(StateMachine):
             if not self.write_lock.acquire(False):
                 return False  # the holder looks at the outbox again when it is done
             try:
-                if len(self.outbox) == 1 and not self._rest and self.replay is None and self.seal is None:
-                    # The path of most calls: what _drain does where there is nothing to join, to seal or to keep.
-                    item = self.outbox.popleft()
-                    if type(item) is not bytes:
-                        item.sent = True  # type: ignore[union-attr]
-                        item = item.frame  # type: ignore[union-attr]
-                    try:
-                        count = self.sock.send(item, _SEND)
-                    except BlockingIOError:
-                        count = 0
-                    self.bytes_out += count
-                    if count == len(item):
-                        continue
-                    self._rest = [memoryview(item)[count:]]
                 done = self._drain()
                 if not done and wait:
                     self._wait_writable()
@@ -528,10 +475,9 @@ class Connection(StateMachine):
                     outbox.appendleft(pack_frame(ACK, replay.received))
                 elif replay.full:
                     return False
-            try:
-                item = outbox.popleft()
-            except IndexError:
+            if not outbox:
                 return True
+            item = outbox.popleft()  # only the thread that holds the write lock takes items out
             if type(item) is not bytes:
                 item.sent = True  # type: ignore[union-attr]
                 item = item.frame  # type: ignore[union-attr]
@@ -678,15 +624,15 @@ class Connection(StateMachine):
         if not self.read_lock.acquire(timeout=patience_s):
             return frames
         try:
-            while True:
-                target = self._reader.target()
-                self._take(self.sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
+            while self.receive(frames):
+                pass
         except (OSError, EOFError, ProtocolError, MemoryError):
+            pass
+        finally:
             if frames:
                 self.undelivered.append(None)
-            return frames
-        finally:
             self.read_lock.release()
+        return frames
 
     def reap(self) -> None:
         """Close the descriptors, once nobody reads or writes any more. Runs on a pool thread or at the very end."""

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 from actorrpc.errors import LimitError, ProtocolError
 
@@ -153,6 +153,16 @@ def unpack_position(position: int) -> tuple[int, int]:
     return position >> _OFFSET_BITS, position & _OFFSET_MASK
 
 
+class Readable(Protocol):
+    """A socket that can be read."""
+
+    def recv_into(self, buffer: memoryview, size: int, flags: int, /) -> int:
+        """See :meth:`socket.socket.recv_into`."""
+
+    def recvmsg_into(self, buffers: Sequence[memoryview], ancillary: int, flags: int, /) -> Any:
+        """See :meth:`socket.socket.recvmsg_into`."""
+
+
 class FrameReader:
     """Cuts a stream of bytes into frames, incrementally.
 
@@ -170,7 +180,6 @@ class FrameReader:
     Attributes:
         count: how many bytes the last :meth:`read` has brought.
         more: see :meth:`fed`.
-        straight: whether :meth:`read` may cut a message by itself that comes alone; otherwise :meth:`fed` cuts every frame.
         sink: where a chunk goes that has begun and whose rest has not been read; ``None``: there is none.
     """
 
@@ -190,7 +199,6 @@ class FrameReader:
         "more",
         "sink",
     )
-    straight = True
 
     def __init__(
         self,
@@ -236,38 +244,19 @@ class FrameReader:
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
 
-    def read(self, recv_into: Callable[[memoryview, int, int], int], how: int) -> list[Frame]:
-        """Read once, outside of a chunk, and return the frames that are now whole, as :meth:`fed` does.
-
-        ``recv_into`` is the socket's, ``how`` its flags.
+    def read(self, sock: Readable, how: int) -> list[Frame]:
+        """Read once with the flags ``how``, and return the frames that are now whole, as :meth:`fed` does.
 
         Raises:
             BlockingIOError: there is nothing, where ``how`` has it not wait.
             EOFError: the connection is at its end.
             ProtocolError: see :meth:`fed`.
         """
-        end, view = self._end, self._view
-        count = self.count = recv_into(view[end:] if end else view, 0, how)
-        if self.straight and count >= PREFIX_SIZE and not end:
-            # Most reads bring one whole message and nothing else.
-            length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(view)
-            if (
-                length + PREFIX_SIZE == count
-                and not flags & STREAM
-                and extra <= length
-                and extra <= MAX_EXTRA
-                and length <= self._max_frame
-                and 0 < kind <= FAILURE
-                and remaining == remaining
-            ):
-                self.more = False
-                start = PREFIX_SIZE + extra
-                header = bytes(view[PREFIX_SIZE:start]) if extra else b""
-                try:
-                    body = bytes(view[start:count])
-                except MemoryError:
-                    return [Frame(UNREAD, flags, id, remaining, chain, header, b"", (kind, count - start))]
-                return [_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None))]
+        if self.sink is None:
+            end, view = self._end, self._view
+            count = self.count = sock.recv_into(view[end:] if end else view, 0, how)
+        else:
+            count = self.count = sock.recvmsg_into(self.target(), 0, how)[0]
         if not count:
             raise EOFError("end of file")
         return self.fed(count)

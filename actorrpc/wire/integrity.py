@@ -116,7 +116,6 @@ class SealedReader(FrameReader):
     """
 
     __slots__ = ("_checked", "_digest", "_over", "_seal")
-    straight = False  # each frame's seal is looked at
 
     def __init__(
         self,
