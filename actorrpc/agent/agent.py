@@ -75,7 +75,6 @@ _GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless 
 _modules: Final = sys.modules
 _pack: Final = frames.PREFIX.pack
 _REPLY: Final = frames.REPLY
-_STOP: Final = outbound.STOP
 _RETRY_S: Final = 1.0  # a notice that must arrive is sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
 
@@ -369,22 +368,7 @@ class Agent:
             peer.functions.numbers[call.introduces[1]] = call.introduces[0]
         if self.flights is not None:
             self.flights.called(call, reply)
-        body = reply[6]
-        if (
-            reply[0] == _REPLY
-            and not reply[1]
-            and not reply[5]
-            and body[-1] == _STOP
-            and not self.interceptors
-        ):
-            # What Inbox.open_reply() would do, without the detour.
-            call.keep = None
-            try:
-                value = codec.unpickle(body)
-            except BaseException as error:
-                value = outbound.open_carefully(body, peer, error)
-        else:
-            value = self.inbox.open_reply(call, reply)
+        value = self.inbox.open_reply(call, reply)
         if _interrupts.pending:
             checkpoint()
         return value

@@ -48,7 +48,6 @@ __all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "pack_error"
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
-_STOP: Final = outbound.STOP
 _modules: Final = sys.modules
 _pack = PREFIX.pack
 _CHARGED: Final = outbound.LANE | outbound.STREAM  # flags of messages that are bounded by their bytes
@@ -159,15 +158,9 @@ class Executor:
                 answered = True
                 try:
                     try:
-                        if frame[1] & ~POST or frame[5]:
-                            opened = self._open_request(conn, frame, execution)
-                        elif frame[6][-1] != _STOP:
-                            opened = outbound.open_carefully(frame[6], peer)
-                        else:
-                            try:
-                                opened = codec.unpickle(frame[6])
-                            except BaseException as error:
-                                opened = outbound.open_carefully(frame[6], peer, error)
+                        if frame[5]:
+                            self._read_header(frame, execution)
+                        opened = outbound.opened(agent, conn, frame, peer, execution.header, execution)
                         function, args, kwargs = opened
                         if type(function) is int:
                             try:
@@ -246,7 +239,10 @@ class Executor:
             _log.warning("request %d of %r came twice; it is executed once", frame.id, peer.name)
             return None
         try:
-            function, args, kwargs = self._open_request(conn, frame, execution)
+            if frame.extra:
+                self._read_header(frame, execution)
+            agent = self._agent
+            function, args, kwargs = outbound.opened(agent, conn, frame, peer, execution.header, execution)
             if type(function) is int:
                 function = peer.functions.find(function, peer.name)
             return function, args, kwargs
@@ -291,31 +287,11 @@ class Executor:
         interceptors = riding(self._agent.interceptors, execution.header)
         return intercepted(interceptors, execution, function, args, kwargs)()
 
-    def _open_request(self, conn: Any, frame: Frame, execution: Execution) -> Any:
-        """Return ``(function, args, kwargs)`` of a request that is more than its body; fills in what its header says."""
-        header = execution.header = unpack_header(frame.extra) if frame.extra else {}
+    @staticmethod
+    def _read_header(frame: Frame, execution: Execution) -> None:
+        header = execution.header = unpack_header(frame.extra)
         if "path" in header:
             execution.path = path_of(header, frame.chain)
-        return self.open(conn, frame, header, outbound.MessageContext(execution.peer), execution)
-
-    def open(
-        self, conn: Any, frame: Frame, header: Header, message: outbound.MessageContext, execution: Execution
-    ) -> Any:
-        """Return what a request carries, of a thread's call and of an actor's: it is taken up from here on.
-
-        Raises:
-            Exception: whatever rebuilding the objects raises.
-        """
-        agent = self._agent
-        agent.inbox.arrived(message, header)
-        opened = outbound.open_body(conn, frame, header, message, agent.recorder)
-        if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= outbound.CHARGED):
-            # Its bytes no longer count as unread: the answer says so, or where that takes longer a frame of its own.
-            conn.credits[frame.id] = None
-            agent.scheduler.soon(conn)
-        if message.received:
-            agent.confirm(message.received, execution)
-        return opened
 
     def _answer_later(self, conn: Any, id: int, value: Any, function: Any, execution: Execution) -> None:
         running = execution.peer.running

@@ -28,7 +28,7 @@ from actorrpc.transport.connection_state import Goodbye
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame
-from actorrpc.wire.headers import Header, unpack_header
+from actorrpc.wire.headers import unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -300,20 +300,7 @@ class Inbox:
         value: Any = None
         error: BaseException | None = None
         try:
-            if (
-                is_plain
-                and frame[0] == frames.REPLY
-                and frame[6][-1] == outbound.STOP
-                and not self._agent.interceptors
-            ):
-                # What open_reply would do, without the detour: the path of most calls.
-                call.keep = None
-                try:
-                    value = codec.unpickle(frame[6])
-                except BaseException as met:
-                    value = outbound.open_carefully(frame[6], peer, met)
-            else:
-                value = self.open_reply(call, frame)
+            value = self.open_reply(call, frame)
         except BaseException as caught:
             error = caught
             error.__traceback__ = None
@@ -333,16 +320,12 @@ class Inbox:
     def open_reply(self, call: Call, frame: Frame) -> Any:
         """Return the value that a reply carries, or raise its error. Called once per reply, by the thread that waits."""
         call.keep = None
-        if frame.kind == frames.FAILURE:
+        if frame[0] == frames.FAILURE:
             raise exceptions.load(outbound.body_of(frame), loads=codec.loads)
-        if not frame.flags and not frame.extra and not self._agent.interceptors:
-            return outbound.open_plain(frame.body, call.peer)
-        message = outbound.MessageContext(call.peer)
-        header = unpack_header(frame.extra) if frame.extra else {}
-        self.arrived(message, header)
-        value = outbound.open_body(call.conn, frame, header, message, self._agent.recorder)
+        header = unpack_header(frame.extra) if frame[5] else None
+        value = outbound.opened(self._agent, call.conn, frame, call.peer, header)
         for interceptor in self._agent.interceptors:
-            value = interceptor.reply_received(header, call.peer, value)
+            value = interceptor.reply_received(header or {}, call.peer, value)
         return value
 
     def _notice(self, peer: Peer, frame: Frame, conn: Connection, waiting: bool) -> bool:
@@ -376,12 +359,6 @@ class Inbox:
             peer.cancelled.pop(id, None)
             # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
             self._agent.pool.submit(partial(execution.cancel, stop))
-
-    def arrived(self, message: outbound.MessageContext, header: Header) -> None:
-        """Take up the references that a message carries, before it is opened."""
-        forks = header.get("references")
-        if isinstance(forks, bytes):
-            self._agent.on_forks(message, forks)
 
     def discard(self, conn: Connection | None, frame: Frame) -> None:
         """Give back what a message holds that will not be opened: shared memory and references."""

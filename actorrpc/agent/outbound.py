@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.hooks import Recorder, recorded
+from actorrpc.agent.hooks import recorded
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec
@@ -36,22 +36,20 @@ from actorrpc.wire.headers import Header, pack_header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
+    from actorrpc.agent.calls import Execution
     from actorrpc.agent.peers import Peer
     from actorrpc.config import Settings
     from actorrpc.transport.connection import Connection
     from actorrpc.transport.object_store import Segment
 
 __all__ = [
-    "STOP",
     "Assembly",
     "MessageContext",
     "Packed",
     "begin_stream",
     "body_of",
     "discard",
-    "open_body",
-    "open_carefully",
-    "open_plain",
+    "opened",
     "pack",
     "post",
     "send",
@@ -66,13 +64,15 @@ BODY: Final = 8  # the body itself is the last buffer of the stream
 _MEANING: Final = (
     frames.MAIL | frames.POST | frames.OBJECTS
 )  # flags that say nothing of where the buffers are
+_BODY_ONLY: Final = frames.MAIL | frames.POST  # flags of messages that may be nothing but their body
+_CHARGED: Final = INLINE | LANE | STREAM
 
 _SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
 _SHARE_STEP_S: Final = 0.002
 _MAX_SHARED: Final = 2048  # segments in a message; a receiver keeps twice as many until they are named
 _INFINITE: Final = float("inf")
 _nbytes: Final = attrgetter("nbytes")
-STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
+_STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
 class MessageContext:
@@ -392,56 +392,67 @@ class Unplaced:
         return self._left <= 0
 
 
-def open_plain(body: bytes, peer: Peer) -> Any:
-    """Return the object of a message that carries nothing but its body. Most are a plain pickle."""
-    if body[-1] == STOP:
-        try:
-            return codec.unpickle(body)
-        except BaseException as error:
-            return open_carefully(body, peer, error)
-    return open_carefully(body, peer)
+def opened(
+    agent: Agent,
+    conn: Connection | None,
+    frame: Frame,
+    peer: Peer,
+    header: Header | None = None,
+    execution: Execution | None = None,
+) -> Any:
+    """Return the object that a message carries. Most messages are a plain pickle.
 
-
-def open_carefully(body: bytes, peer: Peer, error: BaseException | None = None) -> Any:
-    """Return the object of a message that carries nothing but its body; ``error``: what a first attempt has met.
+    Args:
+        header: the frame's, if it has one.
+        execution: the one of a request; the references that the request carries are confirmed for it.
 
     Raises:
         RpcError: the object cannot be rebuilt.
-        BaseException: ``error``, where a signal handler or an interruption has raised it.
+        BaseException: what a signal handler or an interruption has raised meanwhile.
     """
-    if error is not None and is_of_handler(error):
+    body = frame[6]
+    if not frame[1] & ~_BODY_ONLY and (
+        header is None or ("references" not in header and "tag" not in header)
+    ):
+        if body[-1] != _STOP:
+            return codec.decode(body, (), definitions=peer.definitions, context=MessageContext(peer))
+        try:
+            return codec.unpickle(body)
+        except BaseException as error:
+            return _open_again(body, peer, error)
+    message = MessageContext(peer)
+    header = {} if header is None else header
+    forks = header.get("references")
+    if isinstance(forks, bytes):
+        agent.on_forks(message, forks)  # before the message is opened
+    message.objects = frame.objects
+    views: Sequence[memoryview] = ()
+    if frame.flags & ~_MEANING:
+        views, body = _buffers(conn, frame, header)
+    tag = header.get("tag")
+    tensors: list[Any] | None = None if tag is None else []
+    value = codec.decode(body, views, definitions=peer.definitions, context=message, tensors=tensors)
+    if tensors is not None:
+        agent.recorder.arrived(tag, tensors, peer)
+    if execution is not None:
+        if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= CHARGED):
+            # Its bytes no longer count as unread: the answer says so, or where that takes longer a frame of its own.
+            conn.credits[frame.id] = None
+            agent.scheduler.soon(conn)
+        if message.received:
+            agent.confirm(message.received, execution)
+    return value
+
+
+def _open_again(body: bytes, peer: Peer, error: BaseException) -> Any:
+    """Return the object of a plain pickle at which a first attempt has met ``error``, or raise what is wrong."""
+    if is_of_handler(error) or isinstance(error, RpcError):
         raise error
-    if error is not None and not isinstance(error, (AttributeError, ImportError, TypeError)):
-        if isinstance(error, RpcError):
-            raise error
+    if not isinstance(error, (AttributeError, ImportError, TypeError)):
         # Not a second time: users' code may have run. Damaged bytes make pickle raise nearly anything.
         raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error
     # This way knows other places to look, and says what is wrong.
     return codec.decode(body, (), definitions=peer.definitions, context=MessageContext(peer))
-
-
-def open_body(
-    conn: Connection | None, frame: Frame, header: Header, message: MessageContext, recorder: Recorder
-) -> Any:
-    """Return the object that a message carries; the recorder sees its tensors, where the sender's has.
-
-    Raises:
-        ProtocolError: it makes no sense.
-        Exception: whatever rebuilding the objects raises.
-    """
-    body, flags = frame.body, frame.flags
-    message.objects = frame.objects
-    views: Sequence[memoryview] = ()
-    if flags & ~_MEANING:
-        views, body = _buffers(conn, frame, header)
-    peer = message.peer
-    tag = header.get("tag")
-    if tag is None:
-        return codec.decode(body, views, definitions=peer.definitions, context=message)
-    tensors: list[Any] = []
-    opened = codec.decode(body, views, definitions=peer.definitions, context=message, tensors=tensors)
-    recorder.arrived(tag, tensors, peer)
-    return opened
 
 
 def body_of(frame: Frame) -> bytes | memoryview:

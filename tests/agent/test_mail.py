@@ -43,9 +43,7 @@ class Router:
 
     def _open(self, conn: Any, peer: Any, frame: Frame) -> None:
         header = unpack_header(frame.extra)
-        message = outbound.MessageContext(peer)
-        args, _ = outbound.open_body(conn, frame, header, message, self.agent.recorder)
-
+        args, _ = outbound.opened(self.agent, conn, frame, peer, header)
         self.agent.executor.answer(
             conn, frame.id, (header["method"], len(args)), Execution(peer, frame.id, 0.0, 0)
         )

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import decimal
 import itertools
+import math
 import operator
 import pickle
 import random
@@ -41,7 +42,7 @@ from actorrpc.errors import (
 from actorrpc.rpc import Named, allow, exposed
 from actorrpc.serialization import codec, data_only, exceptions
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.wire.frames import FAILURE, REPLY, REQUEST, pack_frame
+from actorrpc.wire.frames import FAILURE, REPLY, REQUEST, Frame, pack_frame
 from tests.agent.agents import KEY, Stranger, agents
 from tests.intruders import payloads, service
 from tests.intruders.payloads import DANGEROUS, FIRED, NONSENSE, PAYLOADS, PICKLES, Kind, body, row
@@ -191,11 +192,15 @@ def test_the_payloads_are_no_duds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FIRED
 
 
+def _reply(body: bytes) -> Frame:
+    return Frame(REPLY, 0, 1, math.inf, 0, b"", body)
+
+
 @pytest.mark.parametrize("name", PICKLES)
 def test_a_pickle_is_refused_whole(restricted: None, name: str) -> None:
     """Even one of data; in every place where a message is opened."""
     with agents(1, data_only=True) as (agent,), _watched() as events:
-        for opens in (codec.loads, lambda data: outbound.open_plain(data, agent.self_peer)):
+        for opens in (codec.loads, lambda data: outbound.opened(agent, None, _reply(data), agent.self_peer)):
             with pytest.raises((RefusedError, ProtocolError)):
                 opens(PICKLES[name])
         with pytest.raises((RefusedError, ProtocolError)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copyreg
 import functools
+import math
 import operator
 import os
 import pickle
@@ -12,7 +13,7 @@ import random
 import threading
 import types
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import numpy as np
@@ -35,6 +36,7 @@ from actorrpc.serialization.codec import (
     register,
 )
 from actorrpc.serialization.tensors import message
+from actorrpc.wire.frames import REPLY, Frame
 
 
 def trip(obj: Any) -> Any:
@@ -559,6 +561,13 @@ def _touch() -> None:
     raise KeyError("not here")
 
 
+def _open(body: bytes) -> Any:
+    """Open a message of another worker that is nothing but its body."""
+    agent, peer = types.SimpleNamespace(), types.SimpleNamespace(name="worker7", definitions=None)
+    frame = Frame(REPLY, 0, 1, math.inf, 0, b"", body)
+    return outbound.opened(cast(Any, agent), None, frame, cast(Any, peer))
+
+
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
@@ -569,16 +578,14 @@ def _touch() -> None:
     ],
 )
 def test_damaged_bytes_are_an_error_of_ours_that_names_the_peer(body: bytes, kind: Any) -> None:
-    peer: Any = types.SimpleNamespace(name="worker7", definitions=None)
     with pytest.raises(kind, match="a message of 'worker7'") as caught:
-        outbound.open_plain(body, peer)
+        _open(body)
     assert caught.value.__cause__ is not None
 
 
 def test_what_users_raise_while_they_are_rebuilt_is_the_cause_and_they_are_built_once() -> None:
-    peer: Any = types.SimpleNamespace(name="worker7", definitions=None)
     _touched.clear()
     with pytest.raises(SerializationError, match="KeyError") as caught:
-        outbound.open_plain(pickle.dumps(_Touchy(), 5), peer)
+        _open(pickle.dumps(_Touchy(), 5))
     assert type(caught.value.__cause__) is KeyError
     assert _touched == ["built"]

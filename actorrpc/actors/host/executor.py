@@ -35,7 +35,6 @@ from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
 from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted, riding
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
-from actorrpc.serialization import codec
 from actorrpc.wire.frames import MAIL
 
 if TYPE_CHECKING:
@@ -129,14 +128,7 @@ class ActorExecutor:
                                 del entry.sealed  # see Envelope.unseal
                             except AttributeError:
                                 raise self._given_up(entry) from None
-                            body = frame.body
-                            if body[-1] == outbound.STOP:
-                                try:
-                                    args, kwargs = codec.unpickle(body)
-                                except BaseException as met:
-                                    args, kwargs = outbound.open_carefully(body, peer, met)
-                            else:
-                                args, kwargs = outbound.open_carefully(body, peer)
+                            args, kwargs = outbound.opened(agent, entry.conn, frame, peer, header, execution)
                             hosted.calls += 1
                             method = getattr(hosted.instance, name)
                             if not callable(method):
@@ -266,12 +258,9 @@ class ActorExecutor:
         frame, conn, agent = entry.frame, entry.conn, self.agent
         if not entry.unseal():
             raise self._given_up(entry)
-        if frame.flags == MAIL and "references" not in entry.header and "tag" not in entry.header:
-            return outbound.open_plain(frame.body, entry.peer)
-        message = outbound.MessageContext(entry.peer)
         execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
         try:
-            return agent.executor.open(conn, frame, entry.header, message, execution)
+            return outbound.opened(agent, conn, frame, entry.peer, entry.header, execution)
         except LimitError as error:
             raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
 
