@@ -386,7 +386,7 @@ class Agent:
         if mail is not None:
             flags = frames.MAIL | frames.RESERVED if call.awaits else frames.MAIL
             if header is None:
-                extra = mail.packed
+                header, extra = mail.header, mail.packed
             else:
                 header.update(mail.header)
         if peer.is_self:
@@ -398,8 +398,6 @@ class Agent:
             self.scheduler.watch(call)
             if self.closed_down:
                 raise self._shut_down(call)
-            if mail is not None and header is None:
-                header = mail.header
             self.loop_back(frames.REQUEST, call.id, encoded, header, call.deadline, call.chain, flags)
             return
         conn = call.conn or peer.conn  # a message follows the reservation of its place on the same connection
@@ -410,30 +408,21 @@ class Agent:
         call.conn = conn
         idle = not peer.pending
         remaining = call.deadline - _time.now() if call.deadline != INFINITE else INFINITE
-        size = 0
-        rest: outbound.Packed | None = None
-        if isinstance(encoded, bytes) and header is None and len(encoded) <= self.settings.chunk:
-            # What outbound.pack() would do, without the detour: the path of most calls.
-            size = len(encoded)
-            call.frame = (
-                _pack(size + len(extra), len(extra), frames.REQUEST, flags, remaining, call.id, call.chain)
-                + extra
-                + encoded
-            )
-        else:
-            rest = outbound.pack(
-                self,
-                conn,
-                frames.REQUEST,
-                call.id,
-                encoded,
-                remaining=remaining,
-                chain=call.chain,
-                header=header if header is not None or mail is None else mail.header,
-                deadline=call.deadline,
-                flags=flags,
-            )
-            call.frame = rest.frame
+        packed = outbound.pack(
+            self,
+            conn,
+            frames.REQUEST,
+            call.id,
+            encoded,
+            header,
+            extra,
+            remaining,
+            call.chain,
+            flags,
+            call.deadline,
+        )
+        rest = None if isinstance(packed, bytes) else packed
+        frame = call.frame = packed if isinstance(packed, bytes) else packed.frame
         # From here on the worker may execute the call, and other threads may end it. A thread that ends it finds its frame:
         # it takes the frame back, or it tells the worker and the caller that the call may run.
         if call.awaits and encoded:
@@ -454,7 +443,7 @@ class Agent:
         if encoded:
             conn.outbox.append(call)
         else:
-            conn.outbox.append(call.frame)
+            conn.outbox.append(frame)
             call.frame = b""  # of the call itself, nothing is sent yet
         if rest is not None and rest.buffers and not outbound.send_buffers(self, conn, rest, call.deadline):
             if conn.state is not CLOSED:  # the end of the connection ends the call
@@ -464,7 +453,7 @@ class Agent:
             settings = self.settings
             if (
                 idle
-                or size * settings.cork_frames > settings.cork_bytes
+                or len(frame) * settings.cork_frames > settings.cork_bytes
                 or len(conn.outbox) >= settings.cork_frames
             ):
                 if idle and not call.future.has_callbacks and conn.expect():

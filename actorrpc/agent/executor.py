@@ -356,10 +356,9 @@ class Executor:
             and agent.gate is None
             and execution.peer.same_main is not None
         ):
-            body = _dumps(value, 5)
             if conn.credits:
                 conn.credits.pop(id, None)
-            conn.outbox.append(_pack(len(body), 0, REPLY, 0, INFINITE, id, 0) + body)
+            conn.outbox.append(outbound.pack(agent, conn, REPLY, id, _dumps(value, 5)))
             if agent.flights is not None:
                 agent.flights.executed(execution, False)
             return
@@ -469,10 +468,7 @@ class Executor:
         if conn.state is CLOSED:
             return False
         try:
-            if header is None and isinstance(encoded, bytes) and len(encoded) <= agent.settings.chunk:
-                conn.outbox.append(_pack(len(encoded), 0, kind, 0, INFINITE, id, 0) + encoded)
-                return True
-            return outbound.send(agent, conn, kind, id, encoded, remaining=INFINITE, chain=0, header=header)
+            return outbound.send(agent, conn, kind, id, encoded, header)
         except RpcError as error:
             if conn.state is CLOSED:
                 return False
@@ -480,7 +476,7 @@ class Executor:
                 self._fail_shortly(conn, id, conn.peer.name, error)
                 return False
             data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(conn.peer.same_main))
-            outbound.send(agent, conn, FAILURE, id, data, remaining=INFINITE, chain=0, header=None)
+            outbound.send(agent, conn, FAILURE, id, data)
             return False
         finally:
             if conn.credits:  # not before: a large answer may take its time

@@ -72,6 +72,7 @@ _SHARE_STEP_S: Final = 0.002
 _MAX_SHARED: Final = 2048  # segments in a message; a receiver keeps twice as many until they are named
 _INFINITE: Final = float("inf")
 _nbytes: Final = attrgetter("nbytes")
+_pack: Final = frames.PREFIX.pack
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
@@ -182,10 +183,10 @@ def send(
     kind: int,
     id: int,
     encoded: codec.Encoded | bytes,
+    header: Header | None = None,
     *,
-    remaining: float,
-    chain: int,
-    header: Header | None,
+    remaining: float = _INFINITE,
+    chain: int = 0,
     flags: int = 0,
 ) -> bool:
     """Send a message that is no call of this worker, or put it into the outbox where it is small. The caller flushes.
@@ -196,13 +197,11 @@ def send(
         LimitError: it is over a limit; nothing was sent.
         PeerDiedError: the connection is closed.
     """
-    packed = pack(
-        agent, conn, kind, id, encoded, remaining=remaining, chain=chain, header=header, flags=flags
-    )
-    conn.outbox.append(packed.frame)
+    packed = pack(agent, conn, kind, id, encoded, header, b"", remaining, chain, flags)
+    conn.outbox.append(packed if isinstance(packed, bytes) else packed.frame)
     if conn.state is CLOSED:
         raise PeerDiedError("the connection was closed", maybe_executed=False)
-    return not packed.buffers or send_buffers(agent, conn, packed, _INFINITE)
+    return isinstance(packed, bytes) or not packed.buffers or send_buffers(agent, conn, packed, _INFINITE)
 
 
 def pack(
@@ -211,21 +210,30 @@ def pack(
     kind: int,
     id: int,
     encoded: codec.Encoded | bytes,
-    *,
-    remaining: float,
-    chain: int,
-    header: Header | None,
-    deadline: float = _INFINITE,
+    header: Header | None = None,
+    extra: bytes = b"",
+    remaining: float = _INFINITE,
+    chain: int = 0,
     flags: int = 0,
-) -> Packed:
-    """Return a message as it is sent over a connection. Nothing of the message itself is sent yet.
+    deadline: float = _INFINITE,
+) -> bytes | Packed:
+    """Return a message as it is sent over a connection: its frame, with what follows the frame if anything does.
 
-    What it depends on may be sent: class definitions go into the outbox, and descriptors of shared memory leave.
+    Nothing of the message itself is sent yet. What it depends on may be sent: class definitions go into the outbox, and
+    descriptors of shared memory leave.
+
+    Args:
+        extra: the header packed, if that is known; empty: it is packed here.
 
     Raises:
         LimitError: it is over a limit.
         PeerDiedError: the connection is closed.
     """
+    settings = agent.settings
+    if isinstance(encoded, bytes) and (extra or header is None) and len(encoded) <= settings.chunk:
+        return (
+            _pack(len(extra) + len(encoded), len(extra), kind, flags, remaining, id, chain) + extra + encoded
+        )
     spans: Sequence[codec.TensorSpan] = ()
     if isinstance(encoded, bytes):
         body = encoded
@@ -235,8 +243,6 @@ def pack(
         for digest, definition in encoded.definitions.items():
             conn.outbox.append(pack_frame(frames.DEFINITION, body=digest + definition))
             peer.sent_definition(digest, len(definition))
-
-    settings = agent.settings
     if header is not None and "objects" in header:
         header = header.copy()
         header["objects"] = _share(agent, conn, header["objects"], min(deadline, _time.now() + _SHARE_S))
@@ -535,17 +541,7 @@ def post(
             agent.connector.connect(peer, _INFINITE, label)
             conn = peer.conn
             assert conn is not None
-        send(
-            agent,
-            conn,
-            frames.REQUEST,
-            id,
-            encoded,
-            remaining=_INFINITE,
-            chain=chain,
-            header=header,
-            flags=frames.POST,
-        )
+        send(agent, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
     except BaseException:
         if message.sent:
             agent.roll_back(message)

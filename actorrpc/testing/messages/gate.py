@@ -593,7 +593,7 @@ class FaultGate:
             agent.loop_back(kind, id, encoded, header, _INFINITE, 0)
         else:
             try:
-                outbound.send(agent, conn, kind, id, encoded, remaining=_INFINITE, chain=0, header=header)
+                outbound.send(agent, conn, kind, id, encoded, header)
             except RpcError:
                 discard()
             else:
