@@ -74,7 +74,6 @@ _ANSWERS_S: Final = (
 _GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless somebody grants more
 _modules: Final = sys.modules
 _pack: Final = frames.PREFIX.pack
-_REPLY: Final = frames.REPLY
 _RETRY_S: Final = 1.0  # a notice that must arrive is sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
 
@@ -364,10 +363,6 @@ class Agent:
                 call.error = None
         assert call.reply is not None
         reply, call.reply = call.reply, None
-        if call.introduces is not None and reply[0] == _REPLY:
-            peer.functions.numbers[call.introduces[1]] = call.introduces[0]
-        if self.flights is not None:
-            self.flights.called(call, reply)
         value = self.inbox.open_reply(call, reply)
         if _interrupts.pending:
             checkpoint()

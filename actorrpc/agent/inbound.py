@@ -292,11 +292,6 @@ class Inbox:
         if future is None:
             call.end(frame, None)
             return
-        if call.introduces is not None and frame[0] == frames.REPLY:
-            peer.functions.numbers[call.introduces[1]] = call.introduces[0]
-        flights = self._agent.flights
-        if flights is not None:
-            flights.called(call, frame)
         value: Any = None
         error: BaseException | None = None
         try:
@@ -320,8 +315,13 @@ class Inbox:
     def open_reply(self, call: Call, frame: Frame) -> Any:
         """Return the value that a reply carries, or raise its error. Called once per reply, by the thread that waits."""
         call.keep = None
+        flights = self._agent.flights
+        if flights is not None:
+            flights.called(call, frame)
         if frame[0] == frames.FAILURE:
             raise exceptions.load(outbound.body_of(frame), loads=codec.loads)
+        if call.introduces is not None:
+            call.peer.functions.numbers[call.introduces[1]] = call.introduces[0]
         header = unpack_header(frame.extra) if frame[5] else None
         value = outbound.opened(self._agent, call.conn, frame, call.peer, header)
         for interceptor in self._agent.interceptors:
