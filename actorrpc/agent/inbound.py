@@ -238,14 +238,6 @@ class Inbox:
             if peer is None:  # a message before the introduction
                 conn.close(ProtocolError("the peer did not introduce itself"))
                 return False
-            if waiting and len(batch) == 1:
-                # The path of most calls: one reply, to the thread that reads.
-                frame = batch[0]
-                if frame[0] != frames.REQUEST and frame[0] <= frames.FAILURE:
-                    self.reply(peer, frame, True, conn)
-                    if conn.outbox:
-                        conn.flush()
-                    return False
             pool = self._agent.pool
             if not waiting and not pool.idle:
                 pool.ensure_reader()  # unpickling may run anything

@@ -141,16 +141,18 @@ class GroupQueue:
 
     def put(self, entry: Entry) -> None:
         """Put in an entry that has just come."""
+        entry.queue = self
+        self.waiting += 1
         if self.loose:
             entry.loose = True
-        self._enter(entry)
+        if entry.path:
+            self._enter(entry)
+        if not (entry.again or entry.priority):
+            self._fresh.append(entry)
+            return
         if entry.again:
             self._put_before(entry)
-            heapq.heappush(self._heap, entry)
-        elif entry.priority:
-            heapq.heappush(self._heap, entry)
-        else:
-            self._fresh.append(entry)
+        heapq.heappush(self._heap, entry)
 
     def _put_before(self, entry: Entry) -> None:
         """Give an entry that came again the number of the first of its caller's later ones."""
@@ -168,12 +170,12 @@ class GroupQueue:
         """Put in an entry that came earlier than others which are here."""
         if entry.again:
             self._put_before(entry)
+        entry.queue = self
+        self.waiting += 1
         self._enter(entry)
         heapq.heappush(self._heap, entry)
 
     def _enter(self, entry: Entry) -> None:
-        entry.queue = self
-        self.waiting += 1
         for execution in entry.path:
             self._of_chain.setdefault(execution, {})[entry] = None
 
@@ -361,12 +363,7 @@ class Mailbox:
                     todo = Wakeups()
                     todo.wake = (slot,)
                     return todo
-            if entry.again or entry.priority or entry.path or queue.loose:
-                queue.put(entry)
-            else:  # what GroupQueue.put does for most entries
-                entry.queue = queue
-                queue.waiting += 1
-                queue._fresh.append(entry)
+            queue.put(entry)
             if not queue.is_async:
                 if queue.running >= queue.limit and (not queue.yielding or queue.full):
                     return NOTHING
@@ -447,21 +444,7 @@ class Mailbox:
         """
         with self._lock:
             if queue.waiting and (queue.running < queue.limit or (queue.yielding and not queue.full)):
-                fresh = queue._fresh
-                entry = fresh[0] if fresh and not (queue._heap or queue._held) else None
-                if (
-                    entry is not None
-                    and entry.ready
-                    and entry.state is NEW
-                    and not entry.path
-                    and entry.slot is None
-                ):
-                    # What GroupQueue.next does for most entries.
-                    fresh.popleft()
-                    entry.state = TAKEN
-                    queue.waiting -= 1
-                else:
-                    entry = queue.next()
+                entry = queue.next()
                 if entry is not None:
                     queue.running += 1
                     if queue.idle and slot in queue.idle:
