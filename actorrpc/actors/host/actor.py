@@ -237,7 +237,7 @@ class HostedActor:
         execution.header, execution.path = entry.header, entry.path
         token = CURRENT.set(execution)
         try:
-            args, kwargs = self.executor.open(entry)
+            args, kwargs = self.executor.arguments(entry)
             future = resolve(args, kwargs)
         except BaseException as error:
             entry.opened = error

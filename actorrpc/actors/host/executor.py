@@ -35,7 +35,6 @@ from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
 from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted, riding
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
-from actorrpc.wire.frames import MAIL
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
@@ -50,9 +49,6 @@ INFINITE: Final = float("inf")
 _AT_ONCE: Final = 64  # calls are started in one callback of the event loop
 _MAX_DEPTH: Final = 60  # calls nested on one thread
 _NOTHING: Final = object()
-_UNUSUAL: Final = frozenset(
-    {"references", "tag", "trace", "window"}
-)  # fields of headers whose calls take more than the body
 _TEXTS: Final = frozenset({str, bytes})
 _FIXED: Final = frozenset({int, float, bool, str, bytes, type(None)})
 _OF_ACTOR: Final = 1 << FRAME_BIT
@@ -67,14 +63,6 @@ def died(hosted: HostedActor, why: str) -> HostedActorGoneError:
     return error
 
 
-def _method_of(instance: Any, name: str) -> Any:
-    """Return a method, bound; an attribute of the instance stands for it only where it can be called in its place."""
-    found = getattr(instance, name)
-    if callable(found):
-        return found
-    return inspect.getattr_static(type(instance), name).__get__(instance, type(instance))
-
-
 class ActorExecutor:
     """Runs the calls of one actor. Thread-safe: what it keeps belongs to the actor."""
 
@@ -86,17 +74,12 @@ class ActorExecutor:
         self.checkpoints = Checkpoints(hosted)
         self._instance_rref: Any = None
         self._numbers = hosted.runtime.registry.executions
-        self._plain: set[str] = set()  # methods that have been called, and are neither async nor generators
         self.keeps_state = False  # the actor has checkpoints
         #: calls that have had their turn, and are answered by something else than the runner that has had them
         self.answered_later: dict[Envelope, None] = {}
 
     def run(self, entry: Any, runner: ActorThread) -> None:
-        """Run one call on a runner, answer it, and see what came meanwhile. Never raises.
-
-        Most calls are of a plain method whose arguments are in the message: what :meth:`open`, :meth:`_call`, :meth:`_returned`
-        and :meth:`answer` do for those is done here, once it has been found that a call is one of them.
-        """
+        """Run one call on a runner, answer it, and see what came meanwhile. Never raises."""
         agent, hosted, running = self.agent, self.hosted, self.mailbox.running
         if not agent.pool.idle:
             agent.pool.ensure_reader()
@@ -116,41 +99,7 @@ class ActorExecutor:
                         runner.running = entry
                         if entry.given_up:
                             raise Interrupted
-                        name = header.get("method")
-                        if (
-                            name in self._plain
-                            and frame.flags == MAIL
-                            and entry.opened is None
-                            and not agent.interceptors
-                            and _UNUSUAL.isdisjoint(header)
-                        ):
-                            try:
-                                del entry.sealed  # see Envelope.unseal
-                            except AttributeError:
-                                raise self._given_up(entry) from None
-                            args, kwargs = outbound.opened(agent, entry.conn, frame, peer, header, execution)
-                            hosted.calls += 1
-                            method = getattr(hosted.instance, name)
-                            if not callable(method):
-                                method = _method_of(hosted.instance, name)
-                            value = method(*args, **kwargs)
-                            args = kwargs = None
-                            if type(value) is Later or getattr(method, ASYNC_MARK, None) is not None:
-                                value = self._returned(entry, method, value)
-                            elif self.keeps_state:
-                                checkpoints, more = self.checkpoints, runner.queue.waiting > 0
-                                if (
-                                    (more or checkpoints.waiting)
-                                    and runner.depth == 1
-                                    and type(value) in _FIXED
-                                ):
-                                    # An object that can change is not held: those that go on might change it.
-                                    if checkpoints.hold(entry, value, more):
-                                        value = _NOTHING
-                                else:
-                                    self.checkpoints.save()
-                        else:
-                            value = self._call(entry, execution)
+                        value = self._call(entry, execution, runner)
                     finally:
                         if agent.abandoned:  # before a lock that another thread held as this one forked
                             agent.end_fork(self.label(entry), sys.exc_info()[1])
@@ -253,30 +202,23 @@ class ActorExecutor:
     def label(self, entry: Envelope) -> str:
         return f"the call of {self.hosted.title}.{entry.header.get('method', '__init__')}()"
 
-    def open(self, entry: Envelope) -> Any:
-        """Return ``(args, kwargs)`` of a message."""
-        frame, conn, agent = entry.frame, entry.conn, self.agent
-        if not entry.unseal():
-            raise self._given_up(entry)
-        execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
-        try:
-            return outbound.opened(agent, conn, frame, entry.peer, entry.header, execution)
-        except LimitError as error:
-            raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
-
-    def _given_up(self, entry: Envelope) -> CancelledError:
-        return CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
-
     def arguments(self, entry: Envelope) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the ``args`` and ``kwargs`` of a call, opening its message if that was not opened before its turn."""
         opened, entry.opened = entry.opened, None
         if opened is None:
-            opened = self.open(entry)
+            if not entry.unseal():
+                raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
+            frame = entry.frame
+            execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
+            try:
+                opened = outbound.opened(self.agent, entry.conn, frame, entry.peer, entry.header, execution)
+            except LimitError as error:
+                raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
         elif isinstance(opened, BaseException):
             raise opened
-        args, kwargs = opened
-        return args, kwargs
+        return opened  # type: ignore[no-any-return]
 
-    def _call(self, entry: Envelope, execution: Execution) -> Any:
+    def _call(self, entry: Envelope, execution: Execution, runner: ActorThread | None = None) -> Any:
         """Run the method; return its result, or ``_NOTHING`` where the answer comes later or has been given."""
         header = entry.header
         name = header.get("method")
@@ -285,15 +227,13 @@ class ActorExecutor:
         args, kwargs = self.arguments(entry)
         self.hosted.calls += 1
         method, kind = self._method(name)
-        if kind == "sync" and name in self.hosted.spec.info.methods:  # type: ignore[union-attr]
-            self._plain.add(name)
         if (
             kind == "sync"
             and "window" not in header
             and "trace" not in header
             and not self.agent.interceptors
         ):
-            return self._returned(entry, method, method(*args, **kwargs))
+            return self._returned(entry, method, method(*args, **kwargs), runner=runner)
         call = self._intercepted(execution, method, args, kwargs)
         if kind == "generator" or ("window" in header and kind == "sync"):
             items = call()
@@ -308,7 +248,7 @@ class ActorExecutor:
         if kind.startswith("async"):
             # An async method that has come to a thread: the actor has no loop of its own.
             raise TypeError(f"{self.hosted.title}.{name} is async and cannot be run here")
-        return self._returned(entry, method, call())
+        return self._returned(entry, method, call(), runner=runner)
 
     def _intercepted(
         self, execution: Execution, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -319,8 +259,22 @@ class ActorExecutor:
             interceptors = riding(interceptors, execution.header)
         return intercepted(interceptors, execution, method, args, kwargs)
 
-    def _returned(self, entry: Envelope, method: Any, value: Any, *, keeps: bool = True) -> Any:
-        """See to what a method has returned; ``_NOTHING``: the answer comes later. ``keeps``: the state is kept before."""
+    def _returned(
+        self,
+        entry: Envelope,
+        method: Any,
+        value: Any,
+        *,
+        keeps: bool = True,
+        runner: ActorThread | None = None,
+    ) -> Any:
+        """Return the result of a call; ``_NOTHING``: the answer comes later.
+
+        Args:
+            value: what the method has returned.
+            keeps: the state is kept before the answer leaves.
+            runner: where the method has run. The answers of several calls may wait there for one checkpoint.
+        """
         if type(value) is Later:
             self._answer_later(entry, value.future)
             return _NOTHING
@@ -330,8 +284,18 @@ class ActorExecutor:
                 self.checkpoints.save()  # as it is now: the future may complete on any thread, beside the next call
             self._answer_later(entry, later)
             return _NOTHING
-        if keeps and self.hosted.spec is not None and self.hosted.spec.info.has_checkpoint:
-            self.checkpoints.save()
+        if keeps and self.keeps_state:
+            more = runner is not None and runner.queue.waiting > 0
+            if (
+                runner is None
+                or runner.depth > 1
+                or type(value) not in _FIXED
+                or not (more or self.checkpoints.waiting)
+            ):
+                self.checkpoints.save()
+            elif self.checkpoints.hold(entry, value, more):
+                # An object that can change is not held: the calls that go on might change it.
+                return _NOTHING
         return value
 
     def _method(self, name: str) -> tuple[Any, str]:
@@ -341,7 +305,12 @@ class ActorExecutor:
             raise HostedActorGoneError(self.hosted.id, self.hosted.why)
         info = self.hosted.spec.info.methods.get(name)
         if info is not None:
-            return _method_of(instance, name), info.kind
+            method = getattr(instance, name)
+            if not callable(
+                method
+            ):  # an attribute of the instance stands for a method only where it can be called
+                method = inspect.getattr_static(type(instance), name).__get__(instance, type(instance))
+            return method, info.kind
         if name == "<call>":
             return self._call_function, "sync"
         if name == "<getattr>":
