@@ -25,7 +25,6 @@ from actorrpc.errors import LimitError, ProtocolError
 from actorrpc.futures import WAITING
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import Goodbye
-from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame
 from actorrpc.wire.headers import unpack_header
@@ -303,7 +302,6 @@ class Inbox:
         # The future names the call: no cycle, or values would live until the next collection.
         call.future = None
 
-    @uninterruptible
     def open_reply(self, call: Call, frame: Frame) -> Any:
         """Return the value that a reply carries, or raise its error. Called once per reply, by the thread that waits."""
         call.keep = None

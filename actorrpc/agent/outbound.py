@@ -30,6 +30,7 @@ from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.shared_memory import Placement
+from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame, unpack_position
 from actorrpc.wire.headers import Header, pack_header, unpack_header
@@ -426,8 +427,20 @@ def opened(
             return codec.unpickle(body)
         except BaseException as error:
             return _open_again(body, peer, error)
-    message = MessageContext(peer)
-    header = {} if header is None else header
+    return _open_whole(agent, conn, frame, peer, {} if header is None else header, execution)
+
+
+@uninterruptible
+def _open_whole(
+    agent: Agent,
+    conn: Connection | None,
+    frame: Frame,
+    peer: Peer,
+    header: Header,
+    execution: Execution | None,
+) -> Any:
+    """Return the object of a message that is more than its body: it has buffers, references, or a tag of the recorder."""
+    message, body = MessageContext(peer), frame.body
     forks = header.get("references")
     if isinstance(forks, bytes):
         agent.on_forks(message, forks)  # before the message is opened
