@@ -455,10 +455,13 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
 
 def _prepare(
     to: Any, func: Any, args: Any, kwargs: Any, timeout: Any
-) -> tuple[Worker, Any, tuple[Any, ...], dict[str, Any], float]:
+) -> tuple[Agent, Peer, tuple[Any, ...], dict[str, Any], float]:
+    """Return what a call is made with, checked: the agent, the peer, the arguments and the time-out in seconds."""
     if INTERRUPTED:
         interruption_point()
-    worker = _require()
+    worker = here.worker or current_worker()
+    if worker is None or not worker.in_force:
+        worker = _require()
     if not callable(func):
         raise TypeError("function should be callable.")
     if args is None:
@@ -469,15 +472,25 @@ def _prepare(
         args = tuple(args)
     if kwargs is None:
         kwargs = {}
-    elif type(kwargs) is not dict:
-        if not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs must be a dict, not {type(kwargs).__name__}")
-        kwargs = dict(kwargs)
-    for key in kwargs:
-        if type(key) is not str and not isinstance(key, str):
-            raise TypeError(f"kwargs must have names for keys, not {say(key, repr)}")
-    seconds = worker.timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
-    return worker, worker.agent.peer(to), args, kwargs, seconds
+    else:
+        if type(kwargs) is not dict:
+            if not isinstance(kwargs, Mapping):
+                raise TypeError(f"kwargs must be a dict, not {type(kwargs).__name__}")
+            kwargs = dict(kwargs)
+        for key in kwargs:
+            if not isinstance(key, str):
+                raise TypeError(f"kwargs must have names for keys, not {say(key, repr)}")
+    agent = worker.agent
+    peer = agent.known.get(to) if type(to) is str else None
+    if peer is None or peer.state != "alive":
+        peer = agent.peer(to)
+    return (
+        agent,
+        peer,
+        args,
+        kwargs,
+        worker.timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout),
+    )
 
 
 def rpc_sync(
@@ -503,26 +516,11 @@ def rpc_sync(
         RemoteError: what the function raised, which is an instance of its own class, too.
         UnknownWorkerError: there is no such worker.
     """
+    agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     if modern._is_profiler_enabled or profiled():
-        there, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-        with calling("sync", func, there.agent, peer):
-            return there.agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
-    worker = here.worker or current_worker()
-    if (
-        worker is not None
-        and worker.in_force
-        and (args is None or type(args) is tuple)
-        and kwargs is None
-        and timeout == UNSET_RPC_TIMEOUT
-        and callable(func)
-    ):
-        agent = worker.agent
-        peer = agent.known.get(to) if type(to) is str else None
-        if peer is None or peer.state != "alive":
-            peer = agent.peer(to)
-        return agent.ask(peer, func, args or (), {}, worker.timeout)  # type: ignore[no-any-return]
-    worker, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    return worker.agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
+        with calling("sync", func, agent, peer):
+            return agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
+    return agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
 
 
 def rpc_async(
@@ -545,24 +543,7 @@ def rpc_async(
             send(seen, to, func, args, kwargs, timeout)
         return seen
     future: Future[T] = Future()
-    worker = here.worker or current_worker()
-    # As in rpc_sync(): what _prepare() finds where there is nothing to check, without a function more on the path of every call.
-    if (
-        worker is not None
-        and worker.in_force
-        and (args is None or type(args) is tuple)
-        and kwargs is None
-        and timeout == UNSET_RPC_TIMEOUT
-        and callable(func)
-        and not INTERRUPTED
-    ):
-        agent = worker.agent
-        peer = agent.known.get(to) if type(to) is str else None
-        if peer is None or peer.state != "alive":
-            peer = agent.peer(to)
-        agent.call(peer, func, args or (), {}, worker.timeout, future=future)
-    else:
-        send(future, to, func, args, kwargs, timeout)
+    send(future, to, func, args, kwargs, timeout)
     return future
 
 
@@ -575,8 +556,8 @@ def send(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> None:
     """Do what :func:`rpc_async` does, with a future that the caller has made. For the floors above."""
-    worker, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    worker.agent.call(peer, func, args, kwargs, seconds, future=future)
+    agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+    agent.call(peer, func, args, kwargs, seconds, future=future)
 
 
 def remote(
@@ -590,20 +571,21 @@ def remote(
 
     What the call raises is raised at every use of the RRef. Arguments as for :func:`rpc_sync`.
     """
-    worker, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+    agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     label = getattr(func, "__qualname__", None) or repr(func)
     conn = peer.conn
     if (conn is None or conn.state is CLOSED) and not peer.is_self:
         # Here, where Ctrl-C can come: it cannot while the reference is being made.
-        worker.agent.connector.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
+        agent.connector.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
+    references = _require().references
     rref: RRef[T]
-    if modern._is_profiler_enabled or profiled():
-        with calling("remote", func, worker.agent, peer) as span:
-            rref = worker.references.create(peer, func, args, kwargs, seconds, label)
-            assert rref._creation is not None
-        rref._creation.add_done_callback(lambda _: span.close())
+    if not (modern._is_profiler_enabled or profiled()):
+        rref = references.create(peer, func, args, kwargs, seconds, label)
         return rref
-    rref = worker.references.create(peer, func, args, kwargs, seconds, label)
+    with calling("remote", func, agent, peer) as span:
+        rref = references.create(peer, func, args, kwargs, seconds, label)
+        assert rref._creation is not None
+    rref._creation.add_done_callback(lambda _: span.close())
     return rref
 
 
