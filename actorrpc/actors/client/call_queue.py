@@ -17,7 +17,7 @@ import asyncio
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,6 +63,7 @@ __all__ = ["CallQueue"]
 _BARRIER_S: Final = 1.0  # how long new calls wait for the answers of a former incarnation
 _CROWD: Final = 64  # more calls than that wait: callers are held up while the queue is being sent
 _HOLD_UP_S: Final = 1.0
+_INLINED: Final = 8  # calls under way whose large results may come with the reply
 # Errors of a called method that say that it was not, or must not be, made to the end: never a reason to try again.
 _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError, ShutdownError)
 
@@ -193,41 +194,40 @@ class CallQueue:
 
         Raises: what ``agent.call`` does, but for PeerDiedError.
         """
+        flying, pending = self.flying, future._pending
+        flying[future._number] = future
+        awaits: Sequence[Future[Any]] = ()
+        # Many large results at a time would fill this process: then they are kept after all.
+        mail = template.mail if not template.inlines or len(flying) < _INLINED else template.kept_mail
         try:
-            self._send(future, template, args, kwargs, seconds, unresolved)
+            if unresolved or (pending is not None and pending.place is not None):
+                awaits = awaited(args, kwargs)
+                if awaits and pending is None:
+                    held = PendingCall.hold(args, kwargs)
+                    pending = PendingCall(future, held, unresolved, seconds, template.tries)
+                place = None if pending is None else pending.place
+                mail = template.mail_for(unresolved and not awaits, place)
+            call = self.send(
+                template.peer,
+                None,
+                args,
+                kwargs,
+                seconds,
+                future=future,
+                label=template.label,
+                mail=mail,
+                awaits=awaits,
+            )
         except PeerDiedError:
+            # The queue sends it when the actor lives again, or puts this into words.
+            future.label = f"the call of {template.label}"
             self.bounced(future)
         except BaseException:
             self.dropped(future)
             raise
-
-    def _send(
-        self,
-        future: ResultFuture,
-        template: CallTemplate,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seconds: float,
-        unresolved: bool,
-    ) -> None:
-        awaits = awaited(args, kwargs) if unresolved else ()
-        if awaits and future._pending is None:
-            PendingCall(future, PendingCall.hold(args, kwargs), unresolved, seconds, template.tries)
-        place = None if future._pending is None else future._pending.place
-        self.flying[future._number] = future
-        call = self.send(
-            template.peer,
-            None,
-            args,
-            kwargs,
-            seconds,
-            future=future,
-            label=template.label,
-            mail=template.mail_for(unresolved and not awaits, place),
-            awaits=awaits,
-        )
-        if awaits:
-            ReservedCall(self, future, template, call)
+        else:
+            if awaits:
+                ReservedCall(self, future, template, call)
 
     def ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
         """End a call that could not be sent."""
@@ -254,17 +254,32 @@ class CallQueue:
             assert template is not None
             self._take_back(future, template, ran=False, lost=True)
 
-    def enqueue(self, future: ResultFuture) -> None:
-        """Let a call wait until it is known where the actor is."""
-        pending = future._pending
-        assert pending is not None
-        future.source = pending
+    def enqueue(
+        self,
+        future: ResultFuture,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seconds: float,
+        unresolved: bool,
+    ) -> None:
+        """Let a call wait until it is known where the actor is.
+
+        Raises:
+            SerializationError: an argument cannot be sent.
+        """
+        template = future._template
+        assert template is not None
+        future.label = f"the call of {template.label}"
+        if self.death is not None:
+            future.end(self.died(template, maybe_executed=False), None)
+            return
+        held = PendingCall.hold(args, kwargs)
+        future.source = pending = PendingCall(future, held, unresolved, seconds, template.tries)
         self._arm(pending)
         crowd: Future[None] | None = None
         with self._lock:
             death = self.death
-            template = future._template
-            refused = death is None and template is not None and template.impatient and self._restarting
+            refused = death is None and template.impatient and self._restarting
             if death is None and not refused:
                 pending.rest()
                 heapq.heappush(self._queue, (future._number, future))
@@ -278,7 +293,6 @@ class CallQueue:
         if pending.unwanted:
             pending.cancel()  # the call that it is nested in was cancelled before it was in the queue
         if death is not None:
-            assert template is not None
             future.end(self.died(template, maybe_executed=False), self.agent.submit)
         elif refused:
             future.end(self.unavailable(template, pending.may_have_run), self.agent.submit)
@@ -499,9 +513,7 @@ class CallQueue:
             if unresolved:
                 args, kwargs, unresolved = pack_arguments(args, kwargs)
             template = future._template = unplaced.at(self, location, peer)
-            self._send(future, template, args, kwargs, seconds, unresolved)
-        except PeerDiedError:
-            self.bounced(future)
+            self.launch(future, template, args, kwargs, seconds, unresolved)
         except BaseException as error:
             self.ended_unsent(future, error)
             if is_of_handler(error):

@@ -60,7 +60,6 @@ class CallTemplate:
 
     Attributes:
         peer: where it lives; None where that is not known yet.
-        plain: nothing has to be kept of a call once it is sent, but for ``returns``.
         returns: the actor may come to life again, and a call that did not run is then made again; its arguments are kept for
             that, where they are such as nobody can change.
         tries: how often a call that may have run is made again; -1: for ever.
@@ -79,7 +78,6 @@ class CallTemplate:
         "method",
         "options",
         "peer",
-        "plain",
         "refs",
         "retried",
         "returns",
@@ -115,7 +113,6 @@ class CallTemplate:
         if seconds is None:
             seconds = 0.0 if refs else queue.runtime.references.default_timeout()
         self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
-        self.plain = not tries and queue.max_pending < 0
         self.returns = queue.restarts
         self.mail: MailHeader | None = None
         self.kept_mail: MailHeader | None = None

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.call_queue import CallQueue
@@ -107,9 +107,6 @@ def _split(future: Future[Any], count: int) -> list[Future[Any]]:
     return parts
 
 
-_INLINED: Final = 8  # calls under way whose large results may come with the reply
-
-
 def _has_died(error: BaseException) -> bool:
     """Say whether an error of a stream is the end of its actor's process."""
     return type(error) is PeerDiedError or isinstance(error, HostedActorGoneError)
@@ -178,55 +175,66 @@ class Route:
         """
         if INTERRUPTED:
             interruption_point()
-        if modern._is_profiler_enabled or profiled():
-            return self._call_in_profile(method, options, args, kwargs, refs, timeout)
         queue = self._queue
         template = (queue.kept_templates if refs else queue.templates).get(method.name)
-        if (
-            template is None
-            or template.options is not options
-            or not template.plain
-            or ObjectRef in map(type, args)
-            or (kwargs and has_refs(args, kwargs))
-        ):
-            return self._call_carefully(method, options, args, kwargs, refs, timeout)
-        number = queue.next_number()
-        seconds = template.seconds if timeout is None else timeout
+        if template is None or template.options is not options:
+            queue.agent.check_process()
+            template = queue.template_for(method, options, refs)
+        if 0 <= queue.max_pending <= queue.pending:
+            raise self._too_many(template)
         future = ResultFuture() if refs else RpcFuture()
         future._route = self
         future._template = template
-        future._number = number
+        future._number = queue.next_number()
         future._pending = None
-        if template.returns:
-            kept = PendingCall.hold(args, kwargs, cheaply=True)
-            if kept is not None:
-                PendingCall(future, kept, False, seconds, 0)
-        queue.flying[number] = future
+        seconds = template.seconds if timeout is None else timeout
+        unresolved = False
+        span = self._span(template) if modern._is_profiler_enabled or profiled() else None
         try:
-            queue.send(
-                template.peer,
-                None,
-                args,
-                kwargs,
-                seconds,
-                future=future,
-                label=template.label,
-                # Many large results at a time would fill this process: then they are kept after all.
-                mail=template.mail
-                if not template.inlines or len(queue.flying) < _INLINED
-                else template.kept_mail,
-            )
-        except PeerDiedError:
-            # The queue sends it when the actor lives again, or puts this into words.
-            future.label = f"the call of {template.label}"
-            queue.bounced(future)
+            if ObjectRef in map(type, args) or (kwargs and has_refs(args, kwargs)):
+                try:
+                    args, kwargs, unresolved = pack_arguments(args, kwargs)
+                except BaseException as error:
+                    future.label = f"the call of {template.label}"
+                    future.end(error, None)
+                    if is_of_handler(error):
+                        future.acknowledge()  # nobody gets it
+                        raise
+                    return future
+            if template.peer is None:
+                queue.enqueue(future, args, kwargs, seconds, unresolved)
+            else:
+                if template.tries or template.returns:
+                    held = PendingCall.hold(args, kwargs, cheaply=not template.tries)
+                    if held is not None:
+                        PendingCall(future, held, unresolved, seconds, template.tries)
+                queue.launch(future, template, args, kwargs, seconds, unresolved)
         except BaseException as error:
-            queue.dropped(future)
+            if span is not None:
+                span.close()
             queue.agent.check_process()  # in a fork, that is what is wrong
             if isinstance(error, SerializationError):
                 method.signature.name_argument(error)
             raise
+        if span is not None:
+            future.add_done_callback(lambda _: span.close())
         return future
+
+    def _span(self, template: CallTemplate) -> ProfiledSpan:
+        # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
+        return ProfiledSpan(f"actor#{template.label}({self._queue.agent.name} -> {self.title})")
+
+    def _too_many(self, template: CallTemplate) -> PendingCallsLimitExceeded:
+        queue = self._queue
+        return PendingCallsLimitExceeded(
+            f"{template.label}: {queue.pending} calls of this process wait for {self.title} already, as many as "
+            f"max_pending_calls={queue.max_pending} allows; this one was not made. Wait for results first, or give a "
+            "higher limit",
+            maybe_executed=False,
+            actor=self.title,
+            actor_id=self.actor_id,
+            method=template.method.name,
+        )
 
     def keep(
         self,
@@ -269,80 +277,6 @@ class Route:
             if isinstance(error, SerializationError):
                 method.signature.name_argument(error)
             raise
-
-    def _call_in_profile(
-        self,
-        method: MethodInfo,
-        options: CallOptions,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        refs: bool,
-        timeout: float | None,
-    ) -> ResultFuture:
-        # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
-        queue = self._queue
-        name = queue.prefix + (options.name or method.name)
-        span = ProfiledSpan(f"actor#{name}({queue.agent.name} -> {self.title})")
-        try:
-            future = self._call_carefully(method, options, args, kwargs, refs, timeout)
-        except BaseException:
-            span.close()
-            raise
-        future.add_done_callback(lambda _: span.close())
-        return future
-
-    def _call_carefully(
-        self,
-        method: MethodInfo,
-        options: CallOptions,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        refs: bool,
-        timeout: float | None,
-    ) -> ResultFuture:
-        queue = self._queue
-        queue.agent.check_process()
-        template = queue.template_for(method, options, refs)
-        if 0 <= queue.max_pending <= queue.pending:
-            raise PendingCallsLimitExceeded(
-                f"{template.label}: {queue.pending} calls of this process wait for {self.title} already, as many as "
-                f"max_pending_calls={queue.max_pending} allows; this one was not made. Wait for results first, or give a "
-                "higher limit",
-                maybe_executed=False,
-                actor=self.title,
-                actor_id=self.actor_id,
-                method=method.name,
-            )
-        future = self._future(template)
-        future.label = f"the call of {template.label}"
-        unresolved = False
-        if (args or kwargs) and has_refs(args, kwargs):
-            try:
-                args, kwargs, unresolved = pack_arguments(args, kwargs)
-            except BaseException as error:
-                future.end(error)
-                if is_of_handler(error):
-                    future.acknowledge()  # nobody gets it
-                    raise
-                return future
-        if queue.death is not None:
-            future.end(queue.died(template, maybe_executed=False))
-            return future
-        seconds = template.seconds if timeout is None else timeout
-        waits = template.peer is None
-        try:
-            if waits or template.tries or queue.restarts:
-                held = PendingCall.hold(args, kwargs, cheaply=not waits and not template.tries)
-                if held is not None:
-                    PendingCall(future, held, unresolved, seconds, template.tries)
-            if waits:
-                queue.enqueue(future)
-            else:
-                queue.launch(future, template, args, kwargs, seconds, unresolved)
-        except SerializationError as error:
-            method.signature.name_argument(error)
-            raise
-        return future
 
     def _future(self, template: CallTemplate) -> ResultFuture:
         future = ResultFuture() if template.refs else RpcFuture()
