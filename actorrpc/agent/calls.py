@@ -353,13 +353,12 @@ class Call(Progress):
         try:
             if self.done or self.stirred:
                 return
-            if not (conn.spinning.pays() and conn.spinning.read(frames)):
-                wait_ms = _SLICE_MS
-                if deadline is not None:
-                    left = deadline - _time.now()
-                    if left < _time.near_s:
-                        wait_ms = max(0, int(_time.patience(left) * 1e3) + 1)
-                conn.sleep(frames, wait_ms)
+            wait_ms = _SLICE_MS
+            if deadline is not None:
+                left = deadline - _time.now()
+                if left < _time.near_s:
+                    wait_ms = max(0, int(_time.patience(left) * 1e3) + 1)
+            conn.spinning.wait(frames, wait_ms)
         finally:
             self.polling = None
         if len(frames) == 1 and self.future is None:

@@ -4,9 +4,10 @@ A thread that has executed a call sends the answer, and may find the next reques
 (:class:`ServerTurn`). Where both ends share a processor, the caller has run while the answer was being sent, and its next request
 is there at the first look. Where they do not, spinning for ``spin_us`` may find it.
 
-Spinning is cheaper than sleeping only where something comes within that time. Each place that waits keeps the share of its
-spins that have found something, spins while that share is large enough, and tries one wait in sixteen otherwise. One thread of
-a process spins at a time, because threads that spin take the interpreter from each other.
+Spinning is cheaper than sleeping only where something comes within that time, and only where the other end runs meanwhile. Each
+place that waits keeps two shares: of the waits that found something at the first look (then both ends share a processor, and the
+place does not spin), and of the spins that found something later. It spins while the second share is large enough, and tries one
+wait in sixteen otherwise. One thread of a process spins at a time, because threads that spin take the interpreter from each other.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ AT_ONCE_S: Final = 4e-6
 ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 DISARMED: Final = select.EPOLLONESHOT
 
+_SHARED: Final = (
+    0.3  # share of waits with something at the first look, above which both ends share a processor
+)
 _PAYS: Final = 0.25  # share of spins that must find something
 _WEIGHT: Final = 0.0625  # of the latest wait in a running mean
 
@@ -59,21 +63,30 @@ spinner = Spinner()
 
 
 class Spinning:
-    """One place that may spin before it sleeps. One thread at a time uses it: the one that holds the read lock."""
+    """One place that may spin before it sleeps. One thread at a time uses it: the one that holds the read lock.
 
-    __slots__ = ("_conn", "_count", "_found")
+    Attributes:
+        at_once: share of the latest waits, 0 to 1, that found something at the first look.
+    """
+
+    __slots__ = ("_conn", "_count", "_found", "at_once")
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
         self._count = 0
         self._found = 0.0
+        self.at_once = 0.0
 
     def pays(self) -> bool:
         """Say whether to spin in the wait that begins now: that has paid here, or is tried again."""
         self._count += 1
-        return (self._found >= _PAYS or not self._count & 15) and self._conn.settings.spin_us > 0
+        return (
+            self.at_once < _SHARED
+            and (self._found >= _PAYS or not self._count & 15)
+            and self._conn.settings.spin_us > 0
+        )
 
-    def read(self, frames: list[Frame]) -> int:
+    def spin(self, frames: list[Frame]) -> int:
         """Spin, unless another thread does; return after how many looks something came, 0 if nothing came."""
         if not spinner.acquire():
             return 0
@@ -81,9 +94,19 @@ class Spinning:
             tries = self._conn.spin_for(frames)
         finally:
             spinner.release()
+        self.note(tries == 1)
         if tries != 1:  # what was there at the first look says nothing about spinning
             self._found += _WEIGHT * (bool(tries) - self._found)
         return tries
+
+    def wait(self, frames: list[Frame], wait_ms: int | None = None) -> None:
+        """Read what comes: spin if that pays, and then sleep, for at most ``wait_ms``."""
+        if not (self.pays() and self.spin(frames)):
+            self.note(self._conn.sleep(frames, wait_ms))
+
+    def note(self, at_once: bool) -> None:
+        """Record whether a wait found something at the first look."""
+        self.at_once += _WEIGHT * (at_once - self.at_once)
 
 
 class ServingThread(Protocol):
@@ -98,12 +121,11 @@ class ServingThread(Protocol):
 class ServerTurn:
     """The end of a call, for one connection. Any thread may use it; the measurements need no exactness."""
 
-    __slots__ = ("_conn", "_hit", "_quick", "_replies", "_spinning")
+    __slots__ = ("_conn", "_hit", "_replies", "_spinning")
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
         self._spinning = Spinning(conn)
-        self._quick = 0.0  # share of answers after which the next request was there at the first look
         self._hit = False
         self._replies = itertools.count()
 
@@ -114,13 +136,14 @@ class ServerTurn:
         instead of waking another thread for it. Where they do not, spinning may pay.
         """
         conn = self._conn
-        if self._quick > spinner.pays or not next(self._replies) & 15:
+        spinning = self._spinning
+        if spinning.at_once > spinner.pays or not next(self._replies) & 15:
             frames = self._turn_around()
-            if frames is None or self._hit or self._quick > spinner.pays:
+            if frames is None or self._hit or spinning.at_once > spinner.pays:
                 return frames
         else:
             conn.flush(True)
-        return conn.reading(self._linger) if self._spinning.pays() else None
+        return conn.reading(spinning.spin) if spinning.pays() else None
 
     @uninterruptible
     def _turn_around(self) -> list[Frame] | None:
@@ -133,17 +156,13 @@ class ServerTurn:
         conn.flush(not frames)
         if frames is not None:
             # Time may stand still between two reads: what has come decides.
-            hit = self._hit = bool(frames) or conn.heard != before
-            self._quick += 0.03 * (hit - self._quick)
+            self._hit = bool(frames) or conn.heard != before
+            self._spinning.note(self._hit)
         return frames
 
     def _send_and_read(self, frames: list[Frame]) -> None:
         self._conn.flush()
         self._conn.receive(frames)
-
-    def _linger(self, frames: list[Frame]) -> None:
-        if self._spinning.read(frames) == 1:
-            self._quick += 0.03 * (1 - self._quick)
 
     def attend(self, server: ServingThread) -> list[Frame] | None:
         """Send what is in the outbox, and wait for what comes over this connection; ``None``: somebody else reads it.
@@ -163,8 +182,6 @@ class ServerTurn:
         server.attends = conn
         try:
             if not server.called():
-                spins = self._quick < spinner.pays and self._spinning.pays()
-                tries = self._spinning.read(frames) if spins else 0
-                self._quick += 0.03 * ((conn.sleep(frames) if not tries else tries == 1) - self._quick)
+                self._spinning.wait(frames)
         finally:
             server.attends = None
