@@ -130,7 +130,7 @@ class Settings:
         64, _count, meaning="connections that have not proved the key and are open at a time"
     )
     # -- speed -----------------------------------------------------------------------------
-    spin_us: int = option(25, _count)
+    spin_us: int = option(50, _count)
     cork_frames: int = option(
         64, _count, meaning="frames that may be held back to be written together; 0 or 1: none"
     )

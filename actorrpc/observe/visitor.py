@@ -302,12 +302,13 @@ class Visit:
             else:
                 self._wait(self._sock, until)
                 try:
-                    found = self._reader.read(self._sock, socket.MSG_DONTWAIT)
+                    count = self._sock.recvmsg_into(self._reader.target(), 0, socket.MSG_DONTWAIT)[0]
                 except BlockingIOError:
                     continue
-                except EOFError as error:
-                    raise ConnectionResetError("the worker has closed the connection") from error
-                self._received += self._reader.count
+                if not count:
+                    raise ConnectionResetError("the worker has closed the connection")
+                found = self._reader.fed(count)
+                self._received += count
             for frame in found:
                 if frame.kind == frames.PING:
                     self._send(pack_frame(frames.PONG, frame.id))

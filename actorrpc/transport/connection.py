@@ -47,7 +47,7 @@ from actorrpc.errors import ProtocolError
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED, Goodbye, StateMachine
-from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, ServerTurn, Spinning
+from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, WEIGHT, ServerTurn, Spinning, spinner
 from actorrpc.transport.session import Replay
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.transport.tls import Stream, TlsSocket
@@ -180,7 +180,7 @@ class Connection(StateMachine):
                 self._poller.register(fd, select.POLLIN)
         self._writer_poller: select.poll | None = None
         self.answering = ServerTurn(self)
-        self.spinning = Spinning(self)  # of the threads that wait for a reply
+        self.spinning = Spinning()  # of the threads that wait for a reply
         self.chunks = ChunkSender(self)
         self.send_chunks = self.chunks.send
         #: disarmed although nobody reads: the thread that made a call is about to wait for it, or the clock listens again soon
@@ -229,18 +229,23 @@ class Connection(StateMachine):
                 pass
 
     @uninterruptible
-    def reading(self, read: Callable[..., object], *arguments: Any) -> list[Frame] | None:
+    def reading(
+        self, read: Callable[..., object], *arguments: Any, woken: bool = False
+    ) -> list[Frame] | None:
         """Run ``read(frames, *arguments)`` while no other thread reads, and return the frames that it leaves to be delivered.
 
         ``None``: another thread reads, or the connection is not open. ``read`` may sleep. An exception closes the connection.
+
+        Args:
+            woken: the kernel has woken this thread for the connection, which is disarmed by that.
         """
         if self.state is not OPEN or not self.read_lock.acquire(False):
             return None
         self.reader = threading.get_ident()
         modify = self._epoll.modify
         frames: list[Frame] = []
-        if self.expecting:
-            self.expecting = False  # it is disarmed already
+        if self.expecting or woken:
+            self.expecting = False
         else:
             try:
                 modify(self.fd, DISARMED)  # otherwise what comes wakes a pool thread as well
@@ -265,7 +270,7 @@ class Connection(StateMachine):
 
     def turn(self) -> None:
         """Read what is there and deliver it, as a pool thread that was woken for it, unless another thread reads."""
-        frames = self.reading(self.receive)
+        frames = self.reading(self.receive, woken=True)
         if frames:
             self._events.deliver(self, frames, False)
 
@@ -305,75 +310,82 @@ class Connection(StateMachine):
         except (OSError, ValueError):  # closed meanwhile, or just now
             pass
 
-    def sleep(self, frames: list[Frame], wait_ms: int | None = None) -> bool:
-        """Sleep until something comes, :meth:`wake` is called or ``wait_ms`` are over, and read. Under the read lock.
-
-        Returns whether it was there already.
-        """
+    def wait(self, frames: list[Frame], spinning: Spinning, wait_ms: int | None = None) -> None:
+        """Wait until something comes, :meth:`wake` is called or ``wait_ms`` are over, and read. Under the read lock."""
+        if spinning.pays(self.settings) and self.spin(frames, spinning):
+            return
         begun = _time.now()
         ready = self._poller.poll(wait_ms)
-        at_once = _time.now() - begun < AT_ONCE_S
+        spinning.at_once += WEIGHT * ((_time.now() - begun < AT_ONCE_S) - spinning.at_once)
         for fd, _ in ready:
             if fd == self.fd:
                 self.receive(frames)
             elif fd == self._wake_fd:
-                self._quieten()
-        return at_once
+                try:
+                    os.eventfd_read(fd)
+                except BlockingIOError:
+                    pass
 
-    def _quieten(self) -> None:
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
-
-    def spin_for(self, frames: list[Frame]) -> int:
-        """Try to read for at most the spin time; return how many tries it took, 0 if nothing came."""
+    def spin(self, frames: list[Frame], spinning: Spinning) -> bool:
+        """Try to read for at most the spin time, unless another thread spins; say whether something came. Under the read lock."""
+        if not spinner.acquire():
+            return False
         until = _time.now() + self.settings.spin_us * 1e-6
-        tries = 1
-        while not self.receive(frames):
-            if _time.now() > until:
-                return 0
-            tries += 1
-        return tries
-
-    def receive(self, frames: list[Frame]) -> bool:
-        """Read without blocking; while chunks come in, read on for a while. Returns whether anything came.
-
-        What is to be delivered is added to ``frames``; control frames are acted on.
-        """
-        reader, came = self._reader, False
-        for _ in range(_BULK_READS):
-            try:
-                found = reader.read(self.sock, _DONTWAIT)
-            except BlockingIOError:
-                if reader.sink is None or not self._poller.poll(1):
-                    return came
-                continue
-            came = True
-            self.heard = _time.now()
-            self.bytes_in += reader.count
-            if self.replay is not None and self.replay.count(reader.count):
-                self.flush()
-            self._sort(found, frames)
-            if reader.sink is None or frames or self.state is CLOSED:
-                break
+        first = came = self.receive(frames)
+        try:
+            while not came and _time.now() <= until:
+                came = self.receive(frames)
+        finally:
+            spinner.release()
+        spinning.at_once += WEIGHT * (first - spinning.at_once)
+        if not first:  # what was there at the first look says nothing about spinning
+            spinning.found += WEIGHT * (came - spinning.found)
         return came
 
-    def _sort(self, found: list[Frame], frames: list[Frame]) -> None:
-        """Add those of the frames to ``frames`` that are to be delivered, and act on the others."""
-        reader = self._reader
-        while True:
-            for frame in found:
-                # Whole messages pass; what controls the connection, is in chunks, has objects or is for a mailbox is looked at.
-                if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
-                    frames.append(frame)
+    def receive(self, frames: list[Frame], fresh: bool = False) -> bool:
+        """Read without blocking; while chunks come in, read on for a while. Returns whether anything came.
+
+        What is to be delivered is added to ``frames``; the connection acts on control frames.
+
+        Args:
+            fresh: look at what came with the handshake, and read nothing else.
+        """
+        reader, events, came = self._reader, self._events, False
+        for _ in range(_BULK_READS):
+            count = 0
+            if not fresh:
+                try:
+                    if reader.empty is not None:
+                        count = self.sock.recv_into(reader.empty, 0, _DONTWAIT)
+                    else:
+                        count = self.sock.recvmsg_into(reader.target(), 0, _DONTWAIT)[0]
+                except BlockingIOError:
+                    if reader.sink is None or not self._poller.poll(1):
+                        return came
                     continue
-                left = self._events.control(self, frame)
-                if left is not None:
-                    frames.append(left)
-            if not reader.more:
-                return
-            found = reader.fed(0)
+                if not count:
+                    raise EOFError("end of file")
+                self.heard = _time.now()
+                self.bytes_in += count
+                if self.replay is not None and self.replay.count(count):
+                    self.flush()
+            came = True
+            found = reader.fed(count)
+            while True:
+                for frame in found:
+                    # Whole messages pass; what controls the connection, is in chunks, has objects or is for a mailbox does not.
+                    if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
+                        frames.append(frame)
+                        continue
+                    left = events.control(self, frame)
+                    if left is not None:
+                        frames.append(left)
+                if not reader.more:
+                    break
+                found = reader.fed(0)
+            if fresh or frames or reader.sink is None or self.state is CLOSED:
+                break
+        return came
 
     @uninterruptible
     def begin(self) -> list[Frame]:
@@ -382,7 +394,7 @@ class Connection(StateMachine):
         self.fresh = False
         with self.read_lock:
             try:
-                self._sort(self._reader.fed(0), frames)
+                self.receive(frames, fresh=True)
             except BaseException as error:
                 self.failed(error)
             if frames:

@@ -6,8 +6,9 @@ is there at the first look. Where they do not, spinning for ``spin_us`` may find
 
 Spinning is cheaper than sleeping only where something comes within that time, and only where the other end runs meanwhile. Each
 place that waits keeps two shares: of the waits that found something at the first look (then both ends share a processor, and the
-place does not spin), and of the spins that found something later. It spins while the second share is large enough, and tries one
-wait in sixteen otherwise. One thread of a process spins at a time, because threads that spin take the interpreter from each other.
+place does not spin), and of the spins that found something later. It spins while the second share is large enough, and tries
+one wait in sixteen otherwise. One thread of a process spins at a time, because threads that spin take the interpreter from
+each other.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.frames import Frame
 
 if TYPE_CHECKING:
+    from actorrpc.config import Settings
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "ServerTurn", "ServingThread", "Spinning", "spinner"]
+__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "WEIGHT", "ServerTurn", "ServingThread", "Spinning", "spinner"]
 
 AT_ONCE_S: Final = 4e-6
 """A wait that is shorter (in seconds) found what it waited for at the first look."""
@@ -31,23 +33,22 @@ AT_ONCE_S: Final = 4e-6
 ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 DISARMED: Final = select.EPOLLONESHOT
 
-_SHARED: Final = (
-    0.3  # share of waits with something at the first look, above which both ends share a processor
-)
-_PAYS: Final = 0.25  # share of spins that must find something
-_WEIGHT: Final = 0.0625  # of the latest wait in a running mean
+WEIGHT: Final = 0.0625
+"""Of the latest wait in the shares of :class:`Spinning`."""
 
 
 class Spinner:
-    """The right to spin, which one thread of the process has at a time. Tests replace :data:`spinner`, or set its attribute.
+    """The right to spin, which one thread of the process has at a time. Tests replace :data:`spinner`, or set its attributes.
 
     Attributes:
+        shared: share of waits with something at the first look, above which both ends are taken to share a processor.
+        worth: share of spins that must find something.
         pays: share of answers, 0 to 1, after which the next request was there at once. Above it, a thread reads after each
             answer.
     """
 
     def __init__(self) -> None:
-        self.pays = 0.15
+        self.shared, self.worth, self.pays = 0.3, 0.25, 0.15
         self.lock = _time.Lock()
 
     def acquire(self) -> bool:
@@ -63,50 +64,25 @@ spinner = Spinner()
 
 
 class Spinning:
-    """One place that may spin before it sleeps. One thread at a time uses it: the one that holds the read lock.
+    """What one place that waits knows of spinning. One thread at a time uses it: the one that holds the read lock.
 
     Attributes:
         at_once: share of the latest waits, 0 to 1, that found something at the first look.
+        found: share of the latest spins that found something later.
     """
 
-    __slots__ = ("_conn", "_count", "_found", "at_once")
+    __slots__ = ("_count", "at_once", "found")
 
-    def __init__(self, conn: Connection) -> None:
-        self._conn = conn
+    def __init__(self) -> None:
         self._count = 0
-        self._found = 0.0
-        self.at_once = 0.0
+        self.at_once = self.found = 0.0
 
-    def pays(self) -> bool:
+    def pays(self, settings: Settings) -> bool:
         """Say whether to spin in the wait that begins now: that has paid here, or is tried again."""
+        if self.at_once >= spinner.shared:
+            return False
         self._count += 1
-        return (
-            self.at_once < _SHARED
-            and (self._found >= _PAYS or not self._count & 15)
-            and self._conn.settings.spin_us > 0
-        )
-
-    def spin(self, frames: list[Frame]) -> int:
-        """Spin, unless another thread does; return after how many looks something came, 0 if nothing came."""
-        if not spinner.acquire():
-            return 0
-        try:
-            tries = self._conn.spin_for(frames)
-        finally:
-            spinner.release()
-        self.note(tries == 1)
-        if tries != 1:  # what was there at the first look says nothing about spinning
-            self._found += _WEIGHT * (bool(tries) - self._found)
-        return tries
-
-    def wait(self, frames: list[Frame], wait_ms: int | None = None) -> None:
-        """Read what comes: spin if that pays, and then sleep, for at most ``wait_ms``."""
-        if not (self.pays() and self.spin(frames)):
-            self.note(self._conn.sleep(frames, wait_ms))
-
-    def note(self, at_once: bool) -> None:
-        """Record whether a wait found something at the first look."""
-        self.at_once += _WEIGHT * (at_once - self.at_once)
+        return (self.found >= spinner.worth or not self._count & 15) and settings.spin_us > 0
 
 
 class ServingThread(Protocol):
@@ -125,7 +101,7 @@ class ServerTurn:
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
-        self._spinning = Spinning(conn)
+        self._spinning = Spinning()
         self._hit = False
         self._replies = itertools.count()
 
@@ -143,7 +119,7 @@ class ServerTurn:
                 return frames
         else:
             conn.flush(True)
-        return conn.reading(spinning.spin) if spinning.pays() else None
+        return conn.reading(conn.spin, spinning) if spinning.pays(conn.settings) else None
 
     @uninterruptible
     def _turn_around(self) -> list[Frame] | None:
@@ -157,7 +133,7 @@ class ServerTurn:
         if frames is not None:
             # Time may stand still between two reads: what has come decides.
             self._hit = bool(frames) or conn.heard != before
-            self._spinning.note(self._hit)
+            self._spinning.at_once += WEIGHT * (self._hit - self._spinning.at_once)
         return frames
 
     def _send_and_read(self, frames: list[Frame]) -> None:
@@ -182,6 +158,6 @@ class ServerTurn:
         server.attends = conn
         try:
             if not server.called():
-                self._spinning.wait(frames)
+                conn.wait(frames, self._spinning)
         finally:
             server.attends = None

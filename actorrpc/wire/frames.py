@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 from actorrpc.errors import LimitError, ProtocolError
 
@@ -153,16 +153,6 @@ def unpack_position(position: int) -> tuple[int, int]:
     return position >> _OFFSET_BITS, position & _OFFSET_MASK
 
 
-class Readable(Protocol):
-    """A socket that can be read."""
-
-    def recv_into(self, buffer: memoryview, size: int, flags: int, /) -> int:
-        """See :meth:`socket.socket.recv_into`."""
-
-    def recvmsg_into(self, buffers: Sequence[memoryview], ancillary: int, flags: int, /) -> Any:
-        """See :meth:`socket.socket.recvmsg_into`."""
-
-
 class FrameReader:
     """Cuts a stream of bytes into frames, incrementally.
 
@@ -178,7 +168,7 @@ class FrameReader:
         allocate: makes the read buffer: zeros that can be written to, of so many bytes.
 
     Attributes:
-        count: how many bytes the last :meth:`read` has brought.
+        empty: the whole read buffer, where the next bytes begin a frame; ``None``: see :meth:`target`.
         more: see :meth:`fed`.
         sink: where a chunk goes that has begun and whose rest has not been read; ``None``: there is none.
     """
@@ -195,7 +185,7 @@ class FrameReader:
         "_start",
         "_view",
         "_whole",
-        "count",
+        "empty",
         "more",
         "sink",
     )
@@ -219,7 +209,7 @@ class FrameReader:
         self._max_chunk = max_chunk
         self._sink_for = sink_for
         self.sink: memoryview | None = None
-        self.count = 0
+        self.empty: memoryview | None = self._view
         self._sink_got = 0
         self.more = False
         self._chunk: Frame | None = None
@@ -233,6 +223,7 @@ class FrameReader:
         """Take the first bytes, which came by another way; the next :meth:`fed`, also of 0, cuts them."""
         self._view[: len(data)] = data
         self._end = len(data)
+        self.empty = None
 
     def target(self) -> list[memoryview]:
         """Return the memory that the next bytes go to, in order. Never empty, never of zero size."""
@@ -243,23 +234,6 @@ class FrameReader:
         # directly.
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
-
-    def read(self, sock: Readable, how: int) -> list[Frame]:
-        """Read once with the flags ``how``, and return the frames that are now whole, as :meth:`fed` does.
-
-        Raises:
-            BlockingIOError: there is nothing, where ``how`` has it not wait.
-            EOFError: the connection is at its end.
-            ProtocolError: see :meth:`fed`.
-        """
-        if self.sink is None:
-            end, view = self._end, self._view
-            count = self.count = sock.recv_into(view[end:] if end else view, 0, how)
-        else:
-            count = self.count = sock.recvmsg_into(self.target(), 0, how)[0]
-        if not count:
-            raise EOFError("end of file")
-        return self.fed(count)
 
     def fed(self, count: int) -> list[Frame]:
         """Record ``count`` new bytes and return the frames that are now whole.
@@ -323,6 +297,7 @@ class FrameReader:
         elif self.sink is None and not self.more:  # what is behind a frame that has more is not checked yet
             here = end - start
             self._make_room(PREFIX_SIZE + (PREFIX.unpack_from(view, start)[0] if here >= PREFIX_SIZE else 0))
+        self.empty = None if self._end or self.sink is not None else self._view
         return frames
 
     def _begin_chunk(self, frames: list[Frame], start: int, end: int, length: int, frame: Frame) -> int:

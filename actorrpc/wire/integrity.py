@@ -233,6 +233,7 @@ class SealedReader(FrameReader):
             self._start = self._end = 0
         elif self.sink is None and not self.more:
             self._make_room(needed)
+        self.empty = None if self._end or self.sink is not None else self._view
         self._over = False
         return frames
 

@@ -102,6 +102,8 @@ class _Spinner(reader.Spinner):
         self._steps = steps
         self._dice = dice
         self.pays = dice.choice((-1.0, 0.15, 2.0))
+        self.worth = dice.choice((-1.0, 0.25))  # below 0, each wait spins
+        self.shared = 2.0  # never taken for that
 
     def acquire(self) -> bool:
         self._steps.step()
@@ -170,7 +172,6 @@ class _World:
         self._names = itertools.count(1)
         steps.install(monkeypatch)
         monkeypatch.setattr(reader, "spinner", _Spinner(steps, dice))
-        monkeypatch.setattr(reader.Spinning, "pays", lambda _: settings.spin_us > 0 and dice.random() < 0.5)
         mine, theirs = record("me", 0), record("other", 1)
         settings = Settings(
             max_threads=dice.choice((3, 4, 8)),

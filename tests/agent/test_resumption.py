@@ -443,7 +443,7 @@ def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Q
 
 _READERS: dict[str, Callable[[Connection], object]] = {
     "pool": Connection.turn,
-    "caller": lambda conn: conn.reading(conn.sleep),
+    "caller": lambda conn: conn.reading(conn.wait, conn.spinning),
     "answering": lambda conn: conn.answering.reply(),
 }
 

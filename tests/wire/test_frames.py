@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import socket
 
 import pytest
 from hypothesis import given
@@ -267,14 +266,3 @@ def test_positions_are_kept(index: int, offset: int) -> None:
 def test_a_header_over_its_limit_is_not_packed() -> None:
     with pytest.raises(LimitError):
         pack_frame(frames.REQUEST, extra=bytes(MAX_EXTRA + 1))
-
-
-def test_a_message_over_the_limit_that_comes_alone_is_refused_too() -> None:
-    reader = _reader(capacity=2 * _MAX_FRAME)  # as one is that has grown
-    data = pack_frame(frames.REPLY, 1, bytes(_MAX_FRAME + 1))
-
-    here, there = socket.socketpair()
-    with here, there:
-        there.sendall(data)
-        with pytest.raises(ProtocolError, match="over the limit"):
-            reader.read(here, 0)
