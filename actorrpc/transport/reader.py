@@ -147,7 +147,8 @@ class ServerTurn:
         instead of being woken by another thread that has. Returns also when the server is called, or the connection ends.
         """
         frames = self._conn.reading(self._attend, server)
-        self._conn.flush(not frames)  # as in _turn_around
+        if self._conn.outbox:
+            self._conn.flush(not frames)  # as in _turn_around
         return frames
 
     def _attend(self, frames: list[Frame], server: ServingThread) -> None:
