@@ -312,7 +312,7 @@ class Connection(StateMachine):
 
     def wait(self, frames: list[Frame], spinning: Spinning, wait_ms: int | None = None) -> None:
         """Wait until something comes, :meth:`wake` is called or ``wait_ms`` are over, and read. Under the read lock."""
-        if spinning.pays(self.settings) and self.spin(frames, spinning):
+        if self.settings.spin_us and spinning.pays() and self.spin(frames, spinning):
             return
         begun = _time.now()
         ready = self._poller.poll(wait_ms)

@@ -7,7 +7,7 @@ is there at the first look. Where they do not, spinning for ``spin_us`` may find
 Spinning is cheaper than sleeping only where something comes within that time, and only where the other end runs meanwhile. Each
 place that waits keeps two shares: of the waits that found something at the first look (then both ends share a processor, and the
 place does not spin), and of the spins that found something later. It spins while the second share is large enough, and tries
-one wait in sixteen otherwise. One thread of a process spins at a time, because threads that spin take the interpreter from
+one wait in 64 otherwise. One thread of a process spins at a time, because threads that spin take the interpreter from
 each other.
 """
 
@@ -69,20 +69,19 @@ class Spinning:
     Attributes:
         at_once: share of the latest waits, 0 to 1, that found something at the first look.
         found: share of the latest spins that found something later.
+        count: how many waits there were; one in 64 spins in any case, unless both ends share a processor.
     """
 
-    __slots__ = ("_count", "at_once", "found")
+    __slots__ = ("at_once", "count", "found")
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
         self.at_once = self.found = 0.0
 
-    def pays(self, settings: Settings) -> bool:
+    def pays(self) -> bool:
         """Say whether to spin in the wait that begins now: that has paid here, or is tried again."""
-        if self.at_once >= spinner.shared:
-            return False
-        self._count += 1
-        return (self.found >= spinner.worth or not self._count & 15) and settings.spin_us > 0
+        self.count += 1
+        return self.at_once < spinner.shared and (self.found >= spinner.worth or not self.count & 63)
 
 
 class ServingThread(Protocol):
@@ -119,7 +118,7 @@ class ServerTurn:
                 return frames
         else:
             conn.flush(True)
-        return conn.reading(conn.spin, spinning) if spinning.pays(conn.settings) else None
+        return conn.reading(conn.spin, spinning) if conn.settings.spin_us and spinning.pays() else None
 
     @uninterruptible
     def _turn_around(self) -> list[Frame] | None:
