@@ -22,7 +22,6 @@ from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.frames import Frame
 
 if TYPE_CHECKING:
-    from actorrpc.config import Settings
     from actorrpc.transport.connection import Connection
 
 __all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "WEIGHT", "ServerTurn", "ServingThread", "Spinning", "spinner"]
