@@ -62,7 +62,7 @@ def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for module, name in (
         *((pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (_pickle, "loads"), (_pickle, "load")),
         *((_pickle, "Unpickler"), (cloudpickle, "loads"), (torch, "load")),
-        *((codec, "unpickle"), (outbound, "open_plain"), (outbound, "open_body"), (codec, "decode")),
+        *((codec, "unpickle"), (outbound, "opened"), (codec, "decode")),
         *((codec, "loads_here"), (codec, "load_here"), (by_value, "loads_here"), (data_only, "loads")),
         *((msgpack, "unpackb"), (headers, "unpack_header"), (outbound, "begin_stream")),
         *((WorkerRecord, "from_bytes"), (FrameReader, "fed")),

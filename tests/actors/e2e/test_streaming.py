@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -359,13 +360,15 @@ def test_a_number_of_results() -> None:
         actorrpc.get(missing)
 
 
-def test_an_item_that_is_here_is_not_waited_for(gate: Path) -> None:
+def test_an_item_that_is_here_is_not_waited_for(gates: Callable[[], Path]) -> None:
     """Whoever waits for an item gets it, even if the next ones are asked for in this very moment."""
-    actors = [Producer.remote() for _ in range(4)]
-    streams = [iter(actor.blocks.remote(str(gate))) for actor in actors]
+    waiting = [gates() for _ in range(4)]
+    actors = [Producer.remote() for _ in waiting]
+    streams = [iter(actor.blocks.remote(str(gate))) for actor, gate in zip(actors, waiting, strict=True)]
     # The pool takes the first items up, while this thread looks what there is to wait for.
     assert [actorrpc.get(next(items)) for items in streams] == [0] * 4
-    open_gate(gate)
+    for gate in waiting:
+        open_gate(gate)
     assert [list(items) for items in streams] == [[]] * 4
 
 
