@@ -18,7 +18,7 @@ import importlib
 import inspect
 import struct
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -175,11 +175,13 @@ class _SpanClient:
         label: str | None = None,
         mail: MailHeader | None = None,
         header: Header | None = None,
+        awaits: Sequence[Future[Any]] = (),
+        place: Call | None = None,
     ) -> Call:
-        """Do what :meth:`Agent.call` does."""
+        """Do what :meth:`Agent.call` does. The span of a call that reserves its place begins when its message is sent."""
         current = self._current()
         name = ""
-        if current is not None and future is not None and self._sampled(current):
+        if current is not None and future is not None and not awaits and self._sampled(current):
             if mail is None:
                 name = _of_call(function, args)
             elif "creates" not in mail.header:
@@ -196,6 +198,8 @@ class _SpanClient:
                 label=label,
                 mail=mail,
                 header=header,
+                awaits=awaits,
+                place=place,
             )
         span, header = self._begin(name, peer)
         assert future is not None
@@ -212,6 +216,8 @@ class _SpanClient:
                 label=label,
                 mail=mail,
                 header=header,
+                awaits=awaits,
+                place=place,
             )
         except BaseException as error:
             if vars(future).pop("conclude", None) is not None:

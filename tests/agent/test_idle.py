@@ -37,7 +37,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         with lock:
             counted[name] += 1
 
-    at, submit, read = Clock.at, Pool.submit, FrameReader.read
+    at, submit, read = Clock.at, Pool.submit, FrameReader.fed
 
     def timer(clock: Clock, due: float, run: Callable[[], Any]) -> Timer:
         def counted() -> None:
@@ -58,7 +58,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(Clock, "at", timer)
     monkeypatch.setattr(Pool, "submit", work)
-    monkeypatch.setattr(FrameReader, "read", reads)
+    monkeypatch.setattr(FrameReader, "fed", reads)
     return counted
 
 

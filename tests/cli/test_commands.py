@@ -169,6 +169,7 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
             "oldest": "float",
             "calls_in": "int",
             "unread": "int",
+            "blocked": "float",
             "sent": "int",
             "received": "int",
             "chunks_sent": "int",
