@@ -32,7 +32,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_TLS_CA": "the file of the CA that must have signed the certificates of all workers",
     "ACTORRPC_TLS_MIN_VERSION": "1.3 (default) or 1.2: the oldest version of TLS that is spoken",
     "ACTORRPC_DATA_ONLY": "1 to take nothing but data from peers, who may call exposed functions only (see SECURITY.md)",
-    "ACTORRPC_SPIN_US": "how long a thread may spin before it sleeps (default 50; 0 turns it off)",
+    "ACTORRPC_SPIN_US": "how long a thread may spin before it sleeps (default 100; 0 turns it off)",
     "ACTORRPC_MAX_THREADS": "the most worker threads in one process (default 512)",
     "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before callers wait (default 64 MiB)",
     "ACTORRPC_LANE": "0 to turn the shared-memory tensor lane off",
@@ -130,7 +130,7 @@ class Settings:
         64, _count, meaning="connections that have not proved the key and are open at a time"
     )
     # -- speed -----------------------------------------------------------------------------
-    spin_us: int = option(50, _count)
+    spin_us: int = option(100, _count)
     cork_frames: int = option(
         64, _count, meaning="frames that may be held back to be written together; 0 or 1: none"
     )

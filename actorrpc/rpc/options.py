@@ -70,7 +70,7 @@ class RpcBackendOptions:
             (default False). One side that wants it is enough.
         data_only: take nothing but data from peers, who may call exposed functions only (:func:`actorrpc.rpc.exposed`).
         max_threads: the most worker threads of this process (default 512).
-        spin_us: how long a thread may spin before it sleeps (default 50; 0: never).
+        spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
         lane: whether large tensors go through shared memory on one host (default True).
         window: bytes of calls that a peer may leave unread before callers wait (default 64 MiB).
         heartbeat: seconds of silence after which a connected peer is asked for a sign of life (default 2).
