@@ -306,19 +306,7 @@ class Call(Progress):
                         continue
                 if agent.pool.queue and agent.pool.is_member():
                     agent.pool.kick()  # what is queued must not wait for a thread that waits
-                foreign: bool | None = (
-                    None  # whether something else than replies came; None: this thread has not read
-                )
-                if reads and conn is not None:
-                    frames = conn.reading(self._read_reply, conn, bounded)
-                    if frames:
-                        foreign = agent.inbox.deliver(conn, frames, True)
-                    elif frames is not None:
-                        foreign = False
-                        if self.done and (self.charge or self.peer.waiting):
-                            self.peer.release(self)
-                        if conn.outbox:
-                            conn.flush()
+                foreign = self._read(conn, bounded) if reads and conn is not None else None
                 if _interrupts.pending:
                     checkpoint()
                 if WAITING.posts:
@@ -342,6 +330,18 @@ class Call(Progress):
         # It may have been put off meanwhile: see actorrpc.debugger.
         if not self.done and self.deadline <= _time.now():
             self.expire()
+
+    @uninterruptible
+    def _read(self, conn: Connection, deadline: float | None) -> bool | None:
+        """Read one batch and deliver it. Returns whether something else than replies came, ``None`` if another thread reads."""
+        frames = conn.reading(self._read_reply, conn, deadline)
+        if frames:
+            return self.agent.inbox.deliver(conn, frames, True)
+        if self.done and (self.charge or self.peer.waiting):
+            self.peer.release(self)
+        if conn.outbox:
+            conn.flush()
+        return None if frames is None else False
 
     def _read_reply(self, frames: list[Frame], conn: Connection, deadline: float | None) -> None:
         """Send the call, and read what comes next; a reply of a call without a future ends the call here. Under the read lock."""

@@ -268,6 +268,7 @@ class Connection(StateMachine):
                 pass
         return frames
 
+    @uninterruptible
     def turn(self) -> None:
         """Read what is there and deliver it, as a pool thread that was woken for it, unless another thread reads."""
         frames = self.reading(self.receive, woken=True)

@@ -138,6 +138,7 @@ class ServerTurn:
         self._conn.flush()
         self._conn.receive(frames)
 
+    @uninterruptible
     def attend(self, server: ServingThread) -> list[Frame] | None:
         """Send what is in the outbox, and wait for what comes over this connection; ``None``: somebody else reads it.
 
