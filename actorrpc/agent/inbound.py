@@ -25,6 +25,7 @@ from actorrpc.errors import LimitError, ProtocolError
 from actorrpc.futures import WAITING
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import Goodbye
+from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame
 from actorrpc.wire.headers import unpack_header
@@ -308,6 +309,15 @@ class Inbox:
         flights = self._agent.flights
         if flights is not None:
             flights.called(call, frame)
+        if frame[1] or frame[5] or frame[0] == frames.FAILURE or self._agent.interceptors:
+            return self._open_whole(call, frame)
+        if call.introduces is not None:
+            call.peer.functions.numbers[call.introduces[1]] = call.introduces[0]
+        return outbound.opened(self._agent, call.conn, frame, call.peer)
+
+    @uninterruptible
+    def _open_whole(self, call: Call, frame: Frame) -> Any:
+        """Open a reply that is more than its body, or an error."""
         if frame[0] == frames.FAILURE:
             raise exceptions.load(outbound.body_of(frame), loads=codec.loads)
         if call.introduces is not None:
