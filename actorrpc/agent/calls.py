@@ -15,7 +15,6 @@ and callbacks that copy their context, and never leaks from one call to the next
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -33,6 +32,7 @@ from actorrpc.futures import (
     interruption_point,
     run_queued_callbacks,
 )
+from actorrpc.serialization.class_cache import empty_before_collection
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CALLER_BIT", "CURRENT", "FRAME_BIT", "Call", "Execution", "Nested"]
 
-_log = logging.getLogger("actorrpc.calls")
 INFINITE: Final = float("inf")
 FRAME_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
 CALLER_BIT: Final = (
@@ -58,8 +57,9 @@ _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing
 _MANY_NESTED: Final = 64  # more nested calls than that are searched for those that are over
 
 
-for _step in (Future.conclude, Future.try_complete, Future.try_fail, Future.follow):
-    uninterruptible(_step)  # their module does not know of signals
+# The modules of these functions do not know of signals. The collector would discard an exception that leaves its callback.
+for _step in (Future.conclude, Future.try_complete, Future.try_fail, Future.follow, empty_before_collection):
+    uninterruptible(_step)
 
 
 class Nested(Protocol):
@@ -170,7 +170,7 @@ class Call(Progress):
     """A call to a peer that has been made and is not over yet. One thread waits for it at most, or a future does.
 
     Attributes:
-        awaits: futures of arguments that are not here: only a place in the mailbox is reserved, and the call cannot run yet.
+        awaits: the pending futures of arguments. As long as there are any, the call has only reserved its place in the mailbox.
         made: when it was made, and ``thread`` the number of the thread that has made it.
         introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
         size: bytes of what it carries, where that is more than its frame.
@@ -349,7 +349,7 @@ class Call(Progress):
             conn.unattended -= 1
         if conn.outbox:
             conn.flush()
-        # A thread that ends the call, or stirs it, either sees ``polling`` and wakes this thread, or is seen here.
+        # Another thread that ends or stirs the call sees ``polling`` and wakes this thread, or this thread sees its change below.
         self.polling = conn
         try:
             if self.done or self.stirred:
@@ -364,7 +364,7 @@ class Call(Progress):
             self.polling = None
         if len(frames) == 1 and self.future is None:
             reply = frames[0]
-            # The call is taken out under the lock: a thread that found the end of the connection behind the reply would end it.
+            # Under the lock: a thread that read the end of the connection behind this reply would fail the call as pending.
             if (
                 reply[2] == self.id
                 and REQUEST < reply[0] <= FAILURE
@@ -509,7 +509,7 @@ class Call(Progress):
         return True
 
     def give_back_place(self) -> bool:
-        """Take a call whose message cannot be sent out of the mailbox; False if it is over. Its future is still to be ended."""
+        """End a reserved call whose message cannot be sent; False if it has ended. The future is left to the caller."""
         if self.peer.pending.pop(self.id, None) is None:
             return False
         self.end(None, None)

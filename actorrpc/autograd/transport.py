@@ -151,6 +151,7 @@ class AgentTransport:
         future: Future[Any] = Future()
         label = f"{OWN}backward ({type(message).__name__})"
         future.label = label
+        future.cover()  # the pass raises its errors itself, and an interruption may come before it has the future
         try:
             self._agent.call(
                 self._references.peer_of(to),
@@ -165,7 +166,6 @@ class AgentTransport:
         except Exception as error:
             future.try_fail(error)
             if is_of_handler(error):
-                future.acknowledge()
                 raise
         return future
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any, Final, Generic, TypeVar
 
-__all__ = ["ClassCache"]
+__all__ = ["ClassCache", "empty_before_collection"]
 
 T = TypeVar("T")
 
@@ -62,10 +62,11 @@ def _attributes(cls: type, bases: tuple[type, ...]) -> list[Any]:
 _tables: Final[list[dict[int, Any]]] = []
 
 
-def _empty(phase: str, info: dict[str, int]) -> None:
+def empty_before_collection(phase: str, info: dict[str, int]) -> None:
+    """Empty all caches before a full collection. Python's collector calls this function."""
     if phase == "start" and info["generation"] == 2:
         for table in _tables:
             table.clear()
 
 
-gc.callbacks.append(_empty)
+gc.callbacks.append(empty_before_collection)

@@ -263,11 +263,11 @@ class _Watch:
 
     __slots__ = ("_stream", "future", "item", "number")
 
-    def __init__(self, stream: _WaitedStream, item: Any, number: int) -> None:
+    def __init__(self, stream: _WaitedStream, item: Any, number: int, future: Future[Any]) -> None:
         self._stream = stream
         self.item = item
         self.number = number
-        self.future: Future[Any]
+        self.future = future
 
     def arm(self, future: Future[Any]) -> None:
         """Watch a future."""
@@ -731,7 +731,7 @@ class _Watches:
 
     def add(self, number: int, item: Any, future: Future[Any]) -> None:
         """Watch a result, whose future is this one."""
-        watch = self.watches[number] = _Watch(self.stream, item, number)
+        watch = self.watches[number] = _Watch(self.stream, item, number, future)
         watch.arm(future)
 
     def cover(self) -> None:
