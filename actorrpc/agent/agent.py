@@ -73,7 +73,6 @@ _ANSWERS_S: Final = (
 )
 _GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless somebody grants more
 _modules: Final = sys.modules
-_pack: Final = frames.PREFIX.pack
 _RETRY_S: Final = 1.0  # a notice that must arrive is sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
 
@@ -395,7 +394,9 @@ class Agent:
                 raise self._shut_down(call)
             self.loop_back(frames.REQUEST, call.id, encoded, header, call.deadline, call.chain, flags)
             return
-        conn = call.conn or peer.conn  # a message follows the reservation of its place on the same connection
+        conn = (
+            call.conn or peer.conn
+        )  # the message uses the connection of its reservation, so that it arrives later
         if conn is None or conn.state is CLOSED:
             if self.closed_down:
                 raise self._shut_down(call)
@@ -439,7 +440,7 @@ class Agent:
             conn.outbox.append(call)
         else:
             conn.outbox.append(frame)
-            call.frame = b""  # of the call itself, nothing is sent yet
+            call.frame = b""  # only the reservation is in the outbox: the call has not been sent
         if rest is not None and rest.buffers and not outbound.send_buffers(self, conn, rest, call.deadline):
             if conn.state is not CLOSED:  # the end of the connection ends the call
                 call.expire()
@@ -464,7 +465,7 @@ class Agent:
 
     @staticmethod
     def _use_place(call: Call) -> None:
-        """Go on to send the message of a call whose place is reserved.
+        """Record that the message of a call follows the reservation of its place.
 
         Raises:
             CancelledError: another thread has ended the call.

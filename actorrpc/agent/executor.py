@@ -37,7 +37,7 @@ from actorrpc.futures import QUEUED, run_queued_callbacks
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.wire.frames import FAILURE, POST, PREFIX, REPLY, Frame, pack_frame
+from actorrpc.wire.frames import FAILURE, POST, REPLY, Frame, pack_frame
 from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ __all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "pack_error"
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
 _modules: Final = sys.modules
-_pack = PREFIX.pack
-_CHARGED: Final = outbound.LANE | outbound.STREAM  # flags of messages that are bounded by their bytes
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
 # What to do about a result of these types, where a decorator hides that a method is a generator function.

@@ -309,19 +309,17 @@ class Inbox:
         flights = self._agent.flights
         if flights is not None:
             flights.called(call, frame)
-        if frame[1] or frame[5] or frame[0] == frames.FAILURE or self._agent.interceptors:
-            return self._open_whole(call, frame)
-        if call.introduces is not None:
+        if call.introduces is not None and frame[0] == frames.REPLY:
             call.peer.functions.numbers[call.introduces[1]] = call.introduces[0]
-        return outbound.opened(self._agent, call.conn, frame, call.peer)
+        if not (frame[1] or frame[5] or frame[0] == frames.FAILURE or self._agent.interceptors):
+            return outbound.opened(self._agent, call.conn, frame, call.peer)
+        return self._open_protected(call, frame)
 
     @uninterruptible
-    def _open_whole(self, call: Call, frame: Frame) -> Any:
-        """Open a reply that is more than its body, or an error."""
+    def _open_protected(self, call: Call, frame: Frame) -> Any:
+        """Open an error, or a reply that has a header: an interruption would lose the references that it carries."""
         if frame[0] == frames.FAILURE:
             raise exceptions.load(outbound.body_of(frame), loads=codec.loads)
-        if call.introduces is not None:
-            call.peer.functions.numbers[call.introduces[1]] = call.introduces[0]
         header = unpack_header(frame.extra) if frame[5] else None
         value = outbound.opened(self._agent, call.conn, frame, call.peer, header)
         for interceptor in self._agent.interceptors:

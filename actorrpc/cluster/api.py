@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -61,7 +60,6 @@ from actorrpc.wire.keys import Key
 
 __all__ = ["ClusterContext", "drain", "init", "scale"]
 
-_log = logging.getLogger("actorrpc.cluster")
 _GRACE_S: Final = 5.0  # how long a graceful end may take, where no time-out is given
 _LAST_S: Final = 0.5  # how long processes may take at least, however long their actors took
 _TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again

@@ -285,7 +285,7 @@ class ResultFuture(InnerFuture[Any]):
         return call.stop(GRACE_S + _MARGIN_S) or (pending is not None and not self._done)
 
     def end(self, error: BaseException, submit: Callable[..., Any] | None = None) -> bool:
-        """Fail a call that is not on the way; False if it is over, or another thread is ending it."""
+        """Fail a call that is not in flight; False if it has ended, or if another thread is ending it."""
         if not self.claim():
             return False
         pending, self._route, self._template, self._pending = self._pending, None, None, None
@@ -420,7 +420,7 @@ class PendingCall(Progress):
     # -- as a future's source -----------------------------------------------------------------------------
 
     def drive(self, _deadline: float | None) -> None:
-        """Send what is gathered: the thread that waits sleeps until the call is over."""
+        """Send the gathered messages. The waiting thread then sleeps until the call ends."""
         future = self.future
         route = None if future is None else future._route
         if route is not None:

@@ -1,7 +1,7 @@
-"""Calls whose arguments are not here yet: each one reserves its place in the mailbox, and is sent when the arguments have come.
+"""Calls with pending arguments: such a call reserves its place in the mailbox, and is sent when its arguments are complete.
 
-The reservation keeps the order of the caller's calls. The worker of the actor cannot run the call before the message has come,
-so a call that ends earlier (it is cancelled, its time is over, an argument has failed) has certainly not run.
+The reservation keeps the order of the caller's calls. The actor cannot run the call before the message has arrived. Therefore a
+call that is cancelled, times out or loses an argument before that has certainly not run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["ReservedCall"]
 
 
 class ReservedCall:
-    """Sends a call when its arguments are here, or ends it when one of them has failed.
+    """Sends a call when its arguments are complete, or ends it when one of them fails. Any thread may complete an argument.
 
     Args:
-        future: the call's; its ``PendingCall`` has the other arguments.
-        call: has reserved its place.
+        future: the future of the call. Its ``PendingCall`` holds the other arguments.
+        call: the call, which has reserved its place.
     """
 
     __slots__ = ("_call", "_claim", "_context", "_future", "_left", "_queue", "_template")
@@ -43,12 +43,12 @@ class ReservedCall:
             argument.add_waiter(self)
 
     def ended(self, argument: Future[Any]) -> None:
-        """Count an argument that is complete. Runs on the thread that has completed it, and must not hold it up."""
+        """Count a completed argument. Runs on the thread that completed the argument, and must not block."""
         self._left.pop()
         if self._left and argument.error is None:
             return
         try:
-            self._claim.pop()  # one thread sends it: that of the last argument, or of the first that has failed
+            self._claim.pop()  # exactly one thread sends the call: it completed the last argument, or failed one first
         except IndexError:
             return
         pending, awaits = self._future._pending, self._call.awaits
@@ -60,7 +60,7 @@ class ReservedCall:
             )
         )
         if is_quick:
-            self._context.run(self._send)  # such arguments run no code of the user's
+            self._context.run(self._send)  # sending such arguments runs no user code
         else:
             self._queue.agent.submit(lambda: self._context.run(self._send))
 

@@ -145,7 +145,7 @@ def _heads(hosted: HostedActor) -> list[Envelope]:
 
 
 def _awaited_arguments(entry: Envelope) -> Sequence[Call | Stall | Envelope]:
-    """Return what brings a call the arguments that are not here; the call itself if its caller waits for them."""
+    """Return the calls and streams that produce the missing arguments of a call; the call itself if its caller waits for them."""
     if entry.reserved:
         return [entry]
     if entry.ready or not isinstance(entry.opened, tuple):
@@ -305,7 +305,7 @@ def _pursue_promise(rref_id: RRefId, probe: Probe) -> None:
 
 
 def _pursue_arguments(id: int, probe: Probe) -> None:
-    """Run on the worker that has made a call and waits for its arguments: pass the question on to what brings them."""
+    """Run on the caller of a call with pending arguments: pass the question on to the calls that produce them."""
     runtime, asking = current(), CURRENT.get()
     call = None if asking is None else asking.peer.pending.get(id)
     if runtime is not None and call is not None:

@@ -33,7 +33,7 @@ class Envelope(Entry):
     """A call in a mailbox.
 
     Attributes:
-        whole: all of the message is here; otherwise its body, or its larger part, is still to come.
+        whole: the whole message has arrived; otherwise its body, or its larger part, follows.
         opened: ``(args, kwargs)`` where they had to be looked at before their turn, or the error of an argument.
     """
 
@@ -63,7 +63,7 @@ class Envelope(Entry):
 
     @property
     def reserved(self) -> bool:
-        """Whether the message follows when its caller has the arguments."""
+        """Whether only the place is here: the caller sends the message when its arguments are complete."""
         return not self.whole and self.frame.flags == MAIL
 
     def heed(self, header: Header) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ActorExecutor", "died"]
 
-_log = logging.getLogger("actorrpc.actors")
 INFINITE: Final = float("inf")
 _AT_ONCE: Final = 64  # calls are started in one callback of the event loop
 _MAX_DEPTH: Final = 60  # calls nested on one thread
@@ -206,10 +204,8 @@ class ActorExecutor:
         """Return the ``args`` and ``kwargs`` of a call, opening its message if that was not opened before its turn."""
         opened, entry.opened = entry.opened, None
         if opened is None:
-            try:
-                del entry.sealed  # one thread opens the message, or discards it: see Envelope.unseal
-            except AttributeError:
-                raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False) from None
+            if not entry.unseal():
+                raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
             frame = entry.frame
             execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
             try:

@@ -68,7 +68,7 @@ def pack_arguments(
 
 
 def awaited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[Any]]:
-    """Return the futures of results that this process is still to get, for which there are ObjectRefs at top level."""
+    """Return the pending futures behind the ObjectRefs at top level."""
     futures = [each._future for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
     return [each for each in futures if each is not None and not each.done()]
 
