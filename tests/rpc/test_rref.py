@@ -537,12 +537,14 @@ def test_a_creation_that_fails_before_it_runs_ends_every_wait() -> None:
 
 
 class UnreadableAtLength:
-    """Raises a long error where it is unpickled."""
+    """Raises a long error where it is unpickled, once that worker's gate is open."""
 
     def __getstate__(self) -> int:
         return 1
 
     def __setstate__(self, state: object) -> None:
+        _entered.release()
+        _gate.wait()
         raise ValueError("cannot be opened: " + "x" * (6 << 20))
 
 
@@ -564,7 +566,11 @@ def _long_errors(rank: int, world_size: int) -> None:
             assert caught.value.args == ("x" * (3 << 20),)
     # Why it was not made is told its owner, in one frame: that must not be over the limit of frames.
     rref = rpc.remote("worker1", own, (UnreadableAtLength(),))
-    assert rpc.rpc_sync("worker1", take_in, (rref,)) == "told"
+    rpc.rpc_sync("worker1", await_entered)
+    told = rpc.rpc_async("worker1", take_in, (rref,))  # must be sent before the error has arrived here
+    rpc.rpc_sync("worker1", await_entered)
+    rpc.rpc_sync("worker1", open_gate)
+    assert told.wait() == "told"
     assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
 
 
