@@ -121,7 +121,7 @@ class Settings:
     frame_integrity: bool = option(False, flag, variable="ACTORRPC_INTEGRITY")
     data_only: bool = option(False, flag)
     handshake_timeout: float = option(
-        5.0, _time, meaning="seconds that each side has to prove the key, over TLS too"
+        5.0, _time, meaning="seconds within which a connection's handshake, with that of TLS, must be over"
     )
     connect_timeout: float = option(
         20.0, _time, meaning="seconds within which a worker is connected, retries included"

@@ -63,8 +63,10 @@ class RpcBackendOptions:
         key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or one made for this
             host.
         insecure: listen without a key on addresses that others can reach. Warns.
-        tls_cert, tls_key, tls_ca: files (PEM) of this worker's certificate, of its private key, and of the CA that must have
-            signed those of all workers. With all three, TCP connections speak TLS and nothing else.
+        tls_cert: the file (PEM) of this worker's certificate. With this option, ``tls_key`` and ``tls_ca``, TCP connections speak
+            TLS and nothing else.
+        tls_key: the file (PEM) of the private key of that certificate.
+        tls_ca: the file (PEM) of the CA that must have signed the certificates of all workers.
         tls_min_version: ``"1.3"`` (default) or ``"1.2"``.
         frame_integrity: seal every frame on TCP connections without TLS, so that what is changed on the way is refused
             (default False). One side that wants it is enough.

@@ -205,9 +205,9 @@ def _columns(cluster: Sequence[View], step: int) -> list[tuple[int, int, list[Vi
 
 
 def _rectangles(view: View, step: int, first: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield a view's bytes as (row, row after the last, column, column after the last), in rows of ``step`` bytes from ``first``.
+    """Yield rectangles that cover a view's bytes, as (first row, row after the last, first column, column after the last).
 
-    ``step`` 0: the whole storage is one row.
+    Each row has ``step`` bytes; row 0 begins at byte ``first`` of the storage. ``step`` 0: the whole storage is one row.
     """
     width, rows = view.item, 1
     outer: list[range] = []

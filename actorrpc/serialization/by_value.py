@@ -9,20 +9,20 @@ assigned or deleted. It is also read again after each call of :func:`look_again`
 changes, as of a global that its methods mention, are not looked for when a message is sent. If the class has changed, its
 definition has another hash and is sent once more; a process that already has the class keeps it as it was received first.
 
-Some things go by value though they could be imported: the main module, modules that are registered so, and what lies in them.
-``cloudpickle.register_pickle_by_value(module)`` says that others do not have a module, nor what lies in it. Most
-messages have nothing of such modules, and the fast pickler writes them: it shows each object here before it would
-write a name, and stops at the first that has to go by value. So a message is read once, however long its bytes and
-texts are, and the decision is cloudpickle's own: it is about the module in which an object is found.
+Functions and classes of some modules go by value although they could be imported: those of the main module (to workers that run
+another script), and those of modules registered with ``cloudpickle.register_pickle_by_value(module)`` and of their submodules.
+Most messages contain none of these, and the fast pickler encodes such messages. While modules are registered, the fast pickler
+calls :func:`stop` for each function, class and bound method. At the first that goes by value, :func:`stop` raises
+GoesByValueError, and :class:`ByValuePickler` encodes the message anew. As in cloudpickle, the module of an object decides.
 
-Processes that run the same script have its functions and classes by name. But those that a script defines after it has joined
-its group others may not have come to yet, or never do (``if rank == 0:``): such a *late* one goes as a name and a definition.
-A worker that has it under that name takes its own, so that all that travels is of the class that the script knows; so does, a
-little later, one whose script is about to come to it. One that will not have it takes the definition, and sends it on in the same
-way.
+Workers that run the same script send the functions and classes of the main module by name. A function or class that the script
+defines after it has joined its group is *late*: other workers may not have reached its definition yet, or may never reach it
+(``if rank == 0:``). A late object is sent as a name and a definition. The receiver uses its own object of that name, so that its
+class is the one that the receiver's script knows. If the receiver's script is about to assign the name, threads other than the
+main thread wait for that, for at most 5 s. Otherwise the receiver loads the definition, and sends the object on in the same way.
 
-Runs on whichever thread encodes or decodes, while others register modules: what is registered when an object is looked at counts.
-Never does I/O, and never loads or pickles under a lock.
+The thread that encodes or decodes a message runs this code; other threads may register modules meanwhile. An object is judged by
+the modules that are registered when the pickler reaches it. Nothing here does I/O, loads or pickles under a lock.
 """
 
 from __future__ import annotations

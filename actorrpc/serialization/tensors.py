@@ -50,8 +50,8 @@ _PORTION: Final = (
 _AT_ONCE: Final = 32 << 10  # elements: of fewer, torch makes a stack on the calling thread alone
 _PINNED: Final = 64 << 10  # from so many bytes on, what comes from a GPU goes into pinned memory
 _ALIGN: Final = 16  # blocks that share a span start on a multiple of the widest element
-# The blocks of a divided storage are copied into one span. The first _OWN_SPANS blocks of at least _OWN_SPAN bytes are not
-# copied: they are spans of their own.
+# If storages of a message are sent in several blocks each, these blocks are copied into one span. The first _OWN_SPANS blocks of
+# each storage that have no gaps and at least _OWN_SPAN bytes are left out: each of them is a span of its own.
 _OWN_SPAN: Final = 1 << 20
 _OWN_SPANS: Final = 64
 

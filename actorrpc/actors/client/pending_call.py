@@ -383,7 +383,7 @@ class PendingCall(Progress):
         """Return the arguments that :meth:`hold` has kept, to be sent."""
         if type(held) is tuple:
             return held
-        # Where the call cannot be made again, the copy itself may go.
+        # open() leaves the snapshot as it is, so that the call can be sent from it again.
         opened: tuple[tuple[Any, ...], dict[str, Any]] = held.open()
         return opened
 

@@ -155,7 +155,10 @@ class _RunnerPools:
         self._pools: dict[Any, _RunnerPool] = {}
 
     def take(self, options: TaskOptions) -> _Runner:
-        """Return the runner for a task, which has one task more from now on; :meth:`lease` has said that there is one."""
+        """Choose a runner for a task, count the task in ``runner.busy``, and return the runner.
+
+        If :meth:`lease` returned a future, call this after the future has completed.
+        """
         with self._lock:
             runner = self._choose(options)
             runner.busy += 1
@@ -223,10 +226,14 @@ class _RunnerPools:
             return [each.handle for each in pool.runners]
 
     def lease(self, options: TaskOptions) -> Future[None] | None:
-        """Ask rank 0 for one more runner if this process knows none that has nothing to do for it. Does not wait.
+        """Request one more runner from rank 0 if all runners that this process knows are busy, and the limit allows one more.
+
+        Does not block. Rank 0, processes without an embedded cluster, and tasks that name a worker request nothing: there,
+        :meth:`take` makes the runners.
 
         Returns:
-            A future that completes when there is a runner for the task; None if there is one.
+            None if :meth:`take` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails as
+            the request does. If ``limit`` requests are under way already, it is the future of the last one.
         """
         if self.runtime.spawner is None or options.worker is not None or self._is_first:
             return None
@@ -351,7 +358,13 @@ class _AwaitsRunner(Progress):
         self.unwanted = False
 
     def cancel(self) -> bool:
-        """Have the task end, as soon as there is a runner, in place of being executed."""
+        """Have the task fail with CancelledError, instead of being sent, when its lease completes.
+
+        If another thread has just sent the task, its call is cancelled.
+
+        Returns:
+            False if the task is over.
+        """
         self.unwanted = True
         source = self.task.source
         # It may have been started in this moment.

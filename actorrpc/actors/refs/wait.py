@@ -656,10 +656,11 @@ def wait(
 
 
 class _Unready(list[Any]):
-    """The second list that :func:`wait` returns: a list, in which the next call finds what this one has registered.
+    """The second list that :func:`wait` returns. If it is passed to the next call, that call need not register its items again.
 
     Attributes:
-        registered: the one :class:`_Registered` of its items, or nothing while a call has it.
+        registered: a list with the :class:`_Registered` of the items. It is empty while a call of :func:`wait` uses the
+            :class:`_Registered`, and if the :class:`_Registered` cannot be used by another call (``lasts`` is False).
     """
 
     __slots__ = ("registered",)

@@ -310,8 +310,8 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
             they give n ObjectRefs, each of one item; one that gives fewer raises in those that are left, one that gives more
             is closed.
         timeout: seconds; None for the default of the group, 0 for no limit. See below.
-        interrupt: whether a method that is late, by this ``timeout``, is interrupted as ``cancel()`` does it. It may leave
-            its state half changed: that is why no default does this.
+        interrupt: whether a method that is still running when this ``timeout`` has passed is interrupted, as by ``cancel()``.
+            The method may leave the actor's state half changed, therefore the group's default time-out never interrupts it.
         priority: higher goes first among the calls that wait; default 0.
         concurrency_group: one of the actor's ``concurrency_groups``.
         max_task_retries: how often a call that the actor's death cut short is made again; -1: for ever; 0: never, and while

@@ -341,8 +341,10 @@ class _Round:
 
     Attributes:
         title: names the round in messages, and is the same on all workers that enter it.
-        bound: seconds that a worker waits for the others; 0: for as long as they work.
-        patience: seconds after which a wait without a bound is checked for a circle.
+        bound: seconds that a worker waits for the others; 0: until the round is complete, the workers that could complete it
+            have died, or a deadlock is found.
+        patience: seconds between two checks for a deadlock in a wait without a bound. A wait of another worker that is younger
+            is not part of such a deadlock.
     """
 
     title: str
@@ -412,10 +414,13 @@ def _missing(round: _Round, states: AllGatherStates) -> list[str]:
 
 
 def _circle(round: _Round, missing: Iterable[str], begun: float) -> DeadlockError | None:
-    """Return an error that names both waits, where a missing worker waits for this one in another round.
+    """Return an error that names both waits if a missing worker waits for this one in another round; None otherwise.
+
+    If ``round`` has no bound, a wait of the missing worker that is younger than ``round.patience`` is ignored, because it may
+    still end by itself.
 
     Args:
-        begun: when this worker's wait began. A missing worker whose wait is younger than ``round.patience`` may be on its way.
+        begun: when this worker's wait began.
     """
     mine = {wait.round for wait in list(core.group().waits)}
     for name in [each for each in missing if each != round.me and not _is_dead(each)][:_ASKED]:
@@ -571,12 +576,16 @@ def _barrier(worker_names: Iterable[str]) -> None:
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Return when every live worker has called this, or ``shutdown()``.
 
+    If a worker has died, a warning is logged. If the round's leader has died, the other workers return without waiting for each
+    other.
+
     Args:
-        timeout: seconds; 0: for as long as the others work.
+        timeout: seconds; 0: no limit.
 
     Raises:
-        DeadlockError: a missing worker waits for this one in another round.
+        DeadlockError: a worker that has not called this waits for this worker in another round.
         RpcTimeoutError: not all have called this in time.
+        RuntimeError: this worker leads the round, and could not send the result to another worker.
     """
     try:
         _gather("_wait_all_workers (shutdown)", None, None, timeout)

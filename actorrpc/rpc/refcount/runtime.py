@@ -283,12 +283,14 @@ class References:
         mail: MailHeader | None = None,
         future: Future[Any] | None = None,
     ) -> Any:
-        """Have a worker call a function and keep the result; return the RRef to it at once.
+        """Have a worker call a function and keep the result; return the RRef to the result at once.
 
-        Ctrl-C comes where this waits, or when it is over: an RRef that is half made would never go away.
+        A signal handler (Ctrl-C) runs while this method blocks, or after it has returned. Elsewhere, an exception of the handler
+        would leave an entry in the reference table that is never released.
 
         Args:
-            mail: names the mailbox over there that the call goes to; ``function`` is not used then. :meth:`keep` ends the call.
+            mail: names the mailbox of the worker to which the call is sent; ``function`` is not used then. The worker stores the
+                result with :meth:`keep`.
             future: completes when the call is over; a new one by default.
         """
         handle = self.table.create_user(peer.key)
