@@ -36,7 +36,7 @@ from actorrpc.serialization.class_cache import empty_before_collection
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
-from actorrpc.wire.frames import CANCEL, FAILURE, REQUEST, pack_frame
+from actorrpc.wire.frames import CANCEL, pack_frame
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ FRAME_BIT: Final = 63  # set in the chain of what descends from an execution tha
 CALLER_BIT: Final = (
     39  # from here up to that one a chain says for whom the call was made: calls keep their order for each
 )
-_SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
 _MANY_NESTED: Final = 64  # more nested calls than that are searched for those that are over
 
 
@@ -179,6 +178,7 @@ class Call(Progress):
     __slots__ = (
         "agent",
         "awaits",
+        "awake",
         "chain",
         "charge",
         "conn",
@@ -199,7 +199,6 @@ class Call(Progress):
         "reply",
         "sent",
         "size",
-        "stirred",
         "stopping",
         "thread",
         "timeout",
@@ -233,7 +232,7 @@ class Call(Progress):
         self.sent = False
         self.done = False
         self.polling: Connection | None = None
-        self.stirred = False
+        self.awake = False
         self.stopping = False  # the caller has cancelled it, and waits for the callee to have ended it
         self.mail: MailHeader | None = None
         self.lock: threading.Lock | None = None
@@ -249,9 +248,8 @@ class Call(Progress):
 
     # -- ending (by the thread that took the call out of ``pending``) --------------------------------------
 
-    def end(self, reply: Frame | None, error: BaseException | None) -> None:
-        """Publish the outcome of a call without a future and wake its waiter. Runs no user code."""
-        self.reply = reply
+    def end(self, error: BaseException | None) -> None:
+        """End a call that has no reply, and wake its waiter. Runs no user code."""
         self.error = error
         self.done = True
         self.rouse()
@@ -267,7 +265,7 @@ class Call(Progress):
         if future is not None:
             future.try_fail(error, submit or callbacks.append)
         # A future has its error itself. An execution keeps its nested calls, and the frames of the traceback may have it.
-        self.end(None, error if future is None else None)
+        self.end(error if future is None else None)
         self.future = None  # the future names the call: no cycle
         self.keep = None
         for run in callbacks:
@@ -284,19 +282,20 @@ class Call(Progress):
         if agent.scheduler.corked:
             agent.flush()
         until = self.deadline if deadline is None or deadline > self.deadline else deadline
-        bounded = None if until == INFINITE else until
         reads = True
         runner = WAITING.runner
         if runner is not None:
             if self.done:
                 return
-            runner.begin_wait(self.stir, self)
+            runner.begin_wait(self.rouse, self)
         try:
-            while not self.done:
+            while True:
+                self.awake = False  # before the look at what another thread sets before it sets this
+                if self.done:
+                    return
                 if QUEUED:
                     run_queued_callbacks()
                 if runner is not None:
-                    self.stirred = False
                     if INTERRUPTED:
                         interruption_point()
                     if runner.work:
@@ -306,19 +305,23 @@ class Call(Progress):
                         continue
                 if agent.pool.queue and agent.pool.is_member():
                     agent.pool.kick()  # what is queued must not wait for a thread that waits
-                foreign = self._read(conn, bounded) if reads and conn is not None else None
+                foreign = None
+                if reads and conn is not None:
+                    if conn.unattended and self.future is not None:
+                        conn.unattended -= 1
+                    foreign = conn.reading(conn.wait, self, conn.spinning, until, waiting=True)
+                    if conn.outbox:
+                        conn.flush()
                 if _interrupts.pending:
                     checkpoint()
                 if WAITING.posts:
                     agent.executor.run_posts(WAITING.posts)
                 if self.done:
                     return
-                if bounded is not None and _time.now() >= bounded:
+                if _time.now() >= until:
                     break
                 if foreign is None:
-                    if conn is not None and conn.outbox:
-                        conn.flush()
-                    if self._park(bounded):
+                    if self._park(until):
                         return
                 elif foreign:
                     # Somebody calls us while we wait: from here on the pool reads, so that no call waits for this
@@ -331,56 +334,9 @@ class Call(Progress):
         if not self.done and self.deadline <= _time.now():
             self.expire()
 
-    @uninterruptible
-    def _read(self, conn: Connection, deadline: float | None) -> bool | None:
-        """Read one batch and deliver it. Returns whether something else than replies came, ``None`` if another thread reads."""
-        frames = conn.reading(self._read_reply, conn, deadline)
-        if frames:
-            return self.agent.inbox.deliver(conn, frames, True)
-        if self.done and (self.charge or self.peer.waiting):
-            self.peer.release(self)
-        if conn.outbox:
-            conn.flush()
-        return None if frames is None else False
-
-    def _read_reply(self, frames: list[Frame], conn: Connection, deadline: float | None) -> None:
-        """Send the call, and read what comes next; a reply of a call without a future ends the call here. Under the read lock."""
-        if conn.unattended and self.future is not None:
-            conn.unattended -= 1
-        if conn.outbox:
-            conn.flush()
-        # Another thread that ends or stirs the call sees ``polling`` and wakes this thread, or this thread sees its change below.
-        self.polling = conn
-        try:
-            if self.done or self.stirred:
-                return
-            wait_ms = _SLICE_MS
-            if deadline is not None:
-                left = deadline - _time.now()
-                if left < _time.near_s:
-                    wait_ms = max(0, int(_time.patience(left) * 1e3) + 1)
-            conn.wait(frames, conn.spinning, wait_ms)
-        finally:
-            self.polling = None
-        if len(frames) == 1 and self.future is None:
-            reply = frames[0]
-            # Under the lock: a thread that read the end of the connection behind this reply would fail the call as pending.
-            if (
-                reply[2] == self.id
-                and REQUEST < reply[0] <= FAILURE
-                and self.peer.pending.pop(self.id, None) is self
-            ):
-                frames.clear()
-                self.reply = reply
-                self.done = True
-
-    def stir(self) -> None:
-        """Have the thread that waits look around: there is something else for it to do."""
-        self.stirred = True
-        self.rouse()
-
     def rouse(self) -> None:
-        """Wake the thread that waits, if one does."""
+        """Have the thread that waits, if one does, look around: the call is over, or there is something else to do."""
+        self.awake = True
         polling = self.polling
         if polling is not None:
             polling.wake()
@@ -391,7 +347,7 @@ class Call(Progress):
             except RuntimeError:  # it is awake
                 pass
 
-    def _park(self, until: float | None) -> bool:
+    def _park(self, until: float) -> bool:
         """Sleep until woken; say whether the future, where there is one, is complete.
 
         Raises:
@@ -409,14 +365,14 @@ class Call(Progress):
         if future is not None:
             # Several threads may wait for one future: it gives each a lock of its own. It is complete a little before the
             # call is over: to ask for that again and again would keep the interpreter from the thread that is about to say so.
-            return future.park(_time.now() + _time.SLICE_S if until is None else until)
+            return future.park(_time.now() + _time.SLICE_S if until == INFINITE else until)
         lock = self.lock
         if lock is None:
             lock = threading.Lock()
             lock.acquire()
             self.lock = lock
-        if not (self.done or self.stirred):
-            _time.doze(lock, INFINITE if until is None else until)
+        if not self.awake:
+            _time.doze(lock, until)
         return False
 
     @uninterruptible
@@ -512,7 +468,7 @@ class Call(Progress):
         """End a reserved call whose message cannot be sent; False if it has ended. The future is left to the caller."""
         if self.peer.pending.pop(self.id, None) is None:
             return False
-        self.end(None, None)
+        self.end(None)
         self.future = self.keep = None
         self._tell_cancelled(stop=False)
         return True

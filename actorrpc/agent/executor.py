@@ -200,9 +200,7 @@ class Executor:
         if agent.pool.queue:
             conn.flush(True)
             return
-        frames = conn.answering.reply()
-        if frames:
-            agent.deliver(conn, frames, False)
+        conn.answering.reply()
 
     def run_posts(self, posts: deque[tuple[Any, Frame, float]]) -> None:
         """Execute posts on the thread that has read them as it waited.

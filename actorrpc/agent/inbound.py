@@ -282,26 +282,26 @@ class Inbox:
             peer.release(call)
         future = call.future
         if future is None:
-            call.end(frame, None)
-            return
-        value: Any = None
-        error: BaseException | None = None
-        try:
-            value = self.open_reply(call, frame)
-        except BaseException as caught:
-            error = caught
-            error.__traceback__ = None
-        if future.claim():
-            # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
-            # itself when it is done with the batch.
-            future.conclude(
-                value, error, self._agent.pool.submit if waiting else self._agent.pool.queue.append
-            )
-        call.done = True
-        if call.polling is not None:
+            call.reply = frame
+        else:
+            value: Any = None
+            error: BaseException | None = None
+            try:
+                value = self.open_reply(call, frame)
+            except BaseException as caught:
+                error = caught
+                error.__traceback__ = None
+            if future.claim():
+                # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
+                # itself when it is done with the batch.
+                future.conclude(
+                    value, error, self._agent.pool.submit if waiting else self._agent.pool.queue.append
+                )
+            # The future names the call: no cycle, or values would live until the next collection.
+            call.future = None
+        call.done = call.awake = True
+        if call.polling is not None or call.lock is not None:
             call.rouse()
-        # The future names the call: no cycle, or values would live until the next collection.
-        call.future = None
 
     def open_reply(self, call: Call, frame: Frame) -> Any:
         """Return the value that a reply carries, or raise its error. Called once per reply, by the thread that waits."""

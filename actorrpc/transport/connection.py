@@ -66,7 +66,7 @@ from actorrpc.wire.frames import (
 )
 from actorrpc.wire.integrity import SealedReader, Seals
 
-__all__ = ["Connection", "Events", "Sendable"]
+__all__ = ["Connection", "Events", "Sendable", "Waiter"]
 
 
 class Sendable(Protocol):
@@ -76,6 +76,18 @@ class Sendable(Protocol):
     sent: bool
 
 
+class Waiter(Protocol):
+    """Somebody for whom a thread waits at a connection.
+
+    Attributes:
+        polling: the connection that the thread reads meanwhile. Another thread sets ``awake``, then wakes ``polling``.
+        awake: there is something to do besides waiting.
+    """
+
+    polling: Connection | None
+    awake: bool
+
+
 class Events(Protocol):
     """What a connection tells the rest of the agent."""
 
@@ -83,7 +95,10 @@ class Events(Protocol):
         """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
 
     def deliver(self, connection: Connection, frames: list[Frame], waiting: bool) -> bool:
-        """Take the other frames, after the read lock was released; say whether any was not a reply."""
+        """Take the other frames, after the read lock was released; say whether any was not a reply.
+
+        ``waiting``: the thread waits for one of them, and executes nothing for others.
+        """
 
     def closed(self, connection: Connection, error: BaseException | None) -> None:
         """Record the end; called once, from any thread."""
@@ -100,6 +115,7 @@ _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _LOOKED_AT: Final = STREAM | MAIL | OBJECTS
 _PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
+_SLICE_MS: Final = 1000  # an upper bound for one sleep in poll
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 
 
@@ -230,13 +246,15 @@ class Connection(StateMachine):
 
     @uninterruptible
     def reading(
-        self, read: Callable[..., object], *arguments: Any, woken: bool = False
-    ) -> list[Frame] | None:
-        """Run ``read(frames, *arguments)`` while no other thread reads, and return the frames that it leaves to be delivered.
+        self, read: Callable[..., object], *arguments: Any, waiting: bool = False, woken: bool = False
+    ) -> bool | None:
+        """Send the outbox, run ``read(frames, *arguments)`` while no other thread reads, and deliver the frames that it leaves.
 
-        ``None``: another thread reads, or the connection is not open. ``read`` may sleep. An exception closes the connection.
+        Returns whether something besides replies came; ``None``: another thread reads, or the connection is not open. ``read``
+        may sleep. An exception in it closes the connection.
 
         Args:
+            waiting: see :meth:`Events.deliver`.
             woken: the kernel has woken this thread for the connection, which is disarmed by that.
         """
         if self.state is not OPEN or not self.read_lock.acquire(False):
@@ -253,6 +271,8 @@ class Connection(StateMachine):
                 pass
         try:
             if self.state is not SUSPENDED:
+                if self.outbox:
+                    self.flush()
                 read(frames, *arguments)
         except BaseException as error:
             self.failed(error)
@@ -266,14 +286,11 @@ class Connection(StateMachine):
                 modify(self.fd, ARMED)
             except (OSError, ValueError):
                 pass
-        return frames
+        return self._events.deliver(self, frames, waiting) if frames else False
 
-    @uninterruptible
     def turn(self) -> None:
-        """Read what is there and deliver it, as a pool thread that was woken for it, unless another thread reads."""
-        frames = self.reading(self.receive, woken=True)
-        if frames:
-            self._events.deliver(self, frames, False)
+        """Read what is there, as a thread that the kernel has woken for it, unless another thread reads."""
+        self.reading(self.receive, woken=True)
 
     @uninterruptible
     def expect(self) -> bool:
@@ -311,21 +328,37 @@ class Connection(StateMachine):
         except (OSError, ValueError):  # closed meanwhile, or just now
             pass
 
-    def wait(self, frames: list[Frame], spinning: Spinning, wait_ms: int | None = None) -> None:
-        """Wait until something comes, :meth:`wake` is called or ``wait_ms`` are over, and read. Under the read lock."""
-        if self.settings.spin_us and spinning.pays() and self.spin(frames, spinning):
-            return
-        begun = _time.now()
-        ready = self._poller.poll(wait_ms)
-        spinning.at_once += WEIGHT * ((_time.now() - begun < AT_ONCE_S) - spinning.at_once)
-        for fd, _ in ready:
-            if fd == self.fd:
-                self.receive(frames)
-            elif fd == self._wake_fd:
-                try:
-                    os.eventfd_read(fd)
-                except BlockingIOError:
-                    pass
+    def wait(
+        self, frames: list[Frame], waiter: Waiter, spinning: Spinning, deadline: float | None = None
+    ) -> None:
+        """Wait until something comes, the waiter is woken or the deadline has passed, and read. Under the read lock.
+
+        With a deadline it returns after a second at the latest: nothing depends on a single wake-up.
+        """
+        # Another thread that wakes the waiter sees ``polling`` and wakes this thread, or this thread sees ``awake``.
+        waiter.polling = self
+        try:
+            if waiter.awake:
+                return
+            if spinning.at_once < spinner.shared and self.settings.spin_us and spinning.pays():
+                if self.spin(frames, spinning):
+                    return
+            begun = _time.now()
+            wait_ms = None if deadline is None else _SLICE_MS
+            if deadline is not None and deadline - begun < _time.near_s:
+                wait_ms = max(0, int(_time.patience(deadline - begun) * 1e3) + 1)
+            ready = self._poller.poll(wait_ms)
+            spinning.at_once += WEIGHT * ((_time.now() - begun < AT_ONCE_S) - spinning.at_once)
+            for fd, _ in ready:
+                if fd == self.fd:
+                    self.receive(frames)
+                elif fd == self._wake_fd:
+                    try:
+                        os.eventfd_read(fd)
+                    except BlockingIOError:
+                        pass
+        finally:
+            waiter.polling = None
 
     def spin(self, frames: list[Frame], spinning: Spinning) -> bool:
         """Try to read for at most the spin time, unless another thread spins; say whether something came. Under the read lock."""
@@ -413,31 +446,67 @@ class Connection(StateMachine):
     # -- writing -----------------------------------------------------------------------------------
 
     @uninterruptible
-    def flush(self, wait: bool = False) -> bool:
+    def flush(self, wait: bool = False, *, held: bool = False) -> bool:
         """Send what is in the outbox. Returns whether all of it was handed to the kernel.
 
-        Without ``wait`` nothing blocks: what the kernel does not take now is sent by a pool thread.
+        Args:
+            wait: sleep while the kernel takes no more; otherwise a pool thread sends the rest.
+            held: this thread holds the write lock, and sends the rest itself.
         """
+        outbox, replay = self.outbox, self.replay
         borrower, lender = self.borrower, self.lender
         if (borrower is not None and borrower.freed) or (lender is not None and lender.retired):
             self.hand_back()
-        while self.outbox or self._rest or (self.replay is not None and self.replay.owed):
+        while outbox or self._rest or (replay is not None and replay.owed):
             if self.state is not OPEN:
                 return False
-            if not self.write_lock.acquire(False):
+            if not held and not self.write_lock.acquire(False):
                 return False  # the holder looks at the outbox again when it is done
+            full = False
             try:
-                done = self._drain()
-                if not done and wait:
+                try:
+                    while True:
+                        if self._rest:
+                            self._send_rest()
+                            continue
+                        if replay is not None:
+                            if replay.owed:
+                                replay.owed = False
+                                outbox.appendleft(pack_frame(ACK, replay.received))
+                            elif replay.full:
+                                full = True
+                                break
+                        if not outbox:
+                            break
+                        item = outbox.popleft()  # only the thread that holds the write lock takes items out
+                        if type(item) is not bytes:
+                            item.sent = True  # type: ignore[union-attr]
+                            item = item.frame  # type: ignore[union-attr]
+                        if outbox or self.seal is not None:
+                            item = self._join(item)
+                        try:
+                            count = self.sock.send(item, _SEND)
+                        except OSError:
+                            self._rest = [memoryview(item)]  # another socket may take it
+                            raise
+                        self.bytes_out += count
+                        if count != len(item):
+                            self._rest = [memoryview(item)[count:]]
+                            item = item[:count]
+                        if replay is not None:
+                            replay.note(item)
+                except BlockingIOError:
+                    full = True
+                if full and wait:
                     self._wait_writable()
-                    continue
             except BaseException as error:
                 self.failed(error)
                 return False
             finally:
-                self.write_lock.release()
-            if not done:
-                if not self._flushing:  # one thread that waits for the peer to read is enough
+                if not held:
+                    self.write_lock.release()
+            if full and not wait:
+                if not held and not self._flushing:  # one thread that waits for the peer to read is enough
                     self._flushing = True
                     self._events.submit(self.flush_waiting)
                 return False
@@ -467,49 +536,22 @@ class Connection(StateMachine):
         self._flushing = False
         self.flush()  # what was left by somebody who saw the mark
 
-    def _drain(self) -> bool:
-        """Send until the outbox is empty (True) or no more may be sent now (False). Under the write lock."""
-        outbox, sock, replay, seal = self.outbox, self.sock, self.replay, self.seal
-        while True:
-            rest = self._rest
-            if rest:
-                try:
-                    count = sock.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
-                except BlockingIOError:
-                    return False
-                self.bytes_out += count
-                if replay is not None:
-                    replay.note_parts(rest, count)
-                self._consume(count)
-                continue
-            if replay is not None:
-                if replay.owed:
-                    replay.owed = False
-                    outbox.appendleft(pack_frame(ACK, replay.received))
-                elif replay.full:
-                    return False
-            if not outbox:
-                return True
-            item = outbox.popleft()  # only the thread that holds the write lock takes items out
-            if type(item) is not bytes:
-                item.sent = True  # type: ignore[union-attr]
-                item = item.frame  # type: ignore[union-attr]
-            if outbox or seal is not None:
-                item = self._join(item)
-            try:
-                count = sock.send(item, _SEND)
-            except BlockingIOError:
-                self._rest = [memoryview(item)]
-                return False
-            except OSError:
-                self._rest = [memoryview(item)]  # another socket may take it
-                raise
-            self.bytes_out += count
-            if count != len(item):
-                self._rest = [memoryview(item)[count:]]
-                item = item[:count]
-            if replay is not None:
-                replay.note(item)
+    def _send_rest(self) -> None:
+        """Send on what was sent in part. Under the write lock.
+
+        Raises:
+            BlockingIOError: the kernel takes no more.
+        """
+        rest = self._rest
+        count = self.sock.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
+        self.bytes_out += count
+        if self.replay is not None:
+            self.replay.note_parts(rest, count)
+        while rest and count >= len(rest[0]):
+            count -= len(rest[0])
+            del rest[0]
+        if rest and count:
+            rest[0] = rest[0][count:]
 
     def _join(self, first: bytes) -> bytes:
         outbox, seal = self.outbox, self.seal
@@ -526,14 +568,6 @@ class Connection(StateMachine):
             parts.append(item if seal is None else seal.sealed(item))
             size += len(item)
         return b"".join(parts)
-
-    def _consume(self, count: int) -> None:
-        rest = self._rest
-        while rest and count >= len(rest[0]):
-            count -= len(rest[0])
-            del rest[0]
-        if rest and count:
-            rest[0] = rest[0][count:]
 
     def _wait_writable(self, deadline: float | None = None) -> None:
         """Sleep until the kernel takes more, for at most a slice. Under the write lock."""

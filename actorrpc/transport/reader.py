@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import itertools
 import select
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from actorrpc import _time
-from actorrpc.transport.signals import uninterruptible
-from actorrpc.wire.frames import Frame
 
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "WEIGHT", "ServerTurn", "ServingThread", "Spinning", "spinner"]
+__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "WEIGHT", "ServerTurn", "Spinning", "spinner"]
 
 AT_ONCE_S: Final = 4e-6
 """A wait that is shorter (in seconds) found what it waited for at the first look."""
@@ -78,86 +76,45 @@ class Spinning:
         self.at_once = self.found = 0.0
 
     def pays(self) -> bool:
-        """Say whether to spin in the wait that begins now: that has paid here, or is tried again."""
+        """Say, where the ends do not share a processor, whether to spin in the next wait: it pays, or is tried again."""
         self.count += 1
-        return self.at_once < spinner.shared and (self.found >= spinner.worth or not self.count & 63)
-
-
-class ServingThread(Protocol):
-    """A thread that attends a connection."""
-
-    attends: Connection | None
-
-    def called(self) -> bool:
-        """Say, once, whether there is something else for it to do."""
+        return self.found >= spinner.worth or not self.count & 63
 
 
 class ServerTurn:
-    """The end of a call, for one connection. Any thread may use it; the measurements need no exactness."""
+    """The end of a call, for one connection. Any thread may use it; the measurements need no exactness.
 
-    __slots__ = ("_conn", "_hit", "_replies", "_spinning")
+    Attributes:
+        spinning: of the threads that have executed a call, and wait for the next one.
+    """
+
+    __slots__ = ("_conn", "_replies", "spinning")
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
-        self._spinning = Spinning()
-        self._hit = False
+        self.spinning = Spinning()
         self._replies = itertools.count()
 
-    def reply(self) -> list[Frame] | None:
-        """Send the answers in the outbox, and return what comes at once or soon after; ``None`` if nothing is read.
+    def reply(self) -> None:
+        """Send the answers in the outbox, and read what comes at once or soon after.
 
         Where both ends share a processor, the next request is here before ``send`` returns: then it is read here,
         instead of waking another thread for it. Where they do not, spinning may pay.
         """
-        conn = self._conn
-        spinning = self._spinning
+        conn, spinning = self._conn, self.spinning
         if spinning.at_once > spinner.pays or not next(self._replies) & 15:
-            frames = self._turn_around()
-            if frames is None or self._hit or spinning.at_once > spinner.pays:
-                return frames
+            before = conn.bytes_in
+            came = conn.reading(conn.receive)
+            if conn.outbox:
+                # It has answers to other threads' callers as well: with nothing to execute, this thread waits until they leave.
+                conn.flush(not came)
+            if came is None:
+                return
+            hit = conn.bytes_in != before
+            spinning.at_once += WEIGHT * (hit - spinning.at_once)
+            if hit or spinning.at_once > spinner.pays:
+                return
         else:
             conn.flush(True)
-        return conn.reading(conn.spin, spinning) if conn.settings.spin_us and spinning.pays() else None
-
-    @uninterruptible
-    def _turn_around(self) -> list[Frame] | None:
-        """Send, and read without blocking, with nobody else reading between."""
-        conn = self._conn
-        self._hit = False
-        before = conn.heard
-        frames = conn.reading(self._send_and_read)
-        # The outbox has answers to other threads' callers as well: without frames to execute, this thread waits until they leave.
-        conn.flush(not frames)
-        if frames is not None:
-            # Time may stand still between two reads: what has come decides.
-            self._hit = bool(frames) or conn.heard != before
-            self._spinning.at_once += WEIGHT * (self._hit - self._spinning.at_once)
-        return frames
-
-    def _send_and_read(self, frames: list[Frame]) -> None:
-        self._conn.flush()
-        self._conn.receive(frames)
-
-    @uninterruptible
-    def attend(self, server: ServingThread) -> list[Frame] | None:
-        """Send what is in the outbox, and wait for what comes over this connection; ``None``: somebody else reads it.
-
-        For a thread that has nothing to do but to execute what its last caller sends next: it reads that itself,
-        instead of being woken by another thread that has. Returns also when the server is called, or the connection ends.
-        """
-        frames = self._conn.reading(self._attend, server)
-        if self._conn.outbox:
-            self._conn.flush(not frames)  # as in _turn_around
-        return frames
-
-    def _attend(self, frames: list[Frame], server: ServingThread) -> None:
-        conn = self._conn
-        if conn.outbox:
-            conn.flush()
-        # The thread that calls the server either sees where it is and wakes it, or is seen here.
-        server.attends = conn
-        try:
-            if not server.called():
-                conn.wait(frames, self._spinning)
-        finally:
-            server.attends = None
+        if spinning.at_once < spinner.shared and conn.settings.spin_us and spinning.pays():
+            conn.reading(conn.spin, spinning)

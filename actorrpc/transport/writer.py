@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from actorrpc import _time
-from actorrpc.transport.connection_state import CLOSED, SUSPENDED
+from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
 from actorrpc.wire.integrity import chunk_head
@@ -95,13 +95,15 @@ class ChunkSender:
                     return False
                 if conn.state is SUSPENDED:
                     return self._leave(begun)
-                if conn._drain():
+                if conn.flush(held=True):
                     if begun:
                         return True
                     head = prefix if conn.seal is None else conn.seal.tagged(prefix)
                     conn._rest = [memoryview(head), piece]
                     conn.chunk_bytes_out += len(piece)
                     begun = True
+                    continue
+                if conn.state is not OPEN:
                     continue
                 conn._wait_writable(deadline)
                 late = deadline is not None and _time.now() > deadline

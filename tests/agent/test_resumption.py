@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -443,7 +444,7 @@ def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Q
 
 _READERS: dict[str, Callable[[Connection], object]] = {
     "pool": Connection.turn,
-    "caller": lambda conn: conn.reading(conn.wait, conn.spinning),
+    "caller": lambda conn: conn.reading(conn.wait, SimpleNamespace(polling=None, awake=False), conn.spinning),
     "answering": lambda conn: conn.answering.reply(),
 }
 

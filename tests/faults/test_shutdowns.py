@@ -181,7 +181,7 @@ def _ctrl_c() -> Iterator[list[float]]:
         while not over.is_set():
             frame = sys._current_frames().get(main)
             while frame is not None:
-                if frame.f_code.co_name in ("_park", "park", "_read_reply", "_hear", "_wait_gone"):
+                if frame.f_code.co_name in ("_park", "park", "reading", "_hear", "_wait_gone"):
                     when.append(time.monotonic())
                     signal.pthread_kill(main, signal.SIGINT)
                     return

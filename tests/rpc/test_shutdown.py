@@ -293,7 +293,7 @@ def _interrupts(rank: int, world_size: int, store: str) -> None:
     if rank == 0:
         agent = rpc.api._require().agent  # type: ignore[attr-defined]
         pid = agent.peer("worker1").record.pid
-        waits = ("_park", "park", "_read_reply", "wait_for_room")
+        waits = ("_park", "park", "reading", "wait_for_room")
         _interrupt_in(lambda: rpc.rpc_sync("worker1", _hold, ("c",), timeout=0), waits)
         future = rpc.rpc_async("worker1", _hold, ("c",), timeout=0)
         _interrupt_in(future.wait, waits)

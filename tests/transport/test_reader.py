@@ -16,7 +16,7 @@ from actorrpc.futures import Future, wait_all
 from actorrpc.transport import reader
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.wire.frames import REPLY, pack_frame
+from actorrpc.wire.frames import REPLY, REQUEST, Frame, pack_frame
 from tests.agent.agents import agents
 
 
@@ -49,7 +49,10 @@ def test_calls_are_served_whichever_way_answers_are_sent(
         assert a1.peer("a0").state == "alive"
 
 
-def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered() -> None:
+def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reader.spinner, "pays", -1.0)
     with agents(2) as (a0, a1):
         assert a0.ask(a0.peer("a1"), operator.add, (1, 1), {}, 20.0) == 2
         conn = a1.peer("a0").conn
@@ -58,11 +61,8 @@ def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered() -
             later: Future[int] = Future()
             a0.call(a0.peer("a1"), operator.add, (2, 2), {}, 20.0, future=later)
             a0.flush()
-        frames = conn.answering._turn_around()
-        if frames:  # otherwise a pool thread was faster
-            assert conn.answering._hit
-            a1.deliver(conn, frames, False)
-            a1.pool.kick()
+        conn.answering.reply()  # unless a pool thread was faster
+        a1.pool.kick()
         assert later.wait(20) == 4
 
 
@@ -71,21 +71,29 @@ def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered() -
 def test_what_has_come_does_not_wait_until_the_other_end_reads(attends: bool) -> None:
     here, there = socket.socketpair()
     left: list[Any] = []
+    delivered: list[bytes] = []
+
+    def deliver(conn: Connection, frames: list[Frame], waiting: bool) -> bool:
+        delivered.extend(frame.body for frame in frames)
+        return True
+
     with select.epoll() as epoll:
         conn = Connection(
             here,
             epoll=epoll,
-            events=cast(Any, SimpleNamespace(submit=left.append, closed=lambda *_: None)),
+            events=cast(Any, SimpleNamespace(submit=left.append, closed=lambda *_: None, deliver=deliver)),
             settings=Settings(),
             attach=b"",
             local=True,
         )
         conn.outbox.append(pack_frame(REPLY, 1, bytes(1 << 22)))  # more than the kernel takes
-        there.sendall(pack_frame(REPLY, 2, b"to somebody else"))
-        guest = cast(Any, SimpleNamespace(attends=None, called=lambda: False))
-        frames = conn.answering.attend(guest) if attends else conn.answering._turn_around()
-        assert frames is not None
-        assert [frame.body for frame in frames] == [b"to somebody else"]
+        there.sendall(pack_frame(REQUEST, 2, b"from somebody else"))
+        if attends:
+            waiter = cast(Any, SimpleNamespace(polling=None, awake=False))
+            conn.reading(conn.wait, waiter, conn.answering.spinning, waiting=True)
+        else:
+            conn.answering.reply()
+        assert delivered == [b"from somebody else"]
         assert left == [conn.flush_waiting]  # the rest is sent by a thread that may wait
         assert conn.state is not CLOSED
         conn.close()

@@ -299,7 +299,7 @@ def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> Non
     memory = bytearray(b"as it was")
     sent: list[bytes] = []
 
-    def drain() -> bool:
+    def flush(*, held: bool = False) -> bool:
         memory[:] = b"as it is!"
         sent.extend(bytes(part) for part in conn._rest)
         conn._rest = []
@@ -310,11 +310,10 @@ def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> Non
         state=OPEN,
         outbox=[],
         write_lock=threading.Lock(),
-        flush=lambda: True,
+        flush=flush,
         _rest=[],
         chunk_bytes_out=0,
     )
-    conn._drain = drain
     assert ChunkSender(conn).send(1, [(0, 0, memoryview(memory))], None)
     sinks = _Sinks()
     assert len(_feed(_reader(sinks), b"".join(sent), [])) == 1

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from actorrpc import _time
@@ -50,17 +49,17 @@ _KEPT: Final = 8  # shared threads beyond this many end when they have nothing t
 
 
 class Carrier:
-    """A thread that runs methods, as far as its sleep goes. See reader.ServingThread."""
+    """A thread that runs methods, as far as its sleep goes. See connection.Waiter."""
 
     def __init__(self, threads: ActorThreads) -> None:
         self.ident = 0
         self.caller: Connection | None = None
-        self.attends: Connection | None = None
+        #: see connection.Waiter
+        self.polling: Connection | None = None
+        self.awake = False
         self._threads = threads
         self._parked = _time.Lock()
         self._parked.acquire()
-        #: see reader.ServingThread
-        self.called = partial(self._parked.acquire, False)
 
     def rouse(self) -> None:
         """End the thread's sleep, or its next one."""
@@ -68,9 +67,15 @@ class Carrier:
             self._parked.release()
         except RuntimeError:
             pass
-        conn = self.attends
+        self.awake = True
+        conn = self.polling
         if conn is not None:
             conn.wake()
+
+    def _has_woken(self) -> None:
+        """Have later calls of :meth:`rouse` end the next sleep. The thread looks for work after this."""
+        self.awake = False
+        self._parked.acquire(False)
 
     def _has_come(self) -> bool:
         """Say whether there is something to do that nobody has woken it for."""
@@ -80,13 +85,13 @@ class Carrier:
         """Wait for work, where it is most likely to come from: the connection of the last caller."""
         conn = self.caller
         if conn is not None:
-            frames = conn.answering.attend(self)
-            if frames is not None:
-                if frames:
-                    self._threads.agent.deliver(conn, frames, True)
-                return
+            came = conn.reading(conn.wait, self, conn.answering.spinning, waiting=True)
             if conn.outbox:
-                conn.flush(True)
+                conn.flush(not came)
+            if came is not None:
+                if self.awake:
+                    self._has_woken()
+                return
             if conn.state is CLOSED:
                 self.caller = None
             # Somebody else is reading it: what that thread brings in is worth one turn of the interpreter.
@@ -94,6 +99,7 @@ class Carrier:
             if self._has_come():
                 return
         self._parked.acquire()
+        self.awake = False
 
 
 class ActorThreads:

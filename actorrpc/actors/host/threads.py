@@ -305,6 +305,7 @@ class ActorThread(Carrier):
                 agent.cork(conn)
         self._threads.pass_on()
         self._parked.acquire()
+        self.awake = False
 
     def run_on(self, carrier: Carrier) -> None:
         """Run what there is to do, on a thread that is lent."""

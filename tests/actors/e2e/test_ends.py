@@ -170,7 +170,7 @@ def test_ctrl_c_in_a_wait(scripts: Any, wait: str) -> None:
     def interrupt():
         while True:
             frame, depth = sys._current_frames()[main], 0
-            while frame is not None and frame.f_code.co_name not in ("_park", "park", "_read_reply", "select"):
+            while frame is not None and frame.f_code.co_name not in ("_park", "park", "reading", "select"):
                 frame = frame.f_back
             if frame is not None:
                 time.sleep(0.05)
