@@ -310,7 +310,7 @@ def _run_callbacks_of(completed: list[Future[Any]]) -> None:
         while completed:
             future = completed[-1]
             try:
-                callback = future._callbacks.pop(0)
+                callback = future.callbacks.pop(0)
             except IndexError:
                 del completed[-1]
                 continue
@@ -356,6 +356,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         label: what it is, in words, for messages.
         awaits: the futures (or what has one as ``future``) that it needs all of, where it is made of others.
         source: the object that a waiting thread makes progress on; None once the future is complete. The producer sets it.
+        callbacks: what is still to be called when the future is complete; :meth:`add_done_callback` adds to it.
         covered: whether :meth:`cover` was called.
         torch_has_value: of a class: whether torch's half of its futures is given the value as well.
 
@@ -365,7 +366,6 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     """
 
     __slots__ = (
-        "_callbacks",
         "_devices",
         "_done",
         "_error",
@@ -373,6 +373,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         "_report",
         "_unclaimed",
         "_value",
+        "callbacks",
         "label",
         "source",
     )
@@ -394,7 +395,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         self._error: BaseException | None = None
         # Futures that failed with the same error share it, so that retrieving one marks the error as seen for all: see follow().
         self._report: _Unretrieved | None = None
-        self._callbacks: list[Callable[[Future[T]], Any]] = []
+        self.callbacks: list[Callable[[Future[T]], Any]] = []
         self._parked: list[Any] = []  # Waiters, and the locks of threads
         self.source: Progress | None = None
         self.label: object = "a future"
@@ -443,7 +444,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         self.source = None
         if self._parked:
             self._wake()
-        if self._callbacks:
+        if self.callbacks:
             if submit is None:
                 self._run_callbacks()
             else:
@@ -581,11 +582,6 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     def value_or_none(self) -> T | None:
         """The value that the future ended with; None while it is pending, and where it has failed."""
         return self._value  # type: ignore[no-any-return]
-
-    @property
-    def has_callbacks(self) -> bool:
-        """Whether a callback is still to run."""
-        return bool(self._callbacks)
 
     def check_process(self) -> None:
         """Refuse to wait for it where that would be for ever.
@@ -779,7 +775,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
         if self._born != _generation:
             self.check_process()
-        self._callbacks.append(callback)
+        self.callbacks.append(callback)
         if self._done:
             self._run_callbacks()
             return

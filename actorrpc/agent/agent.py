@@ -362,7 +362,7 @@ class Agent:
                 call.error = None
         assert call.reply is not None
         reply, call.reply = call.reply, None
-        value = self.inbox.open_reply(call, reply)
+        value = outbound.opened(self, call.conn, reply, peer)
         if _interrupts.pending:
             checkpoint()
         return value
@@ -452,7 +452,7 @@ class Agent:
                 or len(frame) * settings.cork_frames > settings.cork_bytes
                 or len(conn.outbox) >= settings.cork_frames
             ):
-                if idle and not call.future.has_callbacks and conn.expect():
+                if idle and not call.future.callbacks and conn.expect():
                     scheduler = self.scheduler
                     scheduler.expecting[conn] = None
                     if not scheduler.expected.active:

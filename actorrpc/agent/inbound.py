@@ -23,9 +23,7 @@ from actorrpc._limits import explain_memory
 from actorrpc.agent import outbound
 from actorrpc.errors import LimitError, ProtocolError
 from actorrpc.futures import WAITING
-from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import Goodbye
-from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame
 from actorrpc.wire.headers import unpack_header
@@ -271,6 +269,7 @@ class Inbox:
             conn.undelivered.pop()
 
     def reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
+        """End the call that a reply belongs to. A call without a future has its reply opened by the thread that waits for it."""
         call: Call | None = peer.pending.pop(frame[2], None)
         is_plain = not frame[1] and not frame[5]
         if not is_plain and not peer.answered.first(frame.id):
@@ -280,51 +279,31 @@ class Inbox:
             return
         if call.charge or peer.waiting:
             peer.release(call)
-        future = call.future
+        if call.introduces is not None and frame[0] == frames.REPLY:
+            peer.functions.numbers[call.introduces[1]] = call.introduces[0]
+        call.keep = None
+        agent, future = self._agent, call.future
+        if agent.flights is not None:
+            agent.flights.called(call, frame)
         if future is None:
             call.reply = frame
         else:
             value: Any = None
             error: BaseException | None = None
             try:
-                value = self.open_reply(call, frame)
+                value = outbound.opened(agent, conn, frame, peer)
             except BaseException as caught:
                 error = caught
                 error.__traceback__ = None
             if future.claim():
                 # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
                 # itself when it is done with the batch.
-                future.conclude(
-                    value, error, self._agent.pool.submit if waiting else self._agent.pool.queue.append
-                )
+                future.conclude(value, error, agent.pool.submit if waiting else agent.pool.queue.append)
             # The future names the call: no cycle, or values would live until the next collection.
             call.future = None
         call.done = call.awake = True
         if call.polling is not None or call.lock is not None:
             call.rouse()
-
-    def open_reply(self, call: Call, frame: Frame) -> Any:
-        """Return the value that a reply carries, or raise its error. Called once per reply, by the thread that waits."""
-        call.keep = None
-        flights = self._agent.flights
-        if flights is not None:
-            flights.called(call, frame)
-        if call.introduces is not None and frame[0] == frames.REPLY:
-            call.peer.functions.numbers[call.introduces[1]] = call.introduces[0]
-        if not (frame[1] or frame[5] or frame[0] == frames.FAILURE or self._agent.interceptors):
-            return outbound.opened(self._agent, call.conn, frame, call.peer)
-        return self._open_protected(call, frame)
-
-    @uninterruptible
-    def _open_protected(self, call: Call, frame: Frame) -> Any:
-        """Open an error, or a reply that has a header: an interruption would lose the references that it carries."""
-        if frame[0] == frames.FAILURE:
-            raise exceptions.load(outbound.body_of(frame), loads=codec.loads)
-        header = unpack_header(frame.extra) if frame[5] else None
-        value = outbound.opened(self._agent, call.conn, frame, call.peer, header)
-        for interceptor in self._agent.interceptors:
-            value = interceptor.reply_received(header or {}, call.peer, value)
-        return value
 
     def _notice(self, peer: Peer, frame: Frame, conn: Connection, waiting: bool) -> bool:
         """See to a notice; say whether it was put into the queue."""

@@ -27,7 +27,7 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.hooks import recorded
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
-from actorrpc.serialization import codec
+from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.shared_memory import Placement
 from actorrpc.transport.signals import uninterruptible
@@ -410,24 +410,28 @@ def opened(
     """Return the object that a message carries. Most messages are a plain pickle.
 
     Args:
-        header: the frame's, if it has one.
+        header: that of a request, if it has one.
         execution: the one of a request; the references that the request carries are confirmed for it.
 
     Raises:
         RpcError: the object cannot be rebuilt.
-        BaseException: what a signal handler or an interruption has raised meanwhile.
+        BaseException: the error that a reply carries, or what a signal handler or an interruption has raised meanwhile.
     """
-    body = frame[6]
     if not frame[1] & ~_BODY_ONLY and (
-        header is None or ("references" not in header and "tag" not in header)
+        (
+            frame[0] == frames.REQUEST
+            and (header is None or ("references" not in header and "tag" not in header))
+        )
+        or (frame[0] == frames.REPLY and not frame[5] and not agent.interceptors)
     ):
+        body = frame[6]
         if body[-1] != _STOP:
             return codec.decode(body, (), definitions=peer.definitions, context=MessageContext(peer))
         try:
             return codec.unpickle(body)
         except BaseException as error:
             return _open_again(body, peer, error)
-    return _open_whole(agent, conn, frame, peer, {} if header is None else header, execution)
+    return _open_whole(agent, conn, frame, peer, header, execution)
 
 
 @uninterruptible
@@ -436,10 +440,17 @@ def _open_whole(
     conn: Connection | None,
     frame: Frame,
     peer: Peer,
-    header: Header,
+    header: Header | None,
     execution: Execution | None,
 ) -> Any:
-    """Return the object of a message that is more than its body: it has buffers, references, or a tag of the recorder."""
+    """Open a message that is more than its body: an error, or a message with buffers, references or a tag of the recorder.
+
+    An interruption would lose the references that it carries.
+    """
+    if frame.kind == frames.FAILURE:
+        raise exceptions.load(body_of(frame), loads=codec.loads)
+    if header is None:
+        header = unpack_header(frame.extra) if frame.extra else {}
     message, body = MessageContext(peer), frame.body
     forks = header.get("references")
     if isinstance(forks, bytes):
@@ -460,6 +471,9 @@ def _open_whole(
             agent.scheduler.soon(conn)
         if message.received:
             agent.confirm(message.received, execution)
+    if frame.kind == frames.REPLY:
+        for interceptor in agent.interceptors:
+            value = interceptor.reply_received(header, peer, value)
     return value
 
 
