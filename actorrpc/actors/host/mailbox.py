@@ -116,7 +116,7 @@ class GroupQueue:
         self.bystanders: WaitingBystanders | None = None
         self.slots = 0  # runners that exist, or are being started
         self.idle: list[Any] = []
-        self._fresh: deque[Entry] = deque()
+        self.fresh: deque[Entry] = deque()  # what has come in the plain order; Mailbox.put adds to it
         self._heap: list[Entry] = []  # what is not in the plain order any more
         # By caller and priority, a heap: an entry that is not ready comes first, and holds the caller's later ones.
         self._held: dict[tuple[object, int], list[Entry]] = {}
@@ -129,7 +129,7 @@ class GroupQueue:
     @property
     def has_ready(self) -> bool:
         """Whether there may be one that can be handed out: one that waits for its arguments, or behind another one, cannot."""
-        return self.waiting > 0 and bool(self._fresh or self._heap)
+        return self.waiting > 0 and bool(self.fresh or self._heap)
 
     @property
     def full(self) -> bool:
@@ -138,21 +138,6 @@ class GroupQueue:
         if self.bystanders is not None:
             running -= self.bystanders.waiting
         return running >= self.limit
-
-    def put(self, entry: Entry) -> None:
-        """Put in an entry that has just come."""
-        entry.queue = self
-        self.waiting += 1
-        if self.loose:
-            entry.loose = True
-        if entry.path:
-            self._enter(entry)
-        if not (entry.again or entry.priority):
-            self._fresh.append(entry)
-            return
-        if entry.again:
-            self._put_before(entry)
-        heapq.heappush(self._heap, entry)
 
     def _put_before(self, entry: Entry) -> None:
         """Give an entry that came again the number of the first of its caller's later ones."""
@@ -167,7 +152,7 @@ class GroupQueue:
                 return
 
     def put_back(self, entry: Entry) -> None:
-        """Put in an entry that came earlier than others which are here."""
+        """Put in an entry that came earlier than others which are here, or does not take the place behind all others."""
         if entry.again:
             self._put_before(entry)
         entry.queue = self
@@ -203,7 +188,7 @@ class GroupQueue:
 
     def next(self) -> Entry | None:
         """Take out the next entry that can run; None if there is none."""
-        fresh, heap = self._fresh, self._heap
+        fresh, heap = self.fresh, self._heap
         while True:
             if heap and (not fresh or heap[0] < fresh[0]):
                 entry = heapq.heappop(heap)
@@ -263,13 +248,13 @@ class GroupQueue:
 
     def entries(self) -> list[Entry]:
         """Return the entries that wait here, in order."""
-        everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked)
+        everything = itertools.chain(self.fresh, self._heap, *self._held.values(), self._parked)
         # A set: an entry that came back from a runner may be here twice.
         return sorted({entry for entry in everything if entry.state is NEW and entry.slot is None})
 
     def oldest(self) -> Entry | None:
         """Return the entry that came first of those that wait here; of very many out of order, of some of them."""
-        fresh = next((entry for entry in self._fresh if entry.state is NEW and entry.slot is None), None)
+        fresh = next((entry for entry in self.fresh if entry.state is NEW and entry.slot is None), None)
         others = itertools.chain(self._heap, *self._held.values(), self._parked)
         waiting = (
             entry
@@ -285,7 +270,7 @@ class GroupQueue:
     def drain(self) -> list[Entry]:
         """Take everything out, in order."""
         everything = self.entries()
-        for queue in (self._fresh, self._heap, self._held, self._parked):
+        for queue in (self.fresh, self._heap, self._held, self._parked):
             queue.clear()
         self._of_chain.clear()
         self.waiting = 0
@@ -363,7 +348,14 @@ class Mailbox:
                     todo = Wakeups()
                     todo.wake = (slot,)
                     return todo
-            queue.put(entry)
+            if queue.loose:
+                entry.loose = True
+            if entry.path or entry.again or entry.priority:
+                queue.put_back(entry)
+            else:
+                entry.queue = queue
+                queue.waiting += 1
+                queue.fresh.append(entry)
             if not queue.is_async:
                 if queue.running >= queue.limit and (not queue.yielding or queue.full):
                     return NOTHING

@@ -489,6 +489,8 @@ _LOOKS = (
 )  # behind these the interpreter raises what another thread has set
 
 
+@pytest.mark.slow
+@pytest.mark.limit(300)
 def test_an_interruption_of_an_event_loop_that_begins_or_ends_prints_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
