@@ -219,8 +219,6 @@ class CallQueue:
                 awaits=awaits,
             )
         except PeerDiedError:
-            # The queue sends it when the actor lives again, or puts this into words.
-            future.label = f"the call of {template.label}"
             self.bounced(future)
         except BaseException:
             self.dropped(future)
@@ -252,6 +250,8 @@ class CallQueue:
         if future.claim():
             template = future._template
             assert template is not None
+            # The queue sends it when the actor lives again, or puts this into words.
+            future.label = f"the call of {template.label}"
             self._take_back(future, template, ran=False, lost=True)
 
     def enqueue(
@@ -415,6 +415,10 @@ class CallQueue:
             if location is not None:
                 self._hint = False
                 self._lost(location.epoch, 1 << 63, "")
+
+    def is_gone(self, epoch: int) -> bool:
+        """Say whether an incarnation of the actor is known to have ended, or to be about to."""
+        return epoch <= self._after
 
     def _lost(self, epoch: int, number: int, label: str) -> None:
         """Record that an incarnation is gone; the lock is held."""

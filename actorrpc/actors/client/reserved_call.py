@@ -14,6 +14,7 @@ from actorrpc.actors.client.pending_call import CallTemplate, PendingCall, Resul
 from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.results import ATOMS
 from actorrpc.agent.calls import Call
+from actorrpc.errors import PeerDiedError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class ReservedCall:
         held = None if pending is None else pending.arguments
         if held is None or call.done:
             return
+        if queue.is_gone(template.epoch):
+            self._take_back()
+            return
         try:
             args, kwargs, unresolved = pack_arguments(*PendingCall.opened(held))
             mail, label = template.mail_for(unresolved), template.label
@@ -77,8 +81,16 @@ class ReservedCall:
                 call.peer, None, args, kwargs, 0.0, future=future, label=label, mail=mail, place=call
             )
             queue.agent.flush()
+        except PeerDiedError:
+            # The connection of its reservation has ended. The thread that then ends the peer may not have found the call yet.
+            self._take_back()
         except BaseException as error:
             if call.give_back_place():
                 queue.ended_unsent(future, error)
             if is_of_handler(error):
                 raise
+
+    def _take_back(self) -> None:
+        """Have the queue send the call again, or end it: the actor is not where the place was reserved."""
+        if self._call.give_back_place():
+            self._queue.bounced(self._future)
