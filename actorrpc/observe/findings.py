@@ -98,6 +98,8 @@ _REMEDIES: Final = {
     "busy": "actorrpc stack {name} shows where it is",
     "dead": "its actors are made again where max_restarts says so",
     "incompatible": "run this command with the version of actorrpc that the group has",
+    "refused": "give this command the key that the worker has (ACTORRPC_KEY or ACTORRPC_KEY_FILE), and its certificates if it "
+    "has any",
     "silent": "look at the network between the hosts, and at its machine",
 }
 

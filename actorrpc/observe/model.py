@@ -329,7 +329,8 @@ class ObservedWorker:
         state: ``"alive"``: it has answered; ``"stopped"``: a signal or a debugger has stopped its process; ``"dead"``: that
             is gone; ``"busy"``: its process runs and does not answer: code in C holds the interpreter's lock, or it gets no
             processor; ``"silent"``: it does not answer, and its host is another one; ``"incompatible"``: it runs another
-            version of actorrpc, which this process does not understand; ``"left"``: it has left the group.
+            version of actorrpc, which this process does not understand; ``"refused"``: it and this process do not share a key
+            or certificates; ``"left"``: it has left the group.
         reason: why it is not alive, in words; empty if it is.
         calls_to: calls of other workers to it that are not over, as these say, also where it does not answer itself; the
             oldest of them is one of ``oldest_call``, made ``oldest`` seconds ago.

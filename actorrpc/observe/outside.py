@@ -229,7 +229,7 @@ def _asked(
 def _silence(target: Target, error: BaseException) -> Silent:
     pid = target.local_pid
     if isinstance(error, AuthenticationError):
-        return Silent("silent", str(error))
+        return Silent("refused", str(error))
     if isinstance(error, VersionError):
         return Silent("incompatible", f"it runs another version of actorrpc than this process: {error}")
     if pid:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from actorrpc.config import Settings
-from actorrpc.errors import ProtocolError, RpcError
+from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, merge, pack, unpack
 from actorrpc.observe.tracing.trace import CLOCK, compare_clocks
 from actorrpc.transport.failure_detector import process_state
@@ -194,7 +194,12 @@ class Visit:
                 received = sock.recv(4096)
                 if not received:
                     raise ConnectionResetError("it closed the connection during the handshake")
-                data = dialler.feed(received)
+                try:
+                    data = dialler.feed(received)
+                except AuthenticationError as error:
+                    if dialler.replaced:  # no question of keys: the worker that is meant has ended
+                        raise ConnectionRefusedError(str(error)) from error
+                    raise
         except ssl.SSLError as error:
             sock.close()
             raise explain(error, f"the worker at {address}") from error

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from actorrpc.observe.visitor import KeptVisits, Target, Visit
 from actorrpc.transport import connection
 from actorrpc.transport.session import Replay
 from actorrpc.wire.handshake import Acceptor, Refusal
+from actorrpc.wire.identity import new_incarnation
 from actorrpc.wire.keys import Key
 from tests import certificates
 from tests.actors.e2e.kit import until
@@ -126,9 +128,10 @@ def test_a_wrong_key_is_refused(worker: FoundGroup) -> None:
     target.key = Key.from_text(_KEY)
     with pytest.raises(AuthenticationError):
         Visit(target, time.monotonic() + 30)
-    (answer,) = look(FoundGroup(targets=[target], key=target.key), ["process"], 30.0).answers.values()
-    assert isinstance(answer[1], Silent)
-    assert answer[1].state == "silent"
+    (finding,) = look(FoundGroup(targets=[target], key=target.key), ["process"], 30.0).state.findings
+    assert "is refused: " in finding.what
+    assert "ACTORRPC_KEY" in finding.remedy
+    assert "network" not in finding.remedy
 
 
 def test_without_the_key_that_was_given_there_is_nothing_to_see(
@@ -198,6 +201,16 @@ def test_a_worker_of_another_version_is_named_as_such(worker: FoundGroup, tmp_pa
     assert "is incompatible: it runs another version of actorrpc than this process" in finding.what
     assert "it speaks versions 250; install the same version of actorrpc on both sides" in finding.what
     assert "network" not in finding.remedy
+
+
+def test_a_worker_whose_address_another_life_has_is_not_asked_for_its_key(worker: FoundGroup) -> None:
+    (target,) = worker.targets
+    assert target.record is not None
+    before = replace(target.record, incarnation=new_incarnation())
+    them = Target(record=before, addresses=target.addresses, key=target.key, settings=target.settings)
+    (finding,) = look(FoundGroup(targets=[them], key=target.key), ["process"], 30.0).state.findings
+    assert "the worker that was meant has ended or restarted" in finding.what
+    assert "ACTORRPC_KEY" not in finding.remedy
 
 
 @pytest.mark.parametrize("far", [True, False])
