@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from actorrpc import _time
 from actorrpc._exception_text import mark_handlers
@@ -29,6 +30,7 @@ __all__ = [
     "checkpoint",
     "install",
     "is_protected",
+    "loses_exceptions",
     "pending_here",
     "put_off_during",
     "ring",
@@ -48,6 +50,11 @@ _native: Final[Any] = sys.modules["_signal"]
 _set_native: Final[Any] = _native.signal
 _get_native: Final[Any] = _native.getsignal
 _RING: Final = int(signal.SIGURG)
+_weak_collections: Final[tuple[Any, ...]] = (WeakKeyDictionary(), WeakSet(), WeakValueDictionary())
+# The callbacks with which weak collections drop an entry: all collections of one kind share the code.
+_weak_callbacks: Final[frozenset[CodeType]] = frozenset(
+    each._remove.__code__ for each in _weak_collections if hasattr(each, "_remove")
+)
 
 
 class _State:
@@ -105,10 +112,14 @@ def is_protected(frame: FrameType) -> bool:
     return frame.f_code in _protected
 
 
+def loses_exceptions(code: CodeType) -> bool:
+    """Say whether the interpreter prints and drops what a function raises: a finaliser, or the callback of a weak collection."""
+    return code.co_name == "__del__" or code in _weak_callbacks
+
+
 def _is_within(frame: FrameType | None) -> bool:
     while frame is not None:
-        # What a finaliser raises is lost, this included.
-        if is_protected(frame) or frame.f_code.co_name == "__del__":
+        if is_protected(frame) or loses_exceptions(frame.f_code):
             return True
         frame = frame.f_back
     return False

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import _weakrefset
 import operator
 import os
 import signal
+import sys
 import threading
+import weakref
+from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import pytest
 import torch
@@ -60,6 +65,41 @@ def test_in_a_section_it_waits_for_the_checkpoint(rings: list[None]) -> None:
     with pytest.raises(KeyboardInterrupt):
         signals.checkpoint()
     signals.checkpoint()  # once is enough
+
+
+class _Value:
+    """Something that a weak collection may have."""
+
+
+def _filled(kind: str, value: _Value) -> Any:
+    if kind == "WeakValueDictionary":
+        return WeakValueDictionary({1: value})
+    return WeakKeyDictionary({value: 1}) if kind == "WeakKeyDictionary" else WeakSet([value])
+
+
+@pytest.mark.parametrize("kind", ["WeakValueDictionary", "WeakKeyDictionary", "WeakSet"])
+def test_in_the_callback_of_a_weak_collection_it_waits(kind: str, rings: list[None]) -> None:
+    """The interpreter would print and drop the exception."""
+    value = _Value()
+    collection = _filled(kind, value)
+    came: list[str] = []
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename in (weakref.__file__, _weakrefset.__file__):
+            came.append(frame.f_code.co_name)
+            sys.setprofile(None)
+            _raise_signal()
+
+    sys.setprofile(profile)
+    try:
+        del value
+    finally:
+        sys.setprofile(None)
+    assert len(came) == 1
+    assert not collection
+    assert len(rings) == 1
+    with pytest.raises(KeyboardInterrupt):
+        signals.checkpoint()
 
 
 def test_without_a_checkpoint_the_clock_rings(rings: list[None]) -> None:

@@ -39,7 +39,7 @@ from actorrpc.agent.calls import Call
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.agent.threads import follow_torch
 from actorrpc.futures import INTERRUPTED, WAITING, stand_by
-from actorrpc.transport.signals import is_protected
+from actorrpc.transport.signals import is_protected, loses_exceptions
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
@@ -93,10 +93,11 @@ class Interrupted(KeyboardInterrupt):
 def bears_interruption(frame: FrameType | None) -> bool:
     """Tell whether an exception that is set for a thread with this stack arrives, and cuts none of our own code in two.
 
-    An import is left alone as well: what it has half made can often not be imported again. A ``__del__`` loses the exception:
-    the interpreter prints what is raised there, and the method goes on. So does ``Thread.start``:
-    CPython 3.11 gives the state of a new thread the id of the thread that makes it, until the new one runs. Meanwhile an
-    exception that is set for this id goes to the new thread, as the first found, and that ends before its first line.
+    An import is left alone as well: what it has half made can often not be imported again. A ``__del__``, or the callback of
+    a weak collection, loses the exception: the interpreter prints what is raised there, and the method goes on. So does
+    ``Thread.start``: CPython 3.11 gives the state of a new thread the id of the thread that makes it, until the new one runs.
+    Meanwhile an exception that is set for this id goes to the new thread, as the first found, and that ends before its first
+    line.
     And so is asyncio where it has a coroutine in its hands that no task runs yet, as at the end of ``asyncio.run``: cut off
     there, it would never be awaited, which the interpreter says on stderr.
     """
@@ -110,7 +111,7 @@ def bears_interruption(frame: FrameType | None) -> bool:
         runs = runs or (code is _RUN_FOREVER and _has_begun(loop_on(frame)[1]))
         if (
             code is threading.Thread.start.__code__
-            or code.co_name == "__del__"
+            or loses_exceptions(code)
             or code.co_filename.startswith(_IMPORT)
             or (code in _STARTS_LOOP and not runs)
         ):
