@@ -40,7 +40,6 @@ from actorrpc.agent.threads import Pool
 from actorrpc.agent.timers import Clock
 from actorrpc.config import Settings
 from actorrpc.errors import (
-    CancelledError,
     NotInitializedError,
     ProtocolError,
     RpcError,
@@ -229,7 +228,8 @@ class Agent:
 
         Raises:
             SerializationError, LimitError: before anything is sent.
-            CancelledError: the call in ``place`` is over.
+            CancelledError: the call in ``place`` is over, or the call that this one is nested in was cancelled.
+            RpcTimeoutError: the time of the call that this one is nested in is over.
             PeerDiedError, BackpressureError, ShutdownError: nothing was executed.
         """
         if self.closed_down:
@@ -242,9 +242,7 @@ class Agent:
             chain, given_up = current.chain, current.given_up
             if current.cancelled:
                 interruption_point()
-                raise CancelledError(
-                    "the call that this one is nested in was cancelled", maybe_executed=False
-                )
+                raise current.given_up_error()
         else:
             chain = self.next_chain()
         if label is None:
@@ -328,7 +326,7 @@ class Agent:
                     self.roll_back(message)
             raise
         if current is not None and current.given_up is not given_up:
-            call.cancel(current.given_up[-1])  # while it was being made, nobody could cancel it
+            call.cancel(current.given_up[-1], current.late)  # while it was being made, nobody could cancel it
         return call
 
     def ask(

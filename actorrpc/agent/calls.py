@@ -36,7 +36,7 @@ from actorrpc.serialization.class_cache import empty_before_collection
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
-from actorrpc.wire.frames import CANCEL, pack_frame
+from actorrpc.wire.frames import CANCEL, LATE, STOP, pack_frame
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Nested(Protocol):
     def done(self) -> bool:
         """Whether it is over."""
 
-    def cancel(self, stop: bool = True) -> bool:
+    def cancel(self, stop: bool = True, late: bool = False) -> bool:
         """Give it up; see :meth:`Call.cancel`. False if it was over."""
 
 
@@ -82,6 +82,8 @@ class Execution:
         chain: the chain of nested calls that it belongs to.
         cancelled: the caller has given it up; its nested calls are cancelled.
         nested: the calls that were made in it, in order; some of them are over.
+        late: the caller has given it up because its time is over. It is about to be over here, too: then nested calls end with
+            a time-out, as they would a moment later. Set before ``cancelled``.
         given_up: an entry for each time that its nested calls were given up: whether what runs for them is interrupted.
             Replaced by a longer one each time. A thread that makes a call compares it before and after.
         arrived: when its request was read; ``begun``: when its turn came, and ``thread`` the number of the one that it began on.
@@ -104,6 +106,7 @@ class Execution:
         "given_up",
         "header",
         "id",
+        "late",
         "nested",
         "path",
         "peer",
@@ -123,6 +126,7 @@ class Execution:
         self.chain = chain
         self.cancelled = False
         self.nested: dict[Nested, None] = {}
+        self.late = False
         self.given_up: tuple[bool, ...] = ()
         self.header: Header | None = None
         self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
@@ -130,13 +134,15 @@ class Execution:
         self.what: Any = None
         self.deferred = False
 
-    def cancel(self, stop: bool = False) -> None:
+    def cancel(self, stop: bool = False, late: bool = False) -> None:
         """Record that the caller gave up, and give up the calls that this one waits for.
 
         Args:
             stop: the caller has cancelled it, and wants what runs to be interrupted where that can be; otherwise
                 its time is over, or the caller is gone.
+            late: see the attribute.
         """
+        self.late = self.late or late
         self.cancelled = True
         self.give_up_nested(stop)
 
@@ -150,7 +156,13 @@ class Execution:
                 call, _ = nested.popitem()
             except KeyError:
                 return
-            call.cancel(stop)
+            call.cancel(stop, self.late)
+
+    def given_up_error(self) -> CancelledError | RpcTimeoutError:
+        """Return the error of a nested call that is made after this one was given up."""
+        if self.late:
+            return RpcTimeoutError("the call that this one is nested in has timed out", maybe_executed=False)
+        return CancelledError("the call that this one is nested in was cancelled", maybe_executed=False)
 
     def add_nested(self, call: Nested) -> None:
         """Have a call given up together with this one. Any thread that runs in this execution's context may call it."""
@@ -414,7 +426,7 @@ class Call(Progress):
         error = self.was_cancelled(reached) if self.stopping else self._timed_out(reached)
         self.fail(error, self.agent.pool.submit)
         if reached or self.awaits:
-            self._tell_cancelled(stop=self.mail is not None and self.mail.interrupts)
+            self._tell_cancelled(stop=self.mail is not None and self.mail.interrupts, late=True)
         return True
 
     def withdraw(self) -> bool:
@@ -451,17 +463,20 @@ class Call(Progress):
         )
 
     @uninterruptible
-    def cancel(self, stop: bool = True) -> bool:
+    def cancel(self, stop: bool = True, late: bool = False) -> bool:
         """End the call with CancelledError and tell the worker; False if it was over.
 
-        ``stop``: what runs there for it is to be interrupted, where that can be.
+        Args:
+            stop: what runs there for it is to be interrupted, where that can be.
+            late: it is nested in a call whose time is over, and ends with RpcTimeoutError: its own time is over as well.
         """
         if self.peer.pending.pop(self.id, None) is None:
             return False
         reached = self.withdraw()
-        self.fail(self.was_cancelled(reached), self.agent.pool.submit)
+        error = self._timed_out(reached) if late and not self.stopping else self.was_cancelled(reached)
+        self.fail(error, self.agent.pool.submit)
         if reached or self.awaits:
-            self._tell_cancelled(stop)
+            self._tell_cancelled(stop, late)
         return True
 
     def give_back_place(self) -> bool:
@@ -506,13 +521,13 @@ class Call(Progress):
             self._tell_cancelled(stop=True)
         return True
 
-    def _tell_cancelled(self, stop: bool) -> None:
+    def _tell_cancelled(self, stop: bool, late: bool = False) -> None:
         """Tell the worker, which may run the call, that nobody waits for it any more."""
-        conn = self.conn
+        conn, flags = self.conn, STOP * stop | LATE * late
         if conn is not None:
             if conn.state is not CLOSED:
                 # Behind the call itself, also where that is still to leave.
-                conn.outbox.append(pack_frame(CANCEL, self.id, flags=int(stop)))
+                conn.outbox.append(pack_frame(CANCEL, self.id, flags=flags))
                 self.agent.cork(conn)
         elif self.peer.is_self:
-            self.agent.inbox.cancelled(self.peer, self.id, stop)
+            self.agent.inbox.cancelled(self.peer, self.id, flags)

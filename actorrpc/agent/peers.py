@@ -128,7 +128,7 @@ _QUIET_S: Final = 60.0  # at least so long passes between two such log lines of 
 class Cancellable(Protocol):
     """What runs for a caller: an execution, a call in an actor's mailbox, or a stream."""
 
-    def cancel(self, stop: bool = False) -> None:
+    def cancel(self, stop: bool = False, late: bool = False) -> None:
         """Give it up; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
 
 
@@ -152,7 +152,7 @@ class Peer:
         self.pending: dict[int, Any] = {}
         self.running: dict[int, Cancellable] = {}
         #: calls that were given up before they were taken up here: whether what runs for them is interrupted
-        self.cancelled: dict[int, bool] = {}
+        self.cancelled: dict[int, int] = {}
         self.begun = DuplicateFilter()
         self.answered = DuplicateFilter()
         self.ids = itertools.count(1)

@@ -36,6 +36,7 @@ __all__ = [
     "LANE_FREE",
     "LANE_RETIRE",
     "LAST_KIND",
+    "LATE",
     "MAIL",
     "NOTICE",
     "OBJECTS",
@@ -46,6 +47,7 @@ __all__ = [
     "REPLY",
     "REQUEST",
     "RESERVED",
+    "STOP",
     "STREAM",
     "STREAM_ABORT",
     "UNREAD",
@@ -65,7 +67,7 @@ REQUEST: Final = 1  # a call
 REPLY: Final = 2  # its value
 FAILURE: Final = 3  # its error: up to here, a frame is a message; what follows controls
 INTRO: Final = 4  # first frame of the side that dialled: who is speaking (a packed WorkerRecord)
-CANCEL: Final = 5  # the caller gave the call up; flags 1: it wants what runs to be interrupted
+CANCEL: Final = 5  # the caller gave the call up; its flags are STOP and LATE
 PING: Final = 6
 PONG: Final = 7
 CREDIT: Final = 8  # a large request has been taken up: its bytes no longer count as unread
@@ -95,6 +97,8 @@ OBJECTS: Final = (
     64  # flag of a message with objects in shared memory, whose descriptors have been sent before it
 )
 MAIL: Final = 16  # flag of a request that is for a mailbox, which is entered in the order of the wire
+STOP: Final = 1  # flag of CANCEL: the caller wants what runs to be interrupted
+LATE: Final = 2  # flag of CANCEL: the time of the call is over
 RESERVED: Final = (
     128  # flag of mail in two frames: one without a body reserves its place, the other is the message
 )

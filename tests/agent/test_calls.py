@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import operator
+import queue
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from actorrpc import _time
+from actorrpc import _time, rpc
 from actorrpc.agent.calls import Call
+from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import WAITING, Future
+from actorrpc.testing import InProcessCluster
 from tests.agent.agents import agents
 
 
@@ -111,3 +115,41 @@ def test_who_has_just_made_many_calls_may_make_more_and_then_read(
         one.scheduler.expecting[conn] = None
         one.scheduler._listen()
         assert bool(conn.unattended) is waits
+
+
+_at_the_end = threading.Event()
+_released = threading.Event()
+_ends: queue.Queue[list[type[Exception]]] = queue.Queue()
+
+
+def _forward(path: list[str]) -> None:
+    """Call along a path, and note how a call ends that is under way, and one that is made afterwards."""
+    if not path:
+        _at_the_end.set()
+        assert _released.wait(30)
+        return
+    found = []
+    for _ in range(2):
+        try:
+            rpc.rpc_sync(path[0], _forward, (path[1:],), timeout=500)
+        except Exception as error:
+            found.append(type(error))
+    _ends.put(found)
+
+
+@pytest.mark.limit(60)
+def test_calls_nested_in_one_that_times_out_time_out_where_their_own_deadline_is_later() -> None:
+    """A deadline travels as what is left of it: the time that the request was under way is added."""
+    with InProcessCluster(3) as cluster:
+        caller = cluster["worker0"]
+        caller.rpc_sync("worker1", int, (), timeout=0)
+        cluster.cut("worker0", "worker1")
+        call = caller.rpc_async("worker1", _forward, (["worker2", "worker0"],), timeout=60.0)
+        cluster.clock.advance(5.0)
+        cluster.heal("worker0", "worker1")
+        assert _at_the_end.wait(30)
+        cluster.clock.advance(56.0)
+        with pytest.raises(RpcTimeoutError):
+            call.wait()
+        assert [_ends.get(timeout=30) for _ in range(2)] == [[RpcTimeoutError, RpcTimeoutError]] * 2
+        _released.set()

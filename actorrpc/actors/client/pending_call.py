@@ -426,18 +426,22 @@ class PendingCall(Progress):
         if route is not None:
             route._queue.agent.flush()
 
-    def cancel(self, stop: bool = True) -> bool:
-        """End the call, wherever it is; False if it is over. ``stop``: see :meth:`Call.cancel`."""
+    def cancel(self, stop: bool = True, late: bool = False) -> bool:
+        """End the call, wherever it is; False if it is over. ``stop``, ``late``: see :meth:`Call.cancel`."""
         future = self.future
         if future is None:
             return False
+        execution = self.context.get(CURRENT)
+        late = late or (execution is not None and execution.late)  # also for a thread that finds it unwanted
         # Set first: a thread that is sending the call, or is putting it back into the queue, reads `unwanted` afterwards.
         self.unwanted = True
         if not self.take():
             source = future.source
             if isinstance(source, Call):
-                return source.cancel(stop)
+                return source.cancel(stop, late)
             return not future.done() if source is self or source is None else source.cancel()
+        if late:
+            return self._end(self._timed_out())
         template = future._template
         what = template.label if template is not None else "the call"
         return self._end(
@@ -449,19 +453,20 @@ class PendingCall(Progress):
 
     def expire(self) -> None:
         """End the call, which has not been sent, because its time is over."""
+        if self.future is not None and self.take():
+            self._end(self._timed_out())
+
+    def _timed_out(self) -> RpcTimeoutError:
         future = self.future
-        if future is None or not self.take():
-            return
+        assert future is not None
         template, route = future._template, future._route
         what = template.label if template is not None else "a call"
         where = route._queue.waits_for() if route is not None else "the actor"
         bound = f"{self.seconds:g} s" if self.seconds else "what was left of the call that made it"
-        self._end(
-            RpcTimeoutError(
-                f"the call of {what} timed out ({bound}) while it waited for {where}; "
-                + ("an earlier try may have run" if self.may_have_run else "it was not sent"),
-                maybe_executed=self.may_have_run,
-            )
+        return RpcTimeoutError(
+            f"the call of {what} timed out ({bound}) while it waited for {where}; "
+            + ("an earlier try may have run" if self.may_have_run else "it was not sent"),
+            maybe_executed=self.may_have_run,
         )
 
     def _end(self, error: BaseException) -> bool:

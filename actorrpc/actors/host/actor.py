@@ -362,8 +362,11 @@ class HostedActor:
 
     # -- giving up -----------------------------------------------------------------------------------
 
-    def cancel(self, entry: Envelope, stop: bool) -> None:
-        """Give up a call: one that waits never runs; a method that runs is interrupted if that is wanted (``stop``)."""
+    def cancel(self, entry: Envelope, stop: bool, late: bool) -> None:
+        """Give up a call: one that waits never runs; a method that runs is interrupted if that is wanted (``stop``).
+
+        ``late``: see :meth:`Execution.cancel`.
+        """
         queue = entry.queue
         # Set first: one that has had its turn in this moment, and that nobody runs yet, sees it when it is about to.
         entry.given_up = stop or (queue is not None and queue.is_async)
@@ -377,15 +380,15 @@ class HostedActor:
         execution, loop = entry.execution, self.loop_of(queue)
         if queue is not None and queue.is_async:
             if entry.task is not None and loop is not None:
-                loop.submit(partial(self.executor.stop, entry, stop))
+                loop.submit(partial(self.executor.stop, entry, stop, late))
             elif execution is not None:  # a plain method is never interrupted on the loop
-                execution.cancel(stop)
+                execution.cancel(stop, late)
             return
         if stop:
             # Before the calls that it waits for are given up: it is told once, and not by their errors, too.
             self.interrupt(entry)
         if execution is not None:
-            execution.cancel(stop)
+            execution.cancel(stop, late)
         # A stream may stand in its place since it was looked for. One that comes later looks at the execution, in that order.
         stream = entry.peer.running.get(entry.frame.id)
         if stream is not None and stream is not entry:
@@ -553,7 +556,7 @@ class HostedActor:
         for entry in running:
             self.executor.fail(entry, died(self, self.why))
             self.interrupt(entry)
-            self.cancel(entry, False)  # and the calls that it waits for, as if the process had ended
+            self.cancel(entry, False, False)  # and the calls that it waits for, as if the process had ended
         self.runtime.registry.forget(self)
         self.agent.submit(self._wind_up)
         if running:

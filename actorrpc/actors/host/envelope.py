@@ -82,11 +82,11 @@ class Envelope(Entry):
             return False
         return True
 
-    def cancel(self, stop: bool = False) -> None:
+    def cancel(self, stop: bool = False, late: bool = False) -> None:
         """Give the call up: its caller wants it no more. Runs on a pool thread.
 
         ``stop``: a method that runs is interrupted. It goes on where only its caller's time is over, or its caller is
         gone: then nobody has asked for an actor in the middle of something.
         """
         if self.hosted is not None:
-            self.hosted.cancel(self, stop)
+            self.hosted.cancel(self, stop, late)

@@ -103,9 +103,9 @@ class ActorRegistry:
             hosted.post(entry)
         else:
             self._create_or_refuse(entry)
-        stop = peer.cancelled.get(frame.id)
-        if stop is not None:  # its cancellation came first, or while this thread entered it
-            self._agent.inbox.cancelled(peer, frame.id, stop)
+        flags = peer.cancelled.get(frame.id)
+        if flags is not None:  # its cancellation came first, or while this thread entered it
+            self._agent.inbox.cancelled(peer, frame.id, flags)
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
         """See agent.mail.MailRouter."""

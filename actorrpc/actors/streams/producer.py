@@ -362,7 +362,7 @@ class Producer(Stall):
         if asked is not None:
             asked.try_fail(error or _gone(self.stream))
 
-    def cancel(self, stop: bool = False) -> None:
+    def cancel(self, stop: bool = False, late: bool = False) -> None:
         """Close the stream because its call was cancelled, has timed out, or its consumer has died."""
         self.close()
 

@@ -28,6 +28,7 @@ from actorrpc.agent.executor import Later
 from actorrpc.flight_recorder import NOTED
 from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec
+from actorrpc.wire.frames import STOP
 from tests.actors.bare import alone, bare, begin, ended, here
 from tests.ranks import rpc_group
 
@@ -879,10 +880,10 @@ def test_streams_are_closed_with_their_calls(runtime: Runtime) -> None:
     late, soon, over = (runtime.streams.open(2, peer) for _ in range(3))
     late.serves(1 << 40)
     assert peer.running[1 << 40] is late
-    runtime.agent.inbox.cancelled(peer, 1 << 40)
+    runtime.agent.inbox.cancelled(peer, 1 << 40, STOP)
     while not late.closed:
         threading.Event().wait(0.001)
-    runtime.agent.inbox.cancelled(peer, 2 << 40)
+    runtime.agent.inbox.cancelled(peer, 2 << 40, STOP)
     soon.serves(2 << 40)
     assert soon.closed
     over.close()
