@@ -31,6 +31,7 @@ from actorrpc.agent.inbound import DuplicateFilter
 from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.serialization import codec
 from actorrpc.serialization.numbered_functions import NumberedFunctions
+from actorrpc.transport.blocked_sends import SILENT_S, BlockedSends
 from actorrpc.transport.failure_detector import FailureDetector
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["KEPT", "Cancellable", "Listener", "MembershipEvents", "Peer", "PeerTable", "state_of"]
 
 _log = logging.getLogger("actorrpc.members")
-_calls_log = logging.getLogger("actorrpc.calls")
 
 Listener = Callable[[WorkerInfo, str, str, str], None]
 """Called with the worker, its old state, its new state, and the reason in words."""
@@ -121,8 +121,6 @@ class MembershipEvents:
 _KNOWN: Final = 1024
 _KNOWN_BYTES: Final = 64 << 20
 MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
-_SILENT_S: Final = 2.0  # a wait for room that takes longer is logged
-_QUIET_S: Final = 60.0  # at least so long passes between two such log lines of one peer
 
 
 class Cancellable(Protocol):
@@ -174,9 +172,7 @@ class Peer:
         self._credit_lock = _time.RLock()  # re-entrant: the collector may run user code here
         self._credit = _time.Condition(self._credit_lock)
         self.waiting = 0
-        #: since when threads have waited for room without a break; None while no thread waits
-        self.blocked_since: float | None = None
-        self._warn_at = 0.0
+        self.blocked = BlockedSends()
         self.charged = 0
         self.window = window
 
@@ -218,25 +214,22 @@ class Peer:
             BackpressureError: it has not by the deadline; nothing was sent.
             PeerDiedError: it died meanwhile.
         """
-        late_at = _time.now() + _SILENT_S
+        begun = _time.now()
+        late_at = begun + SILENT_S
         while not self._wait_for_room(deadline, late_at, what):
             checkpoint()
-            now = _time.now()
-            if late_at <= now:
+            if late_at <= _time.now():
                 late_at = float("inf")
-                if self._warn_at <= now:
-                    self._warn_at = now + _QUIET_S
-                    _calls_log.warning(
-                        "%s has been blocked for %.0f s: %s", what, _SILENT_S, self._too_much()
-                    )
+                if self.blocked.is_due(begun):
+                    self.blocked.log(what, self._too_much())
 
     @uninterruptible
     def _wait_for_room(self, deadline: float, late_at: float, what: str) -> bool:
         # An exception between two steps of the condition would leave its lock taken for ever.
         with self._credit:
             self.waiting += 1
-            if self.blocked_since is None:
-                self.blocked_since = _time.now()
+            if self.blocked.since is None:
+                self.blocked.since = _time.now()
             try:
                 while self.full and not pending_here():
                     self.check_alive(what)
@@ -254,7 +247,7 @@ class Peer:
             finally:
                 self.waiting -= 1
                 if not self.waiting:
-                    self.blocked_since = None
+                    self.blocked.since = None
 
     def _too_much(self) -> str:
         return (

@@ -40,6 +40,7 @@ from actorrpc.futures import Future
 from actorrpc.observe import processes
 from actorrpc.observe.protocol import PARTS
 from actorrpc.rpc.refcount.tables import Outcome
+from actorrpc.transport.blocked_sends import BlockedSends
 from actorrpc.transport.connection_state import CLOSED
 
 __all__ = ["answer", "member_records"]
@@ -301,7 +302,8 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "oldest": max(0.0, now - pending[0].made) if pending else 0.0,
         "calls_in": len(peer.running),
         "unread": peer.charged,
-        "blocked": 0.0 if (since := peer.blocked_since) is None else max(0.0, now - since),
+        "blocked": _lasted(peer.blocked, now),
+        "stalled": max((_lasted(each.chunks.blocked, now) for each in conns), default=0.0),
         "sent": sum(each.bytes_out for each in conns),
         "received": sum(each.bytes_in for each in conns),
         "chunks_sent": sum(each.chunk_bytes_out for each in conns),
@@ -311,6 +313,11 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "borrowed": sum(each.held_bytes for each in borrowers),
         "taken": sum(each.taken_bytes for each in borrowers),
     }
+
+
+def _lasted(blocked: BlockedSends, now: float) -> float:
+    since = blocked.since
+    return 0.0 if since is None else max(0.0, now - since)
 
 
 def _left(deadline: float, now: float) -> float | None:

@@ -12,7 +12,7 @@ from actorrpc.observe.words import span
 __all__ = ["calls_to", "findings", "in_order", "is_wanted", "of_actors", "of_workers", "remedy_of"]
 
 _LONG_S: Final = 10.0  # a call that has waited longer than this for its turn is said
-_BLOCKED_S: Final = 2.0  # calls that the window has blocked for longer are said
+_BLOCKED_S: Final = 2.0  # calls and large messages that have been blocked for longer are said
 _MANY: Final = 100  # calls that wait for one actor are said
 _RECENT_S: Final = 300.0  # a deadlock that was broken is said for so long
 _NEAR: Final = 0.8  # of the descriptors
@@ -65,6 +65,17 @@ def of_workers(state: GroupState) -> list[Finding]:
             )
             for each in worker.connections
             if each.blocked >= _BLOCKED_S
+        ][:_SHOWN]
+        found += [
+            Finding(
+                kind="stalled",
+                wrong=False,
+                what=f"a large message of worker {worker.name!r} to {each.worker!r} has been blocked for {span(each.stalled)}: "
+                f"{each.worker!r} does not read",
+                remedy=f"see what {each.worker!r} does; its process may be stopped, or the network between the two may be slow",
+            )
+            for each in worker.connections
+            if each.stalled >= _BLOCKED_S
         ][:_SHOWN]
     for worker in state.workers:
         found += [

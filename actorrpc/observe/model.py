@@ -85,6 +85,7 @@ class ObservedConnection:
         unread: bytes of large calls that it has not taken up yet.
         blocked: seconds that calls to it have waited here to be sent, because it has not started enough of the earlier calls
             (setting ``window``); 0 if no call waits.
+        stalled: seconds since the last byte of a large message to it could be sent, because it does not read; 0 if none waits.
         sent, received: bytes that have gone over its sockets, of all frames; ``chunks_sent`` and ``chunks_received`` are those
             of them that belong to large tensors and messages. A socket that has ended for good is not counted any more.
         lent: bytes of shared memory that are lent to it, and ``placed`` bytes that have gone that way so far.
@@ -102,6 +103,7 @@ class ObservedConnection:
     calls_in: int = 0
     unread: int = 0
     blocked: float = 0.0
+    stalled: float = 0.0
     sent: int = 0
     received: int = 0
     chunks_sent: int = 0
@@ -465,8 +467,8 @@ class Finding:
 
     Attributes:
         kind: one word for programs: ``"worker"``, ``"actor"``, ``"deadlock"``, ``"mailbox"``, ``"deadline"``, ``"stream"``,
-            ``"descriptors"``, ``"threads"``, ``"suspect"``, ``"debugger"``, ``"rounds"``, ``"window"``, or what a check of
-            ``actorrpc doctor`` is about.
+            ``"descriptors"``, ``"threads"``, ``"suspect"``, ``"debugger"``, ``"rounds"``, ``"window"``, ``"stalled"``,
+            or what a check of ``actorrpc doctor`` is about.
         wrong: it is a fault; otherwise it may be as it was meant.
         what: it, in one sentence.
         remedy: what can be done; may be empty.

@@ -7,9 +7,11 @@ for another socket, without it. It wakes for the deadline, signal handlers and t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from actorrpc import _time
+from actorrpc.transport.blocked_sends import BlockedSends
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
@@ -24,12 +26,17 @@ _RESUMED_S: Final = 0.01  # how often it is looked whether a connection can go o
 
 
 class ChunkSender:
-    """Sends chunks over one connection. Any thread may use it, several at a time."""
+    """Sends chunks over one connection. Any thread may use it, several at a time.
 
-    __slots__ = ("_conn",)
+    Attributes:
+        blocked: the time in which a thread had a chunk to send and the kernel took no byte. The write lock guards it.
+    """
+
+    __slots__ = ("_conn", "blocked")
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
+        self.blocked = BlockedSends()
 
     @uninterruptible
     def send(
@@ -89,6 +96,7 @@ class ChunkSender:
             if pending_here():
                 return None
         begun = False
+        sent = -1
         try:
             while True:
                 if conn.state is CLOSED:
@@ -105,7 +113,10 @@ class ChunkSender:
                     continue
                 if conn.state is not OPEN:
                     continue
+                if conn.bytes_out != sent:
+                    sent, self.blocked.since = conn.bytes_out, _time.now()
                 conn._wait_writable(deadline)
+                self._note_blocked()
                 late = deadline is not None and _time.now() > deadline
                 if late or pending_here():
                     # The chunk must be finished, but not by us and not from the caller's memory.
@@ -118,8 +129,18 @@ class ChunkSender:
             conn.failed(error)
             return self._leave(begun) if conn.state is SUSPENDED else False
         finally:
+            self.blocked.since = None
             conn.write_lock.release()
             conn.flush()
+
+    def _note_blocked(self) -> None:
+        """Have a wait that takes long logged, elsewhere: a handler of the log may run anything. Under the write lock."""
+        blocked, conn = self.blocked, self._conn
+        if blocked.since is not None and blocked.is_due(blocked.since):
+            name = conn.peer.name if conn.peer else "a stranger"
+            what = f"a large message to worker {name!r}"
+            why = "the worker does not read. Its process may be stopped, or the network between the two may be slow"
+            conn._events.submit(partial(blocked.log, what, why))
 
     def _leave(self, begun: bool) -> bool | None:
         """Leave a chunk that has begun to the attempt that goes on over another socket, from a copy."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import signal
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +110,41 @@ def test_calls_that_the_window_blocks_are_logged_and_reported(tmp_path: Path) ->
         "the call of mul has been blocked for 2 s: worker 'worker1' has not started calls of 1"
     )
     assert "6 calls to it are not over. The setting window (ACTORRPC_WINDOW) allows 1048576 bytes" in logged
+
+
+def _stalled(rank: int, world_size: int) -> list[str]:
+    if rank:
+        return []
+    logger, lines = logging.getLogger("actorrpc.calls"), _Lines()
+    logger.propagate = False
+    logger.addHandler(lines)
+    pid = rpc.rpc_sync("worker1", os.getpid)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        large = torch.zeros(16 << 20)
+        calls: list[Any] = []
+        sender = threading.Thread(
+            target=lambda: calls.append(rpc.rpc_async("worker1", torch.numel, (large,), timeout=0))
+        )
+        sender.start()
+        until(lambda: any(each.kind == "stalled" for each in actorrpc.state(30).findings))
+        (said,) = [each.what for each in actorrpc.state(30).findings if each.kind == "stalled"]
+        until(lambda: lines.texts)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    sender.join()
+    assert calls[0].wait() == 16 << 20
+    assert not any(each.stalled for each in actorrpc.state(30).workers[0].connections)
+    return [said, *lines.texts]
+
+
+def test_large_messages_that_their_worker_does_not_read_are_logged_and_reported() -> None:
+    options = {"lane": False, "heartbeat": 60.0}
+    (said, logged), _ = rpc_group(_stalled, 2, options=options)
+    assert said.startswith("a large message of worker 'worker0' to 'worker1' has been blocked for ")
+    assert logged.startswith(
+        "a large message to worker 'worker1' has been blocked for 2 s: the worker does not read"
+    )
 
 
 # -- the files ---------------------------------------------------------------------------------------------------
