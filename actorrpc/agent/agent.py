@@ -27,7 +27,7 @@ from actorrpc import _time
 from actorrpc._exception_text import report
 from actorrpc._limits import memory_limit
 from actorrpc.agent import outbound
-from actorrpc.agent.calls import CURRENT, Call, Execution
+from actorrpc.agent.calls import CURRENT, Call, Execution, LostArgumentError
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Executor
@@ -41,6 +41,7 @@ from actorrpc.agent.timers import Clock
 from actorrpc.config import Settings
 from actorrpc.errors import (
     NotInitializedError,
+    PeerDiedError,
     ProtocolError,
     RpcError,
     ShutdownError,
@@ -230,7 +231,8 @@ class Agent:
             SerializationError, LimitError: before anything is sent.
             CancelledError: the call in ``place`` is over, or the call that this one is nested in was cancelled.
             RpcTimeoutError: the time of the call that this one is nested in is over.
-            PeerDiedError, BackpressureError, ShutdownError: nothing was executed.
+            PeerDiedError, BackpressureError, ShutdownError: nothing was executed. It is a LostArgumentError where not the
+                peer has died, but the worker that a reference among the arguments leads to.
         """
         if self.closed_down:
             raise self.shut_down_error()
@@ -274,18 +276,25 @@ class Agent:
                     or getattr(_modules.get(function.__module__), function.__name__, None) is not function
                 ):
                     sent = peer.functions.introduce(function, peer.same_main)
-            encoded = (
-                b""
-                if awaits
-                else codec.encode_body(
-                    (sent, args, kwargs) if mail is None else (args, kwargs),
-                    peer.same_main,
-                    peer.known,
-                    peer.device_map,
-                    message,
-                    bool(self.recorder.live),
+            try:
+                encoded = (
+                    b""
+                    if awaits
+                    else codec.encode_body(
+                        (sent, args, kwargs) if mail is None else (args, kwargs),
+                        peer.same_main,
+                        peer.known,
+                        peer.device_map,
+                        message,
+                        bool(self.recorder.live),
+                    )
                 )
-            )
+            except PeerDiedError as error:
+                raise LostArgumentError(
+                    f"{label} was not called, because an argument cannot be sent: {error}",
+                    maybe_executed=False,
+                    worker=error.worker,
+                ) from error
             if (self.recorder.live and not awaits) or (not isinstance(encoded, bytes) and encoded.grad):
                 header = recorded(self.recorder, header, encoded, peer)
             if message.sent or message.objects:

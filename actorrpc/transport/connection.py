@@ -451,7 +451,8 @@ class Connection(StateMachine):
 
         Args:
             wait: sleep while the kernel takes no more; otherwise a pool thread sends the rest.
-            held: this thread holds the write lock, and sends the rest itself.
+            held: this thread holds the write lock, and sends the rest itself. False then also means that nothing more may be
+                sent until the other side acknowledges what it has.
         """
         outbox, replay = self.outbox, self.replay
         borrower, lender = self.borrower, self.lender
@@ -510,7 +511,7 @@ class Connection(StateMachine):
                     self._flushing = True
                     self._events.submit(self.flush_waiting)
                 return False
-        return True
+        return not held or replay is None or not replay.full
 
     def hand_back(self) -> bool:
         """Put word of shared memory that has died on either side before what is sent next; say whether there was any."""

@@ -35,6 +35,7 @@ from actorrpc.actors.client.supervisor_client import ask, peer_of
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
 from actorrpc.actors.spec.death_report import Restarting
+from actorrpc.agent.calls import LostArgumentError
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -218,6 +219,8 @@ class CallQueue:
                 mail=mail,
                 awaits=awaits,
             )
+        except LostArgumentError as error:
+            self.ended_unsent(future, error)
         except PeerDiedError:
             self.bounced(future)
         except BaseException:
@@ -231,7 +234,11 @@ class CallQueue:
         """End a call that could not be sent."""
         self.flying.pop(future._number, None)
         pending = future._pending
-        if pending is not None and pending.may_have_run and isinstance(error, CancelledError):
+        if (
+            pending is not None
+            and pending.may_have_run
+            and isinstance(error, (CancelledError, LostArgumentError))
+        ):
             error.maybe_executed = True  # in an earlier try
         future.end(error.with_traceback(None), self.agent.submit)
         if self.barrier is not None:

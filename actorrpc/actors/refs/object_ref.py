@@ -449,6 +449,12 @@ class ObjectRef(Generic[T_co]):
                 promise = self._promise
         return promise
 
+    def _promise_error(self) -> BaseException | None:
+        """Return why the worker that has handed on this ObjectRef cannot be asked for the value any more, if so."""
+        promise = self._promise
+        error = None if promise is None else promise._references.table.failure(promise._handle)
+        return _out_of_reach(self._name(), error) if type(error) is PeerDiedError else error
+
     # -- Python --------------------------------------------------------------------------------------
 
     def hex(self) -> str:
@@ -536,8 +542,13 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         )
     known = ref._identity(), ref._name()
     future = ref._future
+    lost = ref._promise_error()
     if future is None or not future.completed:
-        return _arrive_promise, (*known, ref._as_promise())
+        if lost is None:
+            return _arrive_promise, (*known, ref._as_promise())
+        return _as_failed(ref, lost, context)
+    if lost is not None:
+        ref._promise = None  # this worker promises what it has
     error = future.error
     value = future.value_or_none
     if error is None and type(value) is StoredResult:
@@ -561,10 +572,15 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         return _arrive_promise, (*known, ref._as_promise())
     if error is not None:
         future.acknowledge()  # the caller of get() will see
-        worker = rrefs.runtime().agent.name
-        dumps = codec.dumper(context.peer.same_main)
-        return _arrive_failed, (*known, exceptions.dump(error, worker=worker, dumps=dumps))
+        return _as_failed(ref, error, context)
     return _arrive, (*known, value)
+
+
+def _as_failed(ref: ObjectRef[Any], error: BaseException, context: MessageContext) -> tuple[Any, ...]:
+    worker = rrefs.runtime().agent.name
+    dumps = codec.dumper(context.peer.same_main)
+    packed = exceptions.dump(error, worker=worker, dumps=dumps)
+    return _arrive_failed, (ref._identity(), ref._name(), packed)
 
 
 def _arrive(ref_id: bytes, label: str, value: Any) -> ObjectRef[Any]:

@@ -54,6 +54,15 @@ class Phoenix:
     def leave(self) -> None:
         actorrpc.exit_actor()
 
+    def ask(self, other: Any) -> list[Any]:
+        return [other.pid.remote()]
+
+    def text(self, size: int) -> list[Any]:
+        return [actorrpc.put("x" * size)]
+
+    def first(self, refs: list[Any]) -> Any:
+        return actorrpc.get(refs[0])
+
 
 @actorrpc.remote(max_restarts=5)
 class Saving:
@@ -258,3 +267,36 @@ def test_calls_of_others_that_wait_for_a_killed_actor(gate: Path) -> None:
     busy = victim.block.remote(str(gate))
     open_gate(gate)
     assert actorrpc.get([busy, caller.add.remote(1)]) == ["go", 1]
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_an_actor_takes_a_reference_from_a_process_that_has_died(max_restarts: int) -> None:
+    source, target = Phoenix.remote(), Phoenix.options(max_restarts=max_restarts).remote()
+    refs = actorrpc.get(source.ask.remote(target))
+    with pytest.raises(actorrpc.ActorDiedError):
+        actorrpc.get(source.die.remote())
+    with pytest.raises(actorrpc.PeerDiedError, match=r"the value of .* is lost"):
+        actorrpc.get(target.first.remote(refs))
+    assert actorrpc.get(target.add.remote(1)) == 1
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_an_rref_to_a_process_that_has_died_fails_its_call_alone(max_restarts: int) -> None:
+    source, target = Phoenix.remote(), Phoenix.options(max_restarts=max_restarts).remote()
+    rref = source.rref
+    with pytest.raises(actorrpc.ActorDiedError):
+        actorrpc.get(source.die.remote())
+    assert actorrpc.get(target.add.remote(1)) == 1
+    with pytest.raises(actorrpc.PeerDiedError, match="an argument cannot be sent") as refused:
+        actorrpc.get(target.first.remote([rref]))
+    assert refused.value.maybe_executed is False
+    assert actorrpc.get(target.add.remote(1)) == 2
+
+
+def test_a_text_that_was_fetched_is_handed_on_after_the_death_of_its_process() -> None:
+    source, target = Phoenix.remote(), Phoenix.remote()
+    refs = actorrpc.get(source.text.remote(1_000_000))
+    text = actorrpc.get(refs[0])
+    with pytest.raises(actorrpc.ActorDiedError):
+        actorrpc.get(source.die.remote())
+    assert actorrpc.get(target.first.remote(refs)) == text
