@@ -2,8 +2,8 @@
 
 Programs do not wait for ever by themselves. Three rules see to that:
 
-* A nested call goes to an actor behind all those that its callers hold, or back to one of them (which serves the calls that
-  descend from its own), or to a task.
+* A nested call goes to an actor behind those of all its callers, or to a task. It may go back to an actor whose method waits
+  for it: such an actor serves the calls that descend from its own. A method that passes a reference on does not wait.
 * A stream with ``backpressure`` is read at once: it holds its actor.
 * A method that waits for references among its arguments gets those only whose outcomes the driver has observed.
 """
@@ -266,7 +266,7 @@ class _Author:
             self._add(replace(call, options=timeout if is_coroutine else (*timeout, ("interrupt", True))), 0)
             return
         if self._dice.random() < 0.4 and not self._numbers.kills_placed:
-            inner = self._nested_target([target])
+            inner = self._nested_target([target], [target])
             call = replace(call, method="ask", nested=Invocation(self._numbers.next(), inner, "work"))
         known = self._add(call, 0)
         for _ in range(self._dice.choice((0, 0, 1, 2))):
@@ -336,7 +336,7 @@ class _Author:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def _call(self) -> tuple[Invocation, int]:
-        call, size = self._invocation(self._target(), [])
+        call, size = self._invocation(self._target(), [], [])
         options = list(call.options)
         kind = self._kind(call.target)
         if self._dice.random() < 0.08 and call.method != "parts":
@@ -347,15 +347,17 @@ class _Author:
             options.append(("max_task_retries", 2))
         return replace(call, options=tuple(options)), size
 
-    def _invocation(self, target: str, callers: list[str]) -> tuple[Invocation, int]:
+    def _invocation(self, target: str, callers: list[str], waiting: list[str]) -> tuple[Invocation, int]:
+        """Return a call and its size; ``waiting``: those of the callers that wait for it."""
         methods = ["value"] * 5 + ["change", "read", "read", "fail", "parts"]
         if len(callers) < 3:
             methods += ["ask"] * 3 + ["pass_on"] * 2
         method = self._dice.choice(methods)
         name = self._numbers.next()
         if method in ("ask", "pass_on"):
-            held = [*callers, target]
-            nested, size = self._invocation(self._nested_target(held), held)
+            callers = [*callers, target]
+            waiting = [*waiting, target] if method == "ask" else []
+            nested, size = self._invocation(self._nested_target(callers, waiting), callers, waiting)
             return Invocation(name, target, method, nested=nested), size
         args, size = self._arguments(self._dice.randint(0, 3), waits=method == "read")
         if method == "fail":
@@ -368,12 +370,13 @@ class _Author:
     def _target(self) -> str:
         return TASKS if self._dice.random() < 0.15 else self._dice.choice(self._actors).actor
 
-    def _nested_target(self, held: list[str]) -> str:
+    def _nested_target(self, callers: list[str], waiting: list[str]) -> str:
         names = [make.actor for make in self._actors]
-        places = [names.index(each) for each in held if each != TASKS]
+        places = [names.index(each) for each in callers if each != TASKS]
         behind = names[max(places, default=-1) + 1 :]
-        back = [each for each in held if each != TASKS]
-        return self._dice.choice([*behind, *behind, *back, TASKS])
+        back = [each for each in callers if each != TASKS]
+        target = self._dice.choice([*behind, *behind, *back, TASKS])
+        return target if target in behind or target in waiting else TASKS
 
     def _kind(self, target: str) -> str:
         return next((make.kind for make in self._actors if make.actor == target), TASKS)

@@ -456,7 +456,7 @@ def _outcome(call: str, ref: Any) -> Value | Error:
             value = ref.wait(_current.bound)
         else:
             value = actorrpc.get(ref, timeout=_current.bound)
-        return _value_of(value)
+        return _value_of(value, ref)
     except Exception as error:
         if call == _NESTED:
             # A known fault: the traceback leads to the frames of all callers, and so to the outer reference. If that has been
@@ -466,9 +466,10 @@ def _outcome(call: str, ref: Any) -> Value | Error:
         return _error(call, error, began)
 
 
-def _value_of(value: Any) -> Value:
+def _value_of(value: Any, ref: Any = None) -> Value:
     seen = Value(_seen(value))
-    spoil(value)
+    if not isinstance(ref, actorrpc.Future):  # each reader of a future gets the same object
+        spoil(value)
     return seen
 
 
@@ -505,23 +506,28 @@ def see_all(**refs: Any) -> None:
 
 async def see_async(call: str, ref: Any) -> None:
     """Note the outcome of a call, without blocking the event loop."""
+    _current.outcomes.append((call, await _outcome_async(call, ref)))
+
+
+async def _outcome_async(call: str, ref: Any) -> Outcome:
     if isinstance(ref, rpc.RRef):  # has nothing that can be awaited
-        see(call, ref)
-        return
+        return _outcome(call, ref)
     began = time.monotonic()
     try:
         awaited = asyncio.gather(*ref) if isinstance(ref, list) else ref
-        outcome: Outcome = _value_of(await asyncio.wait_for(awaited, _current.bound))
+        return _value_of(await asyncio.wait_for(awaited, _current.bound), ref)
     except Exception as error:
-        outcome = _error(call, error, began)
+        return _error(call, error, began)
     except asyncio.CancelledError as error:  # actorrpc.CancelledError is an Exception
-        outcome = _error(call, error, began)
-    _current.outcomes.append((call, outcome))
+        return _error(call, error, began)
 
 
 async def glance_async(call: str, ref: Any, seconds: float) -> None:
     """Note the outcome of a call if it is there within some seconds."""
-    await asyncio.wait([asyncio.ensure_future(see_async(call, ref))], timeout=seconds)
+    glance = asyncio.ensure_future(_outcome_async(call, ref))
+    await asyncio.wait([glance], timeout=seconds)
+    if glance.done():  # asyncio.run() cancels it otherwise, when the driver is over
+        _current.outcomes.append((call, glance.result()))
 
 
 async def see_all_async(**refs: Any) -> None:

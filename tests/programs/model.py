@@ -122,7 +122,10 @@ class Model:
             elif isinstance(statement, SeeAll):
                 observed.update(statement.names)
             elif isinstance(statement, Cancel) and statement.name not in observed:
-                self._reach(statement.name, {CANCELLED, *(DEAD if statement.force else ())})
+                self._reach(statement.name, {CANCELLED})
+                if statement.force:  # ends the process of a worker, which may have run other tasks
+                    self._reach(statement.name, DEAD)
+                    self._end(TASKS, observed)
             elif isinstance(statement, End):
                 self._end(statement.actor, observed)
             elif isinstance(statement, Start):
@@ -136,10 +139,14 @@ class Model:
 
     def _end(self, target: str, observed: set[str]) -> None:
         for call in self.calls.values():
-            if call.target == target and self._roots[call.name] not in observed:
+            if call.target != target:
+                continue
+            is_open = self._roots[call.name] not in observed
+            if is_open:
                 self._reach(call.name, {*DEAD})
-                if call.nested is not None:
-                    self._reach(call.nested.name, {CANCELLED, *DEAD})
+            # Each reader of a reference that was passed on asks the process that has made the call.
+            if call.nested is not None and (is_open or call.method == "pass_on"):
+                self._reach(call.nested.name, {CANCELLED, *DEAD})
 
     def _ends(self, actor: str) -> Iterator[str]:
         for driver in self.program.drivers:
