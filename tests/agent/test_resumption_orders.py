@@ -326,7 +326,9 @@ def world(seed: int, sealed: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         made.close()
 
 
-@pytest.mark.prints("a large message to worker .* has been blocked")  # where virtual time passes without a byte
+@pytest.mark.prints(
+    "a large message to worker .* has been blocked"
+)  # where virtual time passes without a byte
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("seed", rest_is_slow(range(2_000 if NIGHTLY else 25), 3))
 def test_every_byte_comes_once_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
