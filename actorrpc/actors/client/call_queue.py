@@ -398,7 +398,10 @@ class CallQueue:
                 self._arm(pending)
                 if not lost:
                     self._hold_back()
-                self._go()
+                if self._peer is None:
+                    self._ask_soon()  # the last answer may have come before this call was taken back
+                else:
+                    self._go()
             else:
                 again = False
                 ran = ran or (pending is not None and pending.may_have_run)

@@ -86,7 +86,10 @@ class ReservedCall:
             self._take_back()
         except BaseException as error:
             if call.give_back_place():
-                queue.ended_unsent(future, error)
+                if type(error) is PeerDiedError:
+                    queue.bounced(future)
+                else:
+                    queue.ended_unsent(future, error)
             if is_of_handler(error):
                 raise
 

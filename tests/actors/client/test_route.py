@@ -14,6 +14,7 @@ from actorrpc.actors.client import supervisor_client
 from actorrpc.actors.client.call_queue import CallQueue
 from actorrpc.actors.client.pending_call import CallState, PendingCall, ResultFuture
 from actorrpc.actors.client.route import Route
+from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.agent.context import set_worker
 from actorrpc.errors import (
@@ -496,6 +497,26 @@ def test_a_call_that_is_made_again_goes_before_what_waits_for_it(monkeypatch: py
     world.settle()
     assert [_outcome(each) for each in (tries, uses, after)] == ["tries", "uses", "after"]
     assert ran == ["tries", "tries", "tries", "uses", "after"]
+
+
+def test_a_late_call_asks_again_where_its_actor_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    driver, place, other = world.workers
+    route = world.create(driver, worker="w1", max_restarts=1)
+    route.located()
+    world.settle()
+    world.on(other)
+    there = other.runtime.routes.of(route.card)
+    world.behaviour = lambda hosted, header, args: HostedActorGoneError(hosted.spec.instance_id)
+    arrived: list[str] = []
+    world.is_there = lambda args: args[0] in arrived
+    early, late = world.call(other, there, "early"), world.call(other, there, "late")
+    for name, future in (("early", early), ("late", late)):
+        world.settle()
+        arrived.append(name)
+        world.tasks += [(place, hosted.work) for hosted in place.actors_here.values()]
+        world.settle()
+        assert isinstance(_outcome(future), ActorUnavailableError)  # its supervisor can reach it
 
 
 # -- thousands of interleavings --------------------------------------------------------------------------------

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import actorrpc
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.agent.peers import PeerTable
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(20)]
@@ -300,3 +303,23 @@ def test_a_text_that_was_fetched_is_handed_on_after_the_death_of_its_process() -
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(source.die.remote())
     assert actorrpc.get(target.first.remote(refs)) == text
+
+
+def test_a_call_is_made_again_whose_argument_arrives_at_the_death_of_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = Phoenix.options(max_restarts=1).remote()
+    pid = actorrpc.get(target.pid.remote())
+    argument: actorrpc.Future[int] = actorrpc.Future()
+    call = target.add.remote(ObjectRef(argument))
+    end = PeerTable.end
+
+    def ending(table: PeerTable, *given: Any) -> bool:
+        found = end(table, *given)
+        if not argument.done():
+            argument.set_result(5)
+        return found
+
+    monkeypatch.setattr(PeerTable, "end", ending)
+    os.kill(pid, signal.SIGKILL)
+    assert actorrpc.get(call) == 5
