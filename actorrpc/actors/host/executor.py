@@ -413,7 +413,7 @@ class ActorExecutor:
             self.hosted.broken(error)
         self.pump(queue)
 
-    def stop(self, entry: Envelope, stop: bool, late: bool) -> None:
+    def stop(self, entry: Envelope, stop: bool, late: bool = False) -> None:
         """Cancel the coroutine of a call that was given up (``stop``, ``late``: see Execution.cancel). Runs on the loop.
 
         Its handlers may make calls, which the grace bounds; the caller hears when they have ended, or the grace is over.
