@@ -270,6 +270,13 @@ _LANE_AGAIN_S: Final = 10.0  # a tensor lane that could not be opened is tried a
 _GONE: Final = (errno.ECONNREFUSED, errno.ENOENT)
 
 
+class _DialledSocket(socket.socket):
+    """A socket that an interruption may drop between any two steps of a handshake: it is closed then, without a warning."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Connector:
     """Makes and accepts the connections of one agent. Thread-safe."""
 
@@ -554,7 +561,7 @@ class Connector:
         """
         agent = self._agent
         record = agent.record
-        plain = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        plain = _DialledSocket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         sock: Stream = plain
         binding = b""
         try:
