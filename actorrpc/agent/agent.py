@@ -207,7 +207,6 @@ class Agent:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float,
-        *,
         future: Future[Any] | None = None,
         keep: Any = None,
         label: str | None = None,
@@ -345,7 +344,6 @@ class Agent:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float,
-        *,
         keep: Any = None,
         label: str | None = None,
         header: Header | None = None,
@@ -355,7 +353,8 @@ class Agent:
             run_queued_callbacks()
         call: Call | None = None
         try:
-            call = self.call(peer, function, args, kwargs, timeout, keep=keep, label=label, header=header)
+            # By position: names cost 0.1 us.
+            call = self.call(peer, function, args, kwargs, timeout, None, keep, label, None, header)
             while not call.done:
                 call.drive(None)
         except BaseException:

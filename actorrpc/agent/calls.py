@@ -328,7 +328,7 @@ class Call(Progress):
                 if reads and conn is not None:
                     if conn.unattended and self.future is not None:
                         conn.unattended -= 1
-                    foreign = conn.reading(conn.wait, self, conn.spinning, until, waiting=True)
+                    foreign = conn.reading(self, conn.spinning, until)
                     if conn.outbox:
                         conn.flush()
                 if _interrupts.pending:

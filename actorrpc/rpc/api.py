@@ -557,7 +557,7 @@ def send(
 ) -> None:
     """Do what :func:`rpc_async` does, with a future that the caller has made. For the floors above."""
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    agent.call(peer, func, args, kwargs, seconds, future=future)
+    agent.call(peer, func, args, kwargs, seconds, future)
 
 
 def remote(

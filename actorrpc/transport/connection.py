@@ -246,15 +246,20 @@ class Connection(StateMachine):
 
     @uninterruptible
     def reading(
-        self, read: Callable[..., object], *arguments: Any, waiting: bool = False, woken: bool = False
+        self,
+        waiter: Waiter | None = None,
+        spinning: Spinning | None = None,
+        deadline: float | None = None,
+        woken: bool = False,
     ) -> bool | None:
-        """Send the outbox, run ``read(frames, *arguments)`` while no other thread reads, and deliver the frames that it leaves.
+        """Send the outbox, read while no other thread reads, and deliver what has come.
 
-        Returns whether something besides replies came; ``None``: another thread reads, or the connection is not open. ``read``
-        may sleep. An exception in it closes the connection.
+        Returns whether something besides replies came; ``None``: another thread reads, or the connection is not open. An
+        exception in reading closes the connection.
 
         Args:
-            waiting: see :meth:`Events.deliver`.
+            waiter: wait until something comes for it, at most until ``deadline``; see :meth:`_wait`. By default the thread reads
+                what is there, and with ``spinning`` spins for it.
             woken: the kernel has woken this thread for the connection, which is disarmed by that.
         """
         if self.state is not OPEN or not self.read_lock.acquire(False):
@@ -273,7 +278,12 @@ class Connection(StateMachine):
             if self.state is not SUSPENDED:
                 if self.outbox:
                     self.flush()
-                read(frames, *arguments)
+                if waiter is not None and spinning is not None:
+                    self._wait(frames, waiter, spinning, deadline)
+                elif spinning is not None:
+                    self._spin(frames, spinning)
+                else:
+                    self.receive(frames)
         except BaseException as error:
             self.failed(error)
         finally:
@@ -286,11 +296,11 @@ class Connection(StateMachine):
                 modify(self.fd, ARMED)
             except (OSError, ValueError):
                 pass
-        return self._events.deliver(self, frames, waiting) if frames else False
+        return self._events.deliver(self, frames, waiter is not None) if frames else False
 
     def turn(self) -> None:
         """Read what is there, as a thread that the kernel has woken for it, unless another thread reads."""
-        self.reading(self.receive, woken=True)
+        self.reading(woken=True)
 
     @uninterruptible
     def expect(self) -> bool:
@@ -328,9 +338,7 @@ class Connection(StateMachine):
         except (OSError, ValueError):  # closed meanwhile, or just now
             pass
 
-    def wait(
-        self, frames: list[Frame], waiter: Waiter, spinning: Spinning, deadline: float | None = None
-    ) -> None:
+    def _wait(self, frames: list[Frame], waiter: Waiter, spinning: Spinning, deadline: float | None) -> None:
         """Wait until something comes, the waiter is woken or the deadline has passed, and read. Under the read lock.
 
         With a deadline it returns after a second at the latest: nothing depends on a single wake-up.
@@ -341,7 +349,7 @@ class Connection(StateMachine):
             if waiter.awake:
                 return
             if spinning.at_once < spinner.shared and self.settings.spin_us and spinning.pays():
-                if self.spin(frames, spinning):
+                if self._spin(frames, spinning):
                     return
             begun = _time.now()
             wait_ms = None if deadline is None else _SLICE_MS
@@ -360,7 +368,7 @@ class Connection(StateMachine):
         finally:
             waiter.polling = None
 
-    def spin(self, frames: list[Frame], spinning: Spinning) -> bool:
+    def _spin(self, frames: list[Frame], spinning: Spinning) -> bool:
         """Try to read for at most the spin time, unless another thread spins; say whether something came. Under the read lock."""
         if not spinner.acquire():
             return False
@@ -446,7 +454,7 @@ class Connection(StateMachine):
     # -- writing -----------------------------------------------------------------------------------
 
     @uninterruptible
-    def flush(self, wait: bool = False, *, held: bool = False) -> bool:
+    def flush(self, wait: bool = False, held: bool = False) -> bool:
         """Send what is in the outbox. Returns whether all of it was handed to the kernel.
 
         Args:

@@ -104,7 +104,7 @@ class ServerTurn:
         conn, spinning = self._conn, self.spinning
         if spinning.at_once > spinner.pays or not next(self._replies) & 15:
             before = conn.bytes_in
-            came = conn.reading(conn.receive)
+            came = conn.reading()
             if conn.outbox:
                 # It has answers to other threads' callers as well: with nothing to execute, this thread waits until they leave.
                 conn.flush(not came)
@@ -117,4 +117,4 @@ class ServerTurn:
         else:
             conn.flush(True)
         if spinning.at_once < spinner.shared and conn.settings.spin_us and spinning.pays():
-            conn.reading(conn.spin, spinning)
+            conn.reading(None, spinning)

@@ -444,7 +444,7 @@ def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Q
 
 _READERS: dict[str, Callable[[Connection], object]] = {
     "pool": Connection.turn,
-    "caller": lambda conn: conn.reading(conn.wait, SimpleNamespace(polling=None, awake=False), conn.spinning),
+    "caller": lambda conn: conn.reading(cast(Any, SimpleNamespace(polling=None, awake=False)), conn.spinning),
     "answering": lambda conn: conn.answering.reply(),
 }
 

@@ -90,7 +90,7 @@ def test_what_has_come_does_not_wait_until_the_other_end_reads(attends: bool) ->
         there.sendall(pack_frame(REQUEST, 2, b"from somebody else"))
         if attends:
             waiter = cast(Any, SimpleNamespace(polling=None, awake=False))
-            conn.reading(conn.wait, waiter, conn.answering.spinning, waiting=True)
+            conn.reading(waiter, conn.answering.spinning)
         else:
             conn.answering.reply()
         assert delivered == [b"from somebody else"]

@@ -214,10 +214,12 @@ class CallQueue:
                 args,
                 kwargs,
                 seconds,
-                future=future,
-                label=template.label,
-                mail=mail,
-                awaits=awaits,
+                future,
+                None,
+                template.label,
+                mail,
+                None,
+                awaits,
             )
         except LostArgumentError as error:
             self.ended_unsent(future, error)

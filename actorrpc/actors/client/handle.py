@@ -214,11 +214,11 @@ class _RemoteCall(_LikeItsMethod):
             signature.check(args, kwargs)
         if self._simple:
             ref: ObjectRef[Any] = _new_ref(ObjectRef)
-            ref._future = self._route.call(info, self._sent, args, kwargs, refs=True)
+            ref._future = self._route.call(info, self._sent, args, kwargs, True)
             ref._fetched = ref._promise = ref._id = ref._label = None
             return ref
         again = self._route.again(info, self._sent, args, kwargs)
-        future = self._route.call(info, self._sent, args, kwargs, refs=True)
+        future = self._route.call(info, self._sent, args, kwargs, True)
         return shaped(future, info, self._options, route=self._route, again=again)
 
     def __repr__(self) -> str:

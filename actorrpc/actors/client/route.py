@@ -153,7 +153,6 @@ class Route:
         options: CallOptions,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
         refs: bool,
         timeout: float | None = None,
     ) -> ResultFuture:

@@ -85,7 +85,7 @@ class Carrier:
         """Wait for work, where it is most likely to come from: the connection of the last caller."""
         conn = self.caller
         if conn is not None:
-            came = conn.reading(conn.wait, self, conn.answering.spinning, waiting=True)
+            came = conn.reading(self, conn.answering.spinning)
             if conn.outbox:
                 conn.flush(not came)
             if came is not None:

@@ -231,7 +231,7 @@ class ActorExecutor:
             and "trace" not in header
             and not self.agent.interceptors
         ):
-            return self._returned(entry, method, method(*args, **kwargs), runner=runner)
+            return self._returned(entry, method, method(*args, **kwargs), True, runner)
         call = self._intercepted(execution, method, args, kwargs)
         if kind == "generator" or ("window" in header and kind == "sync"):
             items = call()
@@ -262,7 +262,6 @@ class ActorExecutor:
         entry: Envelope,
         method: Any,
         value: Any,
-        *,
         keeps: bool = True,
         runner: ActorThread | None = None,
     ) -> Any:
