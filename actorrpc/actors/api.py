@@ -16,6 +16,7 @@ from actorrpc._exception_text import say
 from actorrpc.actors.client.actor_base import Actor
 from actorrpc.actors.client.actor_class import ActorClass, options_of
 from actorrpc.actors.client.handle import ActorHandle, as_handle, call, kill, offer, route_to
+from actorrpc.actors.client.route import Routes
 from actorrpc.actors.client.supervisor_client import call_quietly, gather_states, peer_of
 from actorrpc.actors.context import runtime
 from actorrpc.actors.host.registry import HostedActorState, states
@@ -26,6 +27,7 @@ from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.spec.death_report import ActorState
 from actorrpc.actors.spec.options import ActorOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
+from actorrpc.actors.supervision.names import Names
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import named
 from actorrpc.errors import ActorDiedError, ConfigError, RpcError, RpcTimeoutError
@@ -75,8 +77,10 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     if not isinstance(name, str) or not name:
         raise TypeError(f"get_actor() takes the name of an actor, a non-empty str, not {say(name, repr)}")
     in_force = runtime()
-    card = replace(in_force.names.lookup(name, namespace), anchor=None)
-    return ActorHandle(card, in_force.routes.of(card))
+    names: Names = in_force.names
+    routes: Routes = in_force.routes
+    card = replace(names.lookup(name, namespace), anchor=None)
+    return ActorHandle(card, routes.of(card))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +353,8 @@ def current_actor() -> ActorHandle[Any]:
     spec = _spec()
     if spec is None:
         raise RuntimeError("current_actor() was called outside of an actor")
-    return ActorHandle(spec.card, runtime().routes.of(spec.card))
+    routes: Routes = runtime().routes
+    return ActorHandle(spec.card, routes.of(spec.card))
 
 
 offer("ready", ready)

@@ -1,7 +1,7 @@
 """The runtime: what the actor layer has in force in this process, in one place.
 
-``startup.py`` fills it when the process joins a group and empties it when it leaves. Rooms find each other here,
-so that none has to import the others.
+``startup.py`` fills it when the process joins a group and empties it when it leaves. Packages find the parts of higher
+packages here, so that none has to import a higher one.
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ from actorrpc.agent.context import current_worker
 from actorrpc.errors import NotInitializedError
 
 if TYPE_CHECKING:
-    from actorrpc.actors.client.route import Routes
-    from actorrpc.actors.collectives.member import Members
-    from actorrpc.actors.collectives.rendezvous import Generations
-    from actorrpc.actors.host.registry import ActorRegistry
-    from actorrpc.actors.refs.host_copies import HostCopies
     from actorrpc.actors.spec.death_report import Spawner
-    from actorrpc.actors.streams.producer import Streams
-    from actorrpc.actors.supervision.names import Names
-    from actorrpc.actors.supervision.supervisor import Supervisor
     from actorrpc.agent.agent import Agent
     from actorrpc.rpc.refcount.runtime import References
 
@@ -29,11 +21,14 @@ __all__ = ["Runtime", "current", "runtime", "set_autostart"]
 
 
 class Runtime:
-    """One process's actor layer. Its parts are thread-safe each.
+    """One process's actor layer. Each part is thread-safe.
+
+    The parts have no types here, as this module would then know every package of actors. Code that uses a part annotates it:
+    ``streams: Streams = runtime().streams``.
 
     Attributes:
         agent, references: the calls and references below.
-        actors: the actors that live here.
+        registry: the actors that live here.
         routes: the ways to the actors that are called from here.
         supervisor: looks after the actors that this process created.
         names: knows actors by name; only that of rank 0 is asked.
@@ -62,14 +57,14 @@ class Runtime:
     def __init__(self, agent: Agent, references: References) -> None:
         self.agent = agent
         self.references = references
-        self.registry: ActorRegistry
-        self.routes: Routes
-        self.supervisor: Supervisor
-        self.names: Names
-        self.streams: Streams
-        self.host_copies: HostCopies
-        self.meetings: Generations
-        self.members: Members
+        self.registry: Any
+        self.routes: Any
+        self.supervisor: Any
+        self.names: Any
+        self.streams: Any
+        self.host_copies: Any
+        self.meetings: Any
+        self.members: Any
         self.spawner: Spawner | None = None
         self.task_pools: Any = None
 

@@ -31,8 +31,8 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made.streams.poke = made.registry.deadlocks.poke
     made.routes = Routes(made)
     made.host_copies = HostCopies(worker.references)
-    made.meetings = Generations(made, member.cut)
-    made.members = member.Members(made)
+    made.meetings = Generations(agent, member.cut)
+    made.members = member.Members(agent, worker.references.me)
     made.supervisor = Supervisor(made)
     worker.actors = made
 

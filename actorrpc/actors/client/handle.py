@@ -55,7 +55,7 @@ from actorrpc.serialization.local_refs import LocalReferences
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.actor_base import Actor
-    from actorrpc.actors.client.route import Route
+    from actorrpc.actors.client.route import Route, Routes
     from actorrpc.actors.spec.actor_spec import Card
 
 __all__ = [
@@ -574,7 +574,8 @@ def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
 
 
 def _rebuild(card: Card, given: dict[str, Any] | None = None) -> ActorHandle[Any]:
-    return ActorHandle(card, runtime().routes.of(card), given)
+    routes: Routes = runtime().routes
+    return ActorHandle(card, routes.of(card), given)
 
 
 def _load(

@@ -32,7 +32,7 @@ from actorrpc.actors.client.handle import ActorHandle, call
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.collectives import member, process_group
 from actorrpc.actors.collectives.member import Ticket, collective_group
-from actorrpc.actors.collectives.rendezvous import Generation
+from actorrpc.actors.collectives.rendezvous import Generation, Generations
 from actorrpc.actors.context import runtime
 from actorrpc.actors.groups.group import ActorGroup, handles_of, route_of
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -264,7 +264,7 @@ class Collective:
         """Make a generation; False if that is to be tried again."""
         if self.destroyed:
             raise CollectiveError(f"the collective {self.name!r} has been destroyed")
-        meetings = runtime().meetings
+        meetings: Generations = runtime().meetings
         if self._meeting is not None:
             meetings.close(self._meeting, "it is being rebuilt")
         self._members = members = _members(self._source)
@@ -358,7 +358,8 @@ class Collective:
                 why = "it has been restarted"
             else:
                 continue
-            runtime().meetings.break_up(meeting, f"rank {rank} is gone: {why}")
+            meetings: Generations = runtime().meetings
+            meetings.break_up(meeting, f"rank {rank} is gone: {why}")
             return True
         return False
 
@@ -386,7 +387,8 @@ class Collective:
             slots = dict(meeting.slots)
             in_force = runtime()
             why = "it has been destroyed"
-            in_force.meetings.close(meeting, why)
+            meetings: Generations = in_force.meetings
+            meetings.close(meeting, why)
             agent = in_force.agent
             left = [
                 call_quietly(

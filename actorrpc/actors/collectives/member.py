@@ -33,8 +33,8 @@ from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
-    from actorrpc.actors.context import Runtime
     from actorrpc.actors.host.actor import HostedActor
+    from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
 
 __all__ = ["Members", "Ticket", "broadcast", "collective_group", "cut", "join", "leave", "nothing"]
@@ -89,9 +89,9 @@ class _Member:
 class Members:
     """The members of collectives that live in this process. Thread-safe."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._agent = runtime.agent
+    def __init__(self, agent: Agent, me: WorkerKey) -> None:
+        self._agent = agent
+        self._me = me
         self._lock = threading.RLock()
         self._table: dict[tuple[int, int], _Member] = {}  # by (key of the meeting, rank)
         # The last one that each actor here was, for errors of operations that have outlived it.
@@ -111,7 +111,7 @@ class Members:
             if old.ticket.name == ticket.name:
                 self.remove(old, "it is being rebuilt")
         member = _Member(ticket, hosted.id)
-        slot = MemberSlot(self._runtime.references.me, hosted.id)
+        slot = MemberSlot(self._me, hosted.id)
         with self._lock:
             self._table[ticket.key, ticket.rank] = member
         try:
@@ -338,13 +338,15 @@ def collective_group(name: str | None = None) -> dist.ProcessGroup:
     Raises:
         CollectiveError: no actor runs here, it is in no such collective, or in several, or that one is broken.
     """
-    return runtime().members.group(_hosted("collective_group()"), name)
+    members: Members = runtime().members
+    return members.group(_hosted("collective_group()"), name)
 
 
 def join(instance: Any, ticket: Ticket) -> MemberSlot:
     """Join a collective. Called through the mailbox of the actor."""
     del instance
-    return runtime().members.join(_hosted("join"), ticket)
+    members: Members = runtime().members
+    return members.join(_hosted("join"), ticket)
 
 
 def nothing(instance: Any) -> None:
@@ -386,14 +388,16 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 def cut(key: int, rank: int, why: str) -> None:
     """End what a member is doing; it stays, broken."""
     here = current()
-    member = None if here is None else here.members.find(key, rank)
-    if here is not None and member is not None:
-        here.members.cut(member, why)
+    members: Members | None = None if here is None else here.members
+    member = None if members is None else members.find(key, rank)
+    if members is not None and member is not None:
+        members.cut(member, why)
 
 
 def leave(key: int, rank: int, why: str) -> None:
     """Cut a member and forget it."""
     here = current()
-    member = None if here is None else here.members.find(key, rank)
-    if here is not None and member is not None:
-        here.members.remove(member, why)
+    members: Members | None = None if here is None else here.members
+    member = None if members is None else members.find(key, rank)
+    if members is not None and member is not None:
+        members.remove(member, why)

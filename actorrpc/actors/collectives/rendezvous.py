@@ -26,7 +26,7 @@ from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
-    from actorrpc.actors.context import Runtime
+    from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
 
 __all__ = ["Generation", "Generations", "MemberSlot", "ask", "gone"]
@@ -79,8 +79,8 @@ class Generations:
         cut: ``cut(key, rank, why)``, called by RPC on a member's worker.
     """
 
-    def __init__(self, runtime: Runtime, cut: Callable[[int, int, str], None]) -> None:
-        self._agent = runtime.agent
+    def __init__(self, agent: Agent, cut: Callable[[int, int, str], None]) -> None:
+        self._agent = agent
         self._cut = cut
         self._lock = threading.RLock()
         self._table: dict[int, Generation] = {}
@@ -272,7 +272,7 @@ _CHANGES: Final[dict[str, Callable[..., Any]]] = {
 
 def ask(key: int, what: str, *args: Any) -> Any:
     """Answer a member: ``"gather"``, ``"take"``, or one of the changes."""
-    meetings = runtime().meetings
+    meetings: Generations = runtime().meetings
     if what == "gather":
         return Later(meetings.gather(key, *args))
     if what == "take":
@@ -282,4 +282,5 @@ def ask(key: int, what: str, *args: Any) -> Any:
 
 def gone(key: int, rank: int, why: str, left: bool) -> Any:
     """See :meth:`Generations.gone`."""
-    return Later(runtime().meetings.gone(key, rank, why, left))
+    meetings: Generations = runtime().meetings
+    return Later(meetings.gone(key, rank, why, left))

@@ -24,6 +24,7 @@ from actorrpc.actors.groups.group import ActorGroup, handles_of, route_of
 from actorrpc.actors.supervision.groups import SupervisionGroup, perform
 from actorrpc.actors.supervision.record import ActorRecord
 from actorrpc.actors.supervision.strategies import STRATEGIES, Strategy
+from actorrpc.actors.supervision.supervisor import Supervisor
 from actorrpc.errors import ConfigError, SerializationError, SupervisionError, WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.validation import choice, integer, number, text
@@ -191,7 +192,7 @@ def supervise(
         raise ConfigError("a supervision group needs at least one child")
     here = runtime()
     title = f"supervision group {name!r}" if name is not None else f"supervision group #{next(_numbers)}"
-    supervisor = here.supervisor
+    supervisor: Supervisor = here.supervisor
     with supervisor.lock:
         found = [_child(here, each) for each in given]
         if len({id(each) for each in found}) < len(found):
@@ -231,9 +232,10 @@ def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> ActorRecord 
         raise ConfigError(
             f"{card.title} is looked after by worker {card.supervisor_name!r}, which made it: call supervise() there"
         )
-    actor = here.supervisor.known(card.actor_id)
+    supervisor: Supervisor = here.supervisor
+    actor = supervisor.known(card.actor_id)
     if actor is None:
-        raise here.supervisor.death_of(card.actor_id)
+        raise supervisor.death_of(card.actor_id)
     if actor.family is not None:
         raise ConfigError(f"{card.title} is a child of {actor.family.title} already")
     if not actor.options.max_restarts:

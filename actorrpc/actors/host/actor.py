@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from actorrpc import _time
 from actorrpc._exception_text import add_note, line_of, report
@@ -27,14 +28,16 @@ from actorrpc.actors.spec.actor_spec import ActorSpec, HostedActorGoneError, exi
 from actorrpc.actors.spec.death_report import IN_RESTORE
 from actorrpc.agent import hooks
 from actorrpc.agent.calls import CURRENT, Execution
-from actorrpc.errors import CancelledError, LimitError, RpcError
+from actorrpc.errors import CancelledError, DeadlockError, LimitError, RpcError
 from actorrpc.futures import WAITING, Future
 from actorrpc.wire.frames import Frame
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
+    from actorrpc.actors.streams.producer import Streams
+    from actorrpc.agent.timers import Tick
 
-__all__ = ["HostedActor", "send_ended"]
+__all__ = ["DeadlockSearch", "HostedActor", "Registry", "send_ended"]
 
 _log = logging.getLogger("actorrpc.actors")
 
@@ -86,6 +89,35 @@ def _shown(instance: Any) -> str:
         return ""
 
 
+class DeadlockSearch(Protocol):
+    """The search for deadlocks as actors use it: a DeadlockDetector."""
+
+    looks: Tick
+    poke: Callable[[], None]
+
+    def note(self, error: DeadlockError) -> None:
+        """See DeadlockDetector.note."""
+
+
+class Registry(Protocol):
+    """The registry as its actors use it: an ActorRegistry."""
+
+    executions: itertools.count[int]
+
+    @property
+    def deadlocks(self) -> DeadlockSearch:
+        """See ActorRegistry."""
+
+    def new_caller(self) -> int:
+        """See ActorRegistry.new_caller."""
+
+    def tell_threads_apart(self) -> None:
+        """See ActorRegistry.tell_threads_apart."""
+
+    def forget(self, hosted: HostedActor) -> None:
+        """See ActorRegistry.forget."""
+
+
 class HostedActor:
     """One actor that lives in this worker. Thread-safe.
 
@@ -98,8 +130,10 @@ class HostedActor:
 
     on_shown: ClassVar[Callable[[str], None] | None] = None
 
-    def __init__(self, runtime: Runtime, instance_id: int, runners: ActorThreads) -> None:
+    def __init__(self, registry: Registry, runtime: Runtime, instance_id: int, runners: ActorThreads) -> None:
+        self.registry = registry
         self.runtime = runtime
+        self.streams: Streams = runtime.streams
         self.agent = runtime.agent
         self.id = instance_id
         self.runners = runners
@@ -107,7 +141,7 @@ class HostedActor:
         self.mailbox = Mailbox({"": 1})
         self.executor = ActorExecutor(self)
         # Who its methods are to those whom they call, who keep the order of its calls; None: each execution is another.
-        self.caller: int | None = runtime.registry.new_caller()
+        self.caller: int | None = registry.new_caller()
         self.instance: Any = None
         self.spec: ActorSpec | None = None
         self.title = f"{instance_id & 0xFFFF:04x}"
@@ -165,7 +199,7 @@ class HostedActor:
             and queue.limit == 1
             and (queue.is_async or (self.threads and self.threads[0].waits))
         ):
-            looks = self.runtime.registry.deadlocks.looks
+            looks = self.registry.deadlocks.looks
             if not looks.active:
                 looks.poke()
         if entry.slot is not None and not entry.slot.waiting:  # type: ignore[attr-defined]
@@ -477,7 +511,7 @@ class HostedActor:
         if options.yielding:
             self.caller = None
             BYSTANDERS.make_room_in(self)
-            self.runtime.registry.tell_threads_apart()
+            self.registry.tell_threads_apart()
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"
@@ -552,12 +586,12 @@ class HostedActor:
             self.state = "closing"
             self.ending = None
         running = self._close("closing")
-        self.runtime.streams.abort(self, died(self, self.why))
+        self.streams.abort(self, died(self, self.why))
         for entry in running:
             self.executor.fail(entry, died(self, self.why))
             self.interrupt(entry)
             self.cancel(entry, False, False)  # and the calls that it waits for, as if the process had ended
-        self.runtime.registry.forget(self)
+        self.registry.forget(self)
         self.agent.submit(self._wind_up)
         if running:
             self.over.try_complete(None)
@@ -590,7 +624,7 @@ class HostedActor:
         for loop in loops:
             running += list(loop.runner.entries.values())
         if state == "over":
-            self.runtime.registry.forget(self)
+            self.registry.forget(self)
             self.over.try_complete(None)
         return running
 

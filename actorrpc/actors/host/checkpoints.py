@@ -288,4 +288,5 @@ def _keep(actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:
     found = current()
     if found is None:
         raise ShutdownError("this worker has shut down: it looks after no actors", maybe_executed=False)
-    return found.supervisor.note_checkpoint(actor_id, epoch, number, state)
+    kept: bool = found.supervisor.note_checkpoint(actor_id, epoch, number, state)
+    return kept

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.actors.context import current
@@ -44,13 +44,15 @@ from actorrpc.rpc.rref import RRef
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
-    from actorrpc.actors.context import Runtime
     from actorrpc.actors.host.actor import HostedActor
     from actorrpc.actors.host.loop_thread import LoopThread
     from actorrpc.actors.host.threads import ActorThread
+    from actorrpc.actors.streams.producer import Streams
+    from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
+    from actorrpc.rpc.refcount.runtime import References
 
-__all__ = ["DeadlockDetector", "Probe"]
+__all__ = ["DeadlockDetector", "Probe", "Searched"]
 
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
@@ -58,6 +60,20 @@ _BRANCHES: Final = 4  # of the calls that one waits for at a time, so many are f
 _AGAIN_S: Final = 0.5  # what is on its way may undo a circle: it counts when it is seen twice, so far apart
 _MIB: Final = 1 << 20
 _KEPT: Final = 20  # errors of circles that were found here
+
+
+class _Actors(Protocol):
+    def all(self) -> list[HostedActor]:
+        """See ActorRegistry.all."""
+
+
+class Searched(Protocol):
+    """A worker as a search sees it: its Runtime."""
+
+    agent: Agent
+    references: References
+    streams: Streams
+    registry: _Actors
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +92,7 @@ class Probe:
         """Return the question as it goes on."""
         return replace(self, trail=(*self.trail, what))
 
-    def began(self, runtime: Runtime, hosted: HostedActor, what: int) -> bool:
+    def began(self, runtime: Searched, hosted: HostedActor, what: int) -> bool:
         """Say whether it has come back to where it began."""
         return (self.worker, self.instance_id, self.execution) == (runtime.references.me, hosted.id, what)
 
@@ -84,7 +100,7 @@ class Probe:
 class DeadlockDetector:
     """Looks, once a second while there is reason to, for actors here that may be in a deadlock. Thread-safe."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Searched) -> None:
         self._runtime = runtime
         self.looks = Tick(runtime.agent.clock, _LOOK_S, self._look)
         #: has the detector look soon: an actor for which calls wait waits itself
@@ -208,7 +224,7 @@ def _say(entry: Envelope) -> str:
     return f"{hosted.title}.{name}()" if hosted is not None else f"{name}()"
 
 
-def _send(runtime: Runtime, call: Call | Stall | Envelope, probe: Probe) -> None:
+def _send(runtime: Searched, call: Call | Stall | Envelope, probe: Probe) -> None:
     """Ask the worker of a call what the call waits for, or the caller that waits for arguments."""
     if isinstance(call, Envelope):
         _ask(runtime, call.peer, _pursue_arguments, call.frame.id, probe)
@@ -224,7 +240,7 @@ def _send(runtime: Runtime, call: Call | Stall | Envelope, probe: Probe) -> None
         _ask(runtime, call.peer, _pursue, call.id, probe)
 
 
-def _ask(runtime: Runtime, peer: Peer, function: Callable[..., None], *args: Any) -> None:
+def _ask(runtime: Searched, peer: Peer, function: Callable[..., None], *args: Any) -> None:
     """Call a function of the search on another worker. Nobody waits for it."""
     answer: Future[None] = Future()
 
@@ -244,7 +260,8 @@ def _ask(runtime: Runtime, peer: Peer, function: Callable[..., None], *args: Any
 
 def _pursue(id: int, probe: Probe) -> None:
     """Run on the worker that executes, or will execute, call ``id`` of the one who asks: pass the question on."""
-    runtime, asking = current(), CURRENT.get()
+    runtime: Searched | None = current()
+    asking = CURRENT.get()
     if runtime is None or asking is None:
         return
     entry: Any = asking.peer.running.get(id)
@@ -298,7 +315,7 @@ def _pursue(id: int, probe: Probe) -> None:
 
 def _pursue_promise(rref_id: RRefId, probe: Probe) -> None:
     """Run on the worker that has promised a value: pass the question on to what is to bring it."""
-    runtime = current()
+    runtime: Searched | None = current()
     if runtime is not None:
         for call in awaited(runtime.references.promised.get(rref_id))[:_BRANCHES]:
             _send(runtime, call, probe)
@@ -306,7 +323,8 @@ def _pursue_promise(rref_id: RRefId, probe: Probe) -> None:
 
 def _pursue_arguments(id: int, probe: Probe) -> None:
     """Run on the caller of a call with pending arguments: pass the question on to the calls that produce them."""
-    runtime, asking = current(), CURRENT.get()
+    runtime: Searched | None = current()
+    asking = CURRENT.get()
     call = None if asking is None else asking.peer.pending.get(id)
     if runtime is not None and call is not None:
         for argument in call.awaits:
@@ -314,7 +332,7 @@ def _pursue_arguments(id: int, probe: Probe) -> None:
                 _send(runtime, target, probe)
 
 
-def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:
+def _pursue_plain(runtime: Searched, execution: Execution, probe: Probe) -> None:
     """Pass the question on for a plain function: it waits for a call if that is the only one that it has made."""
     left = [call for call in list(execution.nested) if isinstance(call, Call) and not call.done]
     if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
@@ -338,7 +356,7 @@ def _say_pause(producer: Producer) -> str:
 # -- streams: where a search begins -------------------------------------------------------------------------------------------
 
 
-def _look_at_streams(runtime: Runtime, before: set[int]) -> set[int]:
+def _look_at_streams(runtime: Searched, before: set[int]) -> set[int]:
     """Begin a search for each pause here that is in the way of something, and was there when we looked ``before``.
 
     Returns:
@@ -364,7 +382,9 @@ def _look_at_streams(runtime: Runtime, before: set[int]) -> set[int]:
     return found
 
 
-def _begin(runtime: Runtime, hosted: HostedActor, token: int, text: str, targets: list[Call | Stall]) -> None:
+def _begin(
+    runtime: Searched, hosted: HostedActor, token: int, text: str, targets: list[Call | Stall]
+) -> None:
     probe = Probe(runtime.references.me, hosted.id, token, (text,))
     for target in targets[:_BRANCHES]:
         if isinstance(target, Producer):
@@ -374,7 +394,7 @@ def _begin(runtime: Runtime, hosted: HostedActor, token: int, text: str, targets
 
 
 def _holders(
-    runtime: Runtime, hosted: HostedActor, queue: GroupQueue
+    runtime: Searched, hosted: HostedActor, queue: GroupQueue
 ) -> dict[int, tuple[str, list[Call | Stall]]] | None:
     """Return what the places of a queue are held by, and what that waits for; None unless all of it waits."""
     found: dict[int, tuple[str, list[Call | Stall]]] = {}
@@ -402,7 +422,7 @@ def _holders(
 # -- streams: from one to the next --------------------------------------------------------------------------------------
 
 
-def _follow(runtime: Runtime, target: Any, probe: Probe) -> None:
+def _follow(runtime: Searched, target: Any, probe: Probe) -> None:
     """Ask what ``target`` waits for, for which something of the probe's trail waits."""
     if isinstance(target, Call):
         _send(runtime, target, probe)
@@ -422,14 +442,14 @@ def _follow(runtime: Runtime, target: Any, probe: Probe) -> None:
             _ask(runtime, peer, _at_producer, stream, probe)
 
 
-def _ask_consumer(runtime: Runtime, producer: Producer, probe: Probe) -> None:
+def _ask_consumer(runtime: Searched, producer: Producer, probe: Probe) -> None:
     if producer.peer is not None and producer.pause:
         _ask(runtime, producer.peer, _at_consumer, runtime.references.me, producer.stream, probe)
 
 
 def _at_consumer(worker: WorkerKey, stream: int, probe: Probe) -> None:
     """Go on with what a stream's reader waits for. Called by RPC on the consumer's worker."""
-    runtime = current()
+    runtime: Searched | None = current()
     consumer = None if runtime is None else runtime.streams.consumers.get((worker, stream))
     if runtime is None or consumer is None or consumer.over:
         return
@@ -448,7 +468,7 @@ def _at_consumer(worker: WorkerKey, stream: int, probe: Probe) -> None:
 
 def _at_producer(stream: int, probe: Probe) -> None:
     """Go on with what a stream's generator waits for. Called by RPC on the producer's worker."""
-    runtime = current()
+    runtime: Searched | None = current()
     producer = None if runtime is None else runtime.streams.find(stream)
     entry = None if producer is None else producer.entry
     if (
@@ -469,7 +489,7 @@ def _at_producer(stream: int, probe: Probe) -> None:
             _follow(runtime, target, probe.past(_say(entry)))
 
 
-def _pursue_task(runtime: Runtime, entry: Envelope, probe: Probe) -> bool:
+def _pursue_task(runtime: Searched, entry: Envelope, probe: Probe) -> bool:
     """Go on with what the coroutine of a call awaits; False where it is none."""
     task = entry.task
     if task is None:
@@ -488,7 +508,7 @@ def _sighted(seen: dict[int, float], token: int) -> bool:
     return now - seen.setdefault(token, now) >= _AGAIN_S
 
 
-def _closes(runtime: Runtime, entry: Envelope, probe: Probe) -> bool:
+def _closes(runtime: Searched, entry: Envelope, probe: Probe) -> bool:
     """Say whether a call waits for the places from one of which the search began; break the circle if it is certain."""
     hosted, queue = entry.hosted, entry.queue
     if hosted is None or queue is None or entry.state is not NEW or entry.slot is not None:
@@ -524,7 +544,7 @@ def _error(hosted: HostedActor, what: str, trail: tuple[str, ...]) -> DeadlockEr
         maybe_executed=what.startswith("the stream"),
         worker=hosted.agent.name,
     )
-    hosted.runtime.registry.deadlocks.note(error)
+    hosted.registry.deadlocks.note(error)
     return error
 
 
@@ -555,7 +575,7 @@ def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelop
         maybe_executed=entry.execution is not None,
         worker=hosted.agent.name,
     )
-    hosted.runtime.registry.deadlocks.note(error)
+    hosted.registry.deadlocks.note(error)
     if on_loop and behind is None:
         hosted.deadlocked(entry, error)
     else:

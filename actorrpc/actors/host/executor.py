@@ -71,7 +71,7 @@ class ActorExecutor:
         self.mailbox = hosted.mailbox
         self.checkpoints = Checkpoints(hosted)
         self._instance_rref: Any = None
-        self._numbers = hosted.runtime.registry.executions
+        self._numbers = hosted.registry.executions
         self.keeps_state = False  # the actor has checkpoints
         #: calls that have had their turn, and are answered by something else than the runner that has had them
         self.answered_later: dict[Envelope, None] = {}
@@ -175,7 +175,7 @@ class ActorExecutor:
         """Begin the execution of a call: what descends from it may run within it from now on."""
         caller = self.hosted.caller
         if caller is None:
-            caller = self.runtime.registry.new_caller()
+            caller = self.hosted.registry.new_caller()
         id = _OF_ACTOR | caller << CALLER_BIT | next(self._numbers) & _NUMBER  # no other worker has it
         execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id, entry.arrived)
         if entry.path:
@@ -328,7 +328,7 @@ class ActorExecutor:
         return self._instance_rref
 
     def _stream(self, entry: Envelope, generator: Any) -> None:
-        producer = self.runtime.streams.open(
+        producer = self.hosted.streams.open(
             int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
         )
         if not self.answer(entry, producer.ticket(), keep=False):
@@ -517,7 +517,7 @@ class ActorExecutor:
             method, kind = self._method(entry.header["method"])
             call = self._intercepted(execution, method, args, kwargs)
             if kind != "async":
-                producer = self.runtime.streams.open(
+                producer = self.hosted.streams.open(
                     int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
                 )
                 items = call()

@@ -130,7 +130,7 @@ class LoopThread:
         execution = CURRENT.get()
         self._waits.append((stir, what, execution))
         self._look = True
-        self._hosted.runtime.registry.deadlocks.poke()
+        self._hosted.registry.deadlocks.poke()
         if not self._warned:
             self._warned = True
             entry = self.running
@@ -154,7 +154,7 @@ class LoopThread:
     def begin_await(self) -> None:
         """See futures.NestedRunner. Its coroutines are no task's: those that wait make no room for one."""
         if self.queue.limit == 1 and self.queue.waiting:
-            self._hosted.runtime.registry.deadlocks.poke()
+            self._hosted.registry.deadlocks.poke()
 
     def end_await(self) -> None:
         """See futures.NestedRunner."""
@@ -173,7 +173,7 @@ class LoopThread:
             ):
                 # A plain method still has its arguments to get.
                 error = self._circle(each)
-                self._hosted.runtime.registry.deadlocks.note(error)
+                self._hosted.registry.deadlocks.note(error)
                 self._hosted.deadlocked(each, error)
 
     def _next(self) -> Envelope | None:

@@ -148,7 +148,9 @@ class ActorRegistry:
         if header.get("creates"):
             with self._lock:
                 if not self._closed:
-                    hosted = self._table[instance_id] = HostedActor(self._runtime, instance_id, self._runners)
+                    hosted = self._table[instance_id] = HostedActor(
+                        self, self._runtime, instance_id, self._runners
+                    )
         if hosted is not None:
             hosted.construct(entry)
         elif entry.whole or entry.reserved:
@@ -264,7 +266,7 @@ class ActorRegistry:
 def end(instance_id: int, how: str, why: str) -> Any:
     """End an actor here (``"drain"`` or ``"now"``); answers when it is over."""
     found = current()
-    hosted = found.registry.get(instance_id) if found is not None else None
+    hosted: HostedActor | None = found.registry.get(instance_id) if found is not None else None
     if hosted is None:
         return None
     return Later(hosted.end(how, why))
@@ -272,4 +274,5 @@ def end(instance_id: int, how: str, why: str) -> Any:
 
 def states() -> list[HostedActorState]:
     """Return what there is to say of the actors here."""
-    return runtime().registry.states()
+    registry: ActorRegistry = runtime().registry
+    return registry.states()

@@ -382,7 +382,7 @@ class ActorThread(Carrier):
         """See futures.NestedRunner."""
         self._stirs.append((stir, what))
         if self.queue.waiting:
-            self._hosted.runtime.registry.deadlocks.poke()
+            self._hosted.registry.deadlocks.poke()
         if len(self._stirs) == 1:
             self._rest()
         if self._threads.on.pop(self, None) is not None and self._threads.ready:
@@ -403,7 +403,7 @@ class ActorThread(Carrier):
         if self.work:
             self._serve_on(loop)
         if self.queue.waiting:
-            self._hosted.runtime.registry.deadlocks.poke()
+            self._hosted.registry.deadlocks.poke()
         self._rest()
 
     def end_await(self) -> None:

@@ -43,6 +43,7 @@ from actorrpc.futures import Future, InnerFuture, Progress
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Route
     from actorrpc.actors.streams.consumer import Again
+    from actorrpc.actors.supervision.supervisor import Supervisor
     from actorrpc.agent.peers import Peer
 
 __all__ = ["RemoteFunction", "TaskFuture", "TaskRunner"]
@@ -191,7 +192,8 @@ class _RunnerPools:
         movable = worker is None
         key: tuple[Any, ...]
         if worker is None:
-            peer = self.runtime.supervisor.next_worker()
+            supervisor: Supervisor = self.runtime.supervisor
+            peer = supervisor.next_worker()
             worker, key = peer.rank, peer.key
         else:
             key = "at", worker

@@ -122,7 +122,8 @@ def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, found: Any) -> An
 
 def _share(value: RRefId) -> Any:
     """Answer with the copy that this worker has fetched, or None where it has none any more."""
-    agent, copies = runtime().agent, runtime().host_copies
+    agent = runtime().agent
+    copies: HostCopies = runtime().host_copies
     future = copies.find(value)
     if future is None:
         return None

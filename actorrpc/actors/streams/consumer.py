@@ -26,6 +26,7 @@ from actorrpc.actors.streams.producer import (
     DONE,
     WINDOW_BYTES,
     Batch,
+    Streams,
     StreamTicket,
     charge_of,
     close_stream,
@@ -167,7 +168,8 @@ class _Consumer(Stall, Progress):
                 return
             with self._lock:
                 self._ticket = ticket
-                runtime().streams.consumers[ticket.worker, ticket.stream] = self
+                streams: Streams = runtime().streams
+                streams.consumers[ticket.worker, ticket.stream] = self
                 self._under_way = False
                 closed = self._closed
             if closed:
@@ -441,7 +443,8 @@ class _Consumer(Stall, Progress):
         if ended:
             self._complete(finished)
         else:
-            runtime().streams.poke()
+            streams: Streams = runtime().streams
+            streams.poke()
         return finished
 
     @property

@@ -556,13 +556,15 @@ def _gone(stream: int) -> RpcError:
 
 def pull(stream: int, taken: int) -> Any:
     """Return the next items of a stream, when there are some (called by RPC)."""
-    found = runtime().streams.get(stream).pull(taken)
+    streams: Streams = runtime().streams
+    found = streams.get(stream).pull(taken)
     return Later(found) if isinstance(found, Future) else found
 
 
 def close_stream(stream: int) -> None:
     """Close a stream: nobody wants its items (called by RPC). Without effect where it is over."""
-    producer = runtime().streams.find(stream)
+    streams: Streams = runtime().streams
+    producer = streams.find(stream)
     if producer is not None:
         producer.close()
 

@@ -26,6 +26,7 @@ from actorrpc.errors import (
     UnknownActorError,
     UnknownWorkerError,
 )
+from actorrpc.futures import Future
 from actorrpc.serialization import exceptions
 from actorrpc.wire.identity import WorkerKey
 
@@ -104,7 +105,8 @@ class Names:
         left = max(0.1, until - _time.now())
         try:
             if known.supervisor == self._runtime.references.me:
-                return self._runtime.supervisor.ends(known.actor_id).wait(left)
+                end: Future[bool] = self._runtime.supervisor.ends(known.actor_id)
+                return end.wait(left)
             agent = self._runtime.agent
             peer = peer_of(agent, known.supervisor)
             return bool(agent.ask(peer, _ends, (known.actor_id,), {}, left))
@@ -225,7 +227,7 @@ def _shown(namespace: str) -> str:
 
 
 def _register(card: Card, names: Names | None = None) -> Card | None:
-    found = names if names is not None else runtime().names
+    found: Names = names if names is not None else runtime().names
     known = found.put_in(card)
     current = CURRENT.get()
     if known is None and names is None and current is not None and current.peer.state != "alive":
@@ -235,7 +237,8 @@ def _register(card: Card, names: Names | None = None) -> Card | None:
 
 
 def _unregister(name: str, namespace: str, actor_id: int, names: Names | None = None) -> None:
-    (names if names is not None else runtime().names).take_out(name, namespace, actor_id)
+    found: Names = names if names is not None else runtime().names
+    found.take_out(name, namespace, actor_id)
 
 
 def _ends(actor_id: int) -> Later:
@@ -244,8 +247,10 @@ def _ends(actor_id: int) -> Later:
 
 
 def _lookup(name: str, namespace: str, names: Names | None = None) -> Card:
-    return (names if names is not None else runtime().names).find(name, namespace)
+    found: Names = names if names is not None else runtime().names
+    return found.find(name, namespace)
 
 
 def _list(namespace: str | None, names: Names | None = None) -> Sequence[tuple[str, str]]:
-    return (names if names is not None else runtime().names).find_all(namespace)
+    found: Names = names if names is not None else runtime().names
+    return found.find_all(namespace)

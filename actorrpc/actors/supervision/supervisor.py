@@ -47,9 +47,11 @@ from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
+    from actorrpc.actors.client.route import Routes
     from actorrpc.actors.context import Runtime
     from actorrpc.actors.spec.class_info import ClassInfo
     from actorrpc.actors.spec.options import ActorOptions
+    from actorrpc.actors.supervision.names import Names
 
 __all__ = ["Supervisor"]
 
@@ -90,6 +92,8 @@ class Supervisor:
     def __init__(self, runtime: Runtime, draw: Callable[[], float] = random.random) -> None:
         self.draw = draw
         self._runtime = runtime
+        self._names: Names = runtime.names
+        self._routes: Routes = runtime.routes
         self._agent = runtime.agent
         self._key = WorkerKey(runtime.agent.record.rank, runtime.agent.record.incarnation)
         self.lock = threading.RLock()
@@ -161,7 +165,7 @@ class Supervisor:
         if found is None or found[0]() is not options:
             named = options
             if named.namespace is None:
-                named = replace(named, namespace=self._runtime.names.namespace)
+                named = replace(named, namespace=self._names.namespace)
             # What only the supervisor needs does not travel.
             shown = replace(named, worker=None, env=None, working_dir=None)
             if getattr(type(options.worker), "_is_actor_handle", False):
@@ -197,7 +201,7 @@ class Supervisor:
             options=shown,
         )
         if card.name is not None:
-            known = self._runtime.names.register(card, get_if_exists=options.get_if_exists)
+            known = self._names.register(card, get_if_exists=options.get_if_exists)
             if known is not None:
                 return known
         actor = ActorRecord(card, cls, arguments, shown, place, self.draw)
@@ -367,7 +371,7 @@ class Supervisor:
                 flights.noted(now, "restart", actor.card.title)
             actor.come_to_life(location, now)
             if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
-                actor.place = self._runtime.routes.of(replace(actor.place.card, anchor=None))
+                actor.place = self._routes.of(replace(actor.place.card, anchor=None))
             answers = actor.take_answered()
             orphaned = actor.orphaned
             deeds = actor.family.made(actor) if actor.family is not None else []
@@ -504,7 +508,7 @@ class Supervisor:
             while len(self._dead) > _REMEMBERED:
                 self._dead.popitem(last=False)
         if card.name is not None and not self._agent.closed_down:
-            self._runtime.names.unregister(card.name, card.namespace, card.actor_id)
+            self._names.unregister(card.name, card.namespace, card.actor_id)
         self._places.left(instance_id)
         for _, _, future in waiters:
             future.try_fail(death)

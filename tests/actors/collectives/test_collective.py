@@ -34,7 +34,7 @@ def made() -> tuple[Generations, Any]:
     """Meetings at an agent that runs what it is to submit when it is told to."""
     agent = SimpleNamespace(on_peer_end=[], submitted=[], clock=Timers())
     agent.submit = agent.submitted.append
-    return Generations(SimpleNamespace(agent=agent), lambda key, rank, why: None), agent  # type: ignore[arg-type]
+    return Generations(agent, lambda key, rank, why: None), agent  # type: ignore[arg-type]
 
 
 class TestMeetings:
