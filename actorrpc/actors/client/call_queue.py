@@ -23,13 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exception_text import is_a, is_of_handler, say
 from actorrpc.actors.client import death_errors
-from actorrpc.actors.client.pending_call import (
-    INFINITE,
-    AwaitingVerdict,
-    CallTemplate,
-    PendingCall,
-    ResultFuture,
-)
+from actorrpc.actors.client.call_template import CallTemplate
+from actorrpc.actors.client.pending_call import INFINITE, AwaitingVerdict, PendingCall, ResultFuture
 from actorrpc.actors.client.reserved_call import ReservedCall
 from actorrpc.actors.client.supervisor_client import ask, peer_of
 from actorrpc.actors.refs.arguments import awaited, pack_arguments

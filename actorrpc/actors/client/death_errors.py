@@ -11,7 +11,7 @@ from actorrpc.errors import (
 from actorrpc.serialization import exceptions
 
 if TYPE_CHECKING:
-    from actorrpc.actors.client.pending_call import CallTemplate
+    from actorrpc.actors.client.call_template import CallTemplate
     from actorrpc.actors.spec.death_report import Restarting
 
 __all__ = [

@@ -17,8 +17,6 @@ done              (any)               its value or error is there
 between. Two steps decide races, each atomic: a future is ended by the thread that claims it (``Future.claim``), and a queued
 call is sent, cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.take`). The moves between the states are
 made under the lock of the queue.
-
-A :class:`CallTemplate` says how the calls of one method are made; it is prepared once, so that a call costs little.
 """
 
 from __future__ import annotations
@@ -26,176 +24,24 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from contextvars import Context, copy_context
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.actors.host.envelope import GRACE_S
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.calls import CURRENT, Call
-from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future, InnerFuture, Progress
-from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
-    from actorrpc.actors.client.call_queue import CallQueue
-    from actorrpc.actors.client.route import Route
-    from actorrpc.actors.spec.class_info import Kind, MethodInfo
-    from actorrpc.actors.spec.options import CallOptions
-    from actorrpc.agent.peers import Peer
+    from actorrpc.actors.client.call_template import CallTemplate
+    from actorrpc.agent.agent import Agent
     from actorrpc.agent.timers import Timer
 
-__all__ = ["AwaitingVerdict", "CallState", "CallTemplate", "PendingCall", "ResultFuture", "RpcFuture"]
-
-_GENERATORS: Final = ("generator", "async_generator")
-
-
-class CallTemplate:
-    """How calls of one method with the same options are made to one incarnation. Never changes.
-
-    Attributes:
-        peer: where it lives; None where that is not known yet.
-        returns: the actor may come to life again, and a call that did not run is then made again; its arguments are kept for
-            that, where they are such as nobody can change.
-        tries: how often a call that may have run is made again; -1: for ever.
-        impatient: a call fails, rather than waits, while the actor is being restarted.
-    """
-
-    __slots__ = (
-        "_fetching",
-        "_there",
-        "epoch",
-        "impatient",
-        "inlines",
-        "kept_mail",
-        "label",
-        "mail",
-        "method",
-        "options",
-        "peer",
-        "refs",
-        "retried",
-        "returns",
-        "seconds",
-        "tries",
-    )
-
-    def __init__(
-        self,
-        queue: CallQueue,
-        method: MethodInfo,
-        options: CallOptions,
-        refs: bool,
-        location: Location | None,
-        peer: Peer | None,
-    ) -> None:
-        self.method = method
-        self.options = options
-        self.refs = refs
-        self.label = queue.prefix + (options.name or method.name.strip("<>"))
-        self.peer: Any = peer
-        self.epoch = -1 if location is None else location.epoch
-        general = queue.options
-        tries = options.max_task_retries
-        if tries is None:
-            tries = general.max_task_retries if general is not None else None
-        self.impatient = tries == 0 and not options.patient
-        self.tries = tries or 0
-        self.retried = options.retry_exceptions or (
-            general.retry_exceptions if general is not None else False
-        )
-        seconds = options.timeout
-        if seconds is None:
-            seconds = 0.0 if refs else queue.runtime.references.default_timeout()
-        self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
-        self.returns = queue.restarts
-        self.mail: MailHeader | None = None
-        self.kept_mail: MailHeader | None = None
-        #: large results come with the reply
-        self.inlines = False
-        self._fetching: MailHeader | None = None
-        self._there: CallTemplate | None = None
-        if location is None:
-            return
-        header: Header = {"mailbox": location.instance_id, "method": method.name}
-        if options.concurrency_group is not None:
-            header["group"] = options.concurrency_group
-        if options.priority:
-            header["priority"] = options.priority
-        if method.kind in _GENERATORS or options.num_returns == "streaming":
-            header["window"] = options.max_buffered_items or 0
-        elif options.num_returns != 1:
-            header["num_returns"] = options.num_returns
-        if refs:
-            header["keep"] = True
-        if options.allow_out_of_order:
-            header["unordered"] = True
-        self.mail = self.kept_mail = self._mail(header)
-
-    # -- results.ResultPolicy -------------------------------------------------------------------------------
-
-    def fetched(self) -> None:
-        """Have large results come with the reply from now on: that is half the way, and one copy less."""
-        if self.kept_mail is not None and not self.inlines and "num_returns" not in self.kept_mail.header:
-            self.inlines = True
-            header = self.kept_mail.header.copy()
-            header.pop("keep", None)
-            self.mail = self._mail(header)
-
-    def handed_on(self) -> None:
-        """Have large results stay where they are made: they go directly to where they are wanted."""
-        if self.inlines:
-            self.inlines = False
-            self.mail = self.kept_mail
-
-    def at(self, queue: CallQueue, location: Location, peer: Peer) -> CallTemplate:
-        """Return the same for another incarnation."""
-        there = self._there
-        if there is None or there.epoch != location.epoch:
-            there = self._there = CallTemplate(queue, self.method, self.options, self.refs, location, peer)
-        return there
-
-    def mail_for(self, unresolved: bool, place: tuple[int, int] | None = None) -> MailHeader | None:
-        """Return the message's header.
-
-        Args:
-            unresolved: there are ObjectRefs to be fetched over there.
-            place: the call has been made before: see ``PendingCall.place``.
-        """
-        if place is not None and place[1] == self.epoch and self.mail is not None:
-            held = self.mail_for(unresolved)
-            return held and MailHeader({**held.header, "place": place[0]})
-        if not unresolved or self.mail is None:
-            return self.mail
-        if self._fetching is None:
-            kept = self.kept_mail or self.mail
-            self._fetching = self._mail({**kept.header, "unresolved": True})
-        return self._fetching
-
-    def _mail(self, header: Header) -> MailHeader:
-        # Only for a time-out that the caller has asked for himself: an interrupted method may leave its state half changed.
-        interrupts = self.options.interrupt and bool(self.options.timeout)
-        return MailHeader(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))
-
-
-def _late(kind: Kind, interrupts: bool) -> str:
-    """Say what becomes of a call that has begun when its time is over."""
-    if kind == "async":
-        return "if it has begun, its coroutine is cancelled"
-    if kind in _GENERATORS:
-        return "if it has begun, its stream is closed"
-    if interrupts:
-        return "if it has begun, it is interrupted where it runs in Python, on a thread, and leaves that to others"
-    return (
-        "if it has begun, it goes on to its end, and others wait for that; with options(timeout=..., interrupt=True) it is "
-        "interrupted"
-    )
-
+__all__ = ["AwaitingVerdict", "CallState", "PendingCall", "ResultFuture", "RpcFuture"]
 
 INFINITE: Final = float("inf")
 _MARGIN_S: Final = 1.0  # for the way there and back
@@ -212,6 +58,34 @@ class CallState(enum.Enum):
     DONE = "done"
 
 
+class QueueOfCalls(Protocol):
+    """The queue of an actor as its calls use it: a CallQueue."""
+
+    agent: Agent
+    flying: dict[int, ResultFuture]
+    barrier: set[int] | None
+
+    def caught(self, future: ResultFuture, error: BaseException) -> bool:
+        """See CallQueue.caught."""
+
+    def passed(self, number: int) -> None:
+        """See CallQueue.passed."""
+
+    def swept(self) -> None:
+        """See CallQueue.swept."""
+
+    def waits_for(self) -> str:
+        """See CallQueue.waits_for."""
+
+
+class RouteOfCall(Protocol):
+    """The route that a call takes: a Route. It holds the actor's anchor."""
+
+    @property
+    def queue(self) -> QueueOfCalls:
+        """The queue of the actor."""
+
+
 class ResultFuture(InnerFuture[Any]):
     """The result of a call of an actor's method. Thread-safe, as every Future.
 
@@ -221,7 +95,7 @@ class ResultFuture(InnerFuture[Any]):
     __slots__ = ("_number", "_pending", "_route", "_template")
 
     # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
-    _route: Route | None
+    _route: RouteOfCall | None
     _template: CallTemplate | None
     _pending: PendingCall | None
     _number: int
@@ -246,7 +120,7 @@ class ResultFuture(InnerFuture[Any]):
             # It may have come to its end before; and its caller counts on its being cancelled, and knows.
             value, error = None, source.was_cancelled(True, error)
         if route is not None:
-            queue = route._queue
+            queue = route.queue
             if error is not None and queue.caught(self, error):
                 return
             pending = self._pending
@@ -349,9 +223,9 @@ class PendingCall(Progress):
         given_up = None if current is None else current.given_up
         route = future._route
         if current is None and route is not None:
-            route._queue.agent.next_chain()  # the context knows from now on for whom the call is made
+            route.queue.agent.next_chain()  # the context knows from now on for whom the call is made
         self.context: Context = copy_context()
-        now = _time.now() if route is None else route._queue.agent.clock.now()
+        now = _time.now() if route is None else route.queue.agent.clock.now()
         deadline = now + seconds if seconds else INFINITE
         self.deadline = deadline if current is None else min(deadline, current.deadline)
         future._pending = self
@@ -424,7 +298,7 @@ class PendingCall(Progress):
         future = self.future
         route = None if future is None else future._route
         if route is not None:
-            route._queue.agent.flush()
+            route.queue.agent.flush()
 
     def cancel(self, stop: bool = True, late: bool = False) -> bool:
         """End the call, wherever it is; False if it is over. ``stop``, ``late``: see :meth:`Call.cancel`."""
@@ -461,7 +335,7 @@ class PendingCall(Progress):
         assert future is not None
         template, route = future._template, future._route
         what = template.label if template is not None else "a call"
-        where = route._queue.waits_for() if route is not None else "the actor"
+        where = route.queue.waits_for() if route is not None else "the actor"
         bound = f"{self.seconds:g} s" if self.seconds else "what was left of the call that made it"
         return RpcTimeoutError(
             f"the call of {what} timed out ({bound}) while it waited for {where}; "
@@ -474,7 +348,7 @@ class PendingCall(Progress):
         route = None if future is None else future._route
         if future is None or route is None:
             return False
-        queue = route._queue
+        queue = route.queue
         ended = future.end(error, queue.agent.submit)
         queue.swept()
         return ended

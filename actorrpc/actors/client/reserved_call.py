@@ -7,10 +7,10 @@ call that is cancelled, times out or loses an argument before that has certainly
 from __future__ import annotations
 
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from actorrpc._exception_text import is_of_handler
-from actorrpc.actors.client.pending_call import CallTemplate, PendingCall, ResultFuture
+from actorrpc.actors.client.pending_call import PendingCall, ResultFuture
 from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.results import ATOMS
 from actorrpc.agent.calls import Call
@@ -18,9 +18,25 @@ from actorrpc.errors import PeerDiedError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
-    from actorrpc.actors.client.call_queue import CallQueue
+    from actorrpc.actors.client.call_template import CallTemplate
+    from actorrpc.agent.agent import Agent
 
 __all__ = ["ReservedCall"]
+
+
+class ReservingQueue(Protocol):
+    """The queue that has reserved the place: a CallQueue."""
+
+    agent: Agent
+
+    def is_gone(self, epoch: int) -> bool:
+        """See CallQueue.is_gone."""
+
+    def bounced(self, future: ResultFuture) -> None:
+        """See CallQueue.bounced."""
+
+    def ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
+        """See CallQueue.ended_unsent."""
 
 
 class ReservedCall:
@@ -33,7 +49,9 @@ class ReservedCall:
 
     __slots__ = ("_call", "_claim", "_context", "_future", "_left", "_queue", "_template")
 
-    def __init__(self, queue: CallQueue, future: ResultFuture, template: CallTemplate, call: Call) -> None:
+    def __init__(
+        self, queue: ReservingQueue, future: ResultFuture, template: CallTemplate, call: Call
+    ) -> None:
         self._queue, self._future, self._template, self._call = queue, future, template, call
         self._context = copy_context()
         awaits = dict.fromkeys(call.awaits)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.call_queue import CallQueue
-from actorrpc.actors.client.pending_call import CallTemplate, PendingCall, ResultFuture, RpcFuture
+from actorrpc.actors.client.call_template import CallTemplate
+from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFuture
 from actorrpc.actors.client.supervisor_client import ask
 from actorrpc.actors.refs.arguments import has_refs, pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -118,14 +119,15 @@ class Route:
     Attributes:
         anchor: the RRef that keeps the actor alive, or None.
         actor_id: the actor's, for ever.
+        queue: this process's calls of the actor.
         title: what messages call the actor.
         info: what is known of its class.
     """
 
-    __slots__ = ("__weakref__", "_card", "_queue", "actor_id", "anchor", "info", "title")
+    __slots__ = ("__weakref__", "_card", "actor_id", "anchor", "info", "queue", "title")
 
     def __init__(self, queue: CallQueue, card: Card) -> None:
-        self._queue = queue
+        self.queue = queue
         self._card = card
         self.anchor: RRef[Any] | None = card.anchor
         self.actor_id = card.actor_id
@@ -135,7 +137,7 @@ class Route:
     @property
     def card(self) -> Card:
         """What a handle travels as: the actor's card, with its present location as far as it is known."""
-        location, card = self._queue.location, self._card
+        location, card = self.queue.location, self._card
         if card.location is not location:
             card = self._card = replace(card, location=location)
         return card
@@ -143,7 +145,7 @@ class Route:
     @property
     def pending(self) -> int:
         """How many calls of this process are under way, or wait."""
-        return self._queue.pending
+        return self.queue.pending
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -174,7 +176,7 @@ class Route:
         """
         if INTERRUPTED:
             interruption_point()
-        queue = self._queue
+        queue = self.queue
         template = (queue.kept_templates if refs else queue.templates).get(method.name)
         if template is None or template.options is not options:
             queue.agent.check_process()
@@ -221,10 +223,10 @@ class Route:
 
     def _span(self, template: CallTemplate) -> ProfiledSpan:
         # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
-        return ProfiledSpan(f"actor#{template.label}({self._queue.agent.name} -> {self.title})")
+        return ProfiledSpan(f"actor#{template.label}({self.queue.agent.name} -> {self.title})")
 
     def _too_many(self, template: CallTemplate) -> PendingCallsLimitExceeded:
-        queue = self._queue
+        queue = self.queue
         return PendingCallsLimitExceeded(
             f"{template.label}: {queue.pending} calls of this process wait for {self.title} already, as many as "
             f"max_pending_calls={queue.max_pending} allows; this one was not made. Wait for results first, or give a "
@@ -254,7 +256,7 @@ class Route:
         """
         if INTERRUPTED:
             interruption_point()
-        queue = self._queue
+        queue = self.queue
         template = queue.template_for(method, options, False)
         seconds = template.seconds if timeout is None else timeout
         if template.peer is None:
@@ -280,7 +282,7 @@ class Route:
     def _future(self, template: CallTemplate) -> ResultFuture:
         future = ResultFuture() if template.refs else RpcFuture()
         future._route, future._template, future._pending = self, template, None
-        future._number = self._queue.next_number()
+        future._number = self.queue.next_number()
         return future
 
     def again(
@@ -301,7 +303,7 @@ class Route:
             return None
         held = PendingCall.hold(args, kwargs)
         tries = itertools.count() if left < 0 else iter(range(left))
-        queue = self._queue
+        queue = self.queue
 
         def again(error: BaseException, given: int) -> Future[Any] | None:
             if given and not method.given.get("retry_exceptions"):
@@ -325,7 +327,7 @@ class Route:
         Returns:
             The error to raise, or a future that fails with it when it is known what has become of the actor.
         """
-        queue = self._queue
+        queue = self.queue
         template = queue.template_for(method, options, False)
         location, there = queue.whereabouts()
         if template.peer is None and location is not None and there is not None:
@@ -357,12 +359,12 @@ class Route:
 
         It fails with ActorDiedError if the actor is dead, with the constructor's error as ``cause`` where that is why.
         """
-        return self._queue.located()
+        return self.queue.located()
 
     @property
     def location(self) -> Location | None:
         """Where the actor lives, if that is known here."""
-        return self._queue.location
+        return self.queue.location
 
     def alive(self) -> Future[bool]:
         """Return a future that says whether the actor lives, or is being made or restarted, as its supervisor knows it."""
@@ -388,7 +390,7 @@ class Route:
         def ready(done: Future[Any]) -> None:
             done.acknowledge()
             if done.error is None:
-                self._queue.doomed()
+                self.queue.doomed()
                 killed.set_result(None)
             else:
                 killed.set_exception(done.error)
@@ -403,7 +405,7 @@ class Route:
         """
         answer: Future[ActorDiedError] = Future()
         answer.label = f"the end of {self.title}"
-        queue = self._queue
+        queue = self.queue
 
         def ready(done: Future[Any]) -> None:
             done.acknowledge()
@@ -422,7 +424,7 @@ class Route:
         return answer
 
     def _ask(self, what: str, *args: Any) -> Future[Any]:
-        queue = self._queue
+        queue = self.queue
         return ask(queue.runtime, queue.supervisor, what, self.actor_id, *args)
 
     def __repr__(self) -> str:

@@ -71,7 +71,7 @@ def test_a_call_to_an_actor_that_is_there_goes_straight_to_it(monkeypatch: pytes
     located = route.located()
     world.settle()
     sent: list[Any] = []
-    line = route._queue
+    line = route.queue
     genuine = line.send
     line.send = lambda *args, **kwargs: (sent.append((args, kwargs)), genuine(*args, **kwargs))[1]
     first = world.call(driver, route, 1)
@@ -97,7 +97,7 @@ def test_options_go_into_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     route.located()
     world.settle()
     headers: list[dict[str, Any]] = []
-    line = route._queue
+    line = route.queue
     genuine = line.send
 
     def send(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ def test_a_handle_from_elsewhere_knows_where_the_actor_is(monkeypatch: pytest.Mo
     assert there is not route
     assert other.runtime.routes.of(route.card) is there
     future = world.call(other, there, 5)
-    assert there._queue._asking is False
+    assert there.queue._asking is False
     world.settle()
     assert future.value() == 5
 
@@ -410,7 +410,7 @@ def test_a_stream_whose_worker_is_not_known_to_be_dead_yet(monkeypatch: pytest.M
     route = world.create(driver)
     route.located()
     world.settle()
-    location, peer = route._queue.location, route._queue._peer
+    location, peer = route.queue.location, route.queue._peer
     explain = partial(route.explain, INFO.methods["step"], CallOptions())
     error = peer.died("the stream", maybe_executed=True)
     found = explain(error, driver.agent.peer("w0"))  # of an incarnation before the one that lives
@@ -434,7 +434,7 @@ def test_a_restarted_actor_answers_again(monkeypatch: pytest.MonkeyPatch) -> Non
         route = world.create(driver, max_restarts=1)
         route.located()
         world.settle()
-        where = route._queue.location
+        where = route.queue.location
         world.behaviour = lambda hosted, header, args: hosted.worker.die() if args[0] == 1 else args[0]
         futures = [world.call(driver, route, number) for number in range(4)]
         world.settle()
@@ -448,8 +448,8 @@ def test_a_restarted_actor_answers_again(monkeypatch: pytest.MonkeyPatch) -> Non
         last = world.call(driver, route, 9)
         world.settle()
         assert last.value() == 9
-        assert route._queue.location.epoch == 1
-        assert route._queue.location.worker != where.worker
+        assert route.queue.location.epoch == 1
+        assert route.queue.location.worker != where.worker
 
 
 def test_application_errors_are_retried_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,7 +530,7 @@ def test_every_call_ends_once_and_in_order(monkeypatch: pytest.MonkeyPatch, bloc
 
 
 def _is_where_its_state_says(future: ResultFuture, route: Route) -> bool:
-    queue, state = route._queue, future.state
+    queue, state = route.queue, future.state
     if state is CallState.QUEUED:
         return any(each is future for _, each in queue._queue)
     if state is CallState.IN_FLIGHT:

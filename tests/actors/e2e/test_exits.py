@@ -224,7 +224,7 @@ def test_a_stream_that_breaks_off_while_calls_are_held_back(place: str, gate: Pa
     actor = Crashes.remote()
     stream = actor.yields.remote(str(gate))
     assert get(next(stream)) == 1
-    queue = route_to(actor, "the test")._queue
+    queue = route_to(actor, "the test").queue
     with queue._lock:
         queue._hold_back()  # as while it sends what has queued
     open_gate(gate)
