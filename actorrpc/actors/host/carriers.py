@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from actorrpc import _time
 from actorrpc._limits import NO_THREAD
@@ -33,11 +33,10 @@ from actorrpc.futures import WAITING
 from actorrpc.transport.connection_state import CLOSED
 
 if TYPE_CHECKING:
-    from actorrpc.actors.host.threads import ActorThread
     from actorrpc.agent.agent import Agent
     from actorrpc.transport.connection import Connection
 
-__all__ = ["MAX_RUNNERS", "ActorThreads", "Carrier", "SharedThread"]
+__all__ = ["MAX_RUNNERS", "ActorThreads", "Carrier", "Runner", "SharedThread"]
 
 MAX_RUNNERS: Final = 128
 _AT_ONCE: Final = 1  # runners that are woken to run at a time, where their calls are short
@@ -46,6 +45,28 @@ _STALLED_S: Final = 2e-3  # a turn that takes longer does not count any more
 _SHORT_S: Final = 60e-6  # calls that take longer on average are long
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
 _KEPT: Final = 8  # shared threads beyond this many end when they have nothing to do
+
+
+class Runner(Protocol):
+    """Runs the calls of one queue of an actor: an ActorThread.
+
+    Attributes:
+        shared: it is lent a thread while it has something to do, and has none of its own.
+    """
+
+    shared: bool
+
+    def start(self) -> None:
+        """Take part from now on. Where the system has no thread, the calls that wait for one are refused."""
+
+    def rouse(self) -> None:
+        """Wake the runner's own thread."""
+
+    def run_on(self, carrier: SharedThread) -> None:
+        """Run the calls that wait on a thread that is lent for that."""
+
+    def understaffed(self) -> None:
+        """End, as the system has no thread for it."""
 
 
 class Carrier:
@@ -117,12 +138,12 @@ class ActorThreads:
 
     def __init__(self, agent: Agent, most: int = MAX_RUNNERS) -> None:
         self.agent = agent
-        self.ready: deque[ActorThread] = deque()
-        self.on: dict[ActorThread, float] = {}
+        self.ready: deque[Runner] = deque()
+        self.on: dict[Runner, float] = {}
         self._mean = 0.0  # how long a call takes, of late, in seconds; measured only where others are waiting
         self._width = _AT_ONCE
         self._lock = _time.RLock()
-        self._all: dict[ActorThread, None] = {}
+        self._all: dict[Runner, None] = {}
         self._owners = 0  # that have threads of their own
         self._most = most
         self._idle: dict[SharedThread, None] = {}
@@ -131,13 +152,13 @@ class ActorThreads:
         )  # shared threads that sleep, or read: they look at ``ready`` afterwards
         self._crowded = False
         self._burst = 1
-        self._to_start: deque[ActorThread] = deque()
+        self._to_start: deque[Runner] = deque()
         self._closed = False
         self._tick = Tick(agent.clock, _STALLED_S, self._look)
 
     # -- who there is ------------------------------------------------------------------------------
 
-    def add(self, runner: ActorThread) -> bool:
+    def add(self, runner: Runner) -> bool:
         """Record a new runner; say whether it gets a thread of its own."""
         with self._lock:
             self._all[runner] = None
@@ -145,7 +166,7 @@ class ActorThreads:
             self._owners += own
             return own
 
-    def remove(self, runner: ActorThread) -> bool:
+    def remove(self, runner: Runner) -> bool:
         """Record that a runner has ended; False if that is known."""
         with self._lock:
             if runner not in self._all:
@@ -168,7 +189,7 @@ class ActorThreads:
             carrier.rouse()
         self.pass_on()
 
-    def start(self, runner: ActorThread) -> None:
+    def start(self, runner: Runner) -> None:
         """Have a new runner started: on a pool thread, one after the other, where it is to have a thread of its own."""
         runner.shared = not self.add(runner)
         if runner.shared:
@@ -191,7 +212,7 @@ class ActorThreads:
 
     # -- whose turn it is --------------------------------------------------------------------------
 
-    def call(self, runner: ActorThread) -> None:
+    def call(self, runner: Runner) -> None:
         """Have a runner that has been idle look for work, in its turn."""
         self.ready.append(runner)
         if runner.shared and threading.get_ident() in self._reading:
@@ -210,7 +231,7 @@ class ActorThreads:
         if (ready or len(on) > _AT_ONCE) and not self._tick.active:
             self._tick.poke()
 
-    def _wake(self, runner: ActorThread) -> None:
+    def _wake(self, runner: Runner) -> None:
         self.on[runner] = _time.now()
         if runner not in self._all:  # it has ended, and takes itself out no more, unless it does so just now
             self.on.pop(runner, None)
@@ -256,10 +277,10 @@ class ActorThreads:
 
     # -- of shared threads -------------------------------------------------------------------------
 
-    def next_shared(self) -> ActorThread | None:
+    def next_shared(self) -> Runner | None:
         """Give a shared thread a runner whose turn it is; wake those with threads of their own that come before it."""
         ready, on = self.ready, self.on
-        found: ActorThread | None = None
+        found: Runner | None = None
         while found is None and ready and len(on) < self._width:
             try:
                 runner = ready.popleft()
@@ -293,9 +314,9 @@ class ActorThreads:
 class SharedThread(Carrier):
     """A thread that is lent to runners, one after the other. Ends when there are too many that have nothing to do."""
 
-    def __init__(self, threads: ActorThreads, runner: ActorThread) -> None:
+    def __init__(self, threads: ActorThreads, runner: Runner) -> None:
         super().__init__(threads)
-        self.given: ActorThread | None = runner
+        self.given: Runner | None = runner
 
     def start(self) -> None:
         """Start the thread. Where the system has none, the calls hear of it that wait for one."""
