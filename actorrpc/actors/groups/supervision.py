@@ -197,7 +197,7 @@ def supervise(
         found = [_child(here, each) for each in given]
         if len({id(each) for each in found}) < len(found):
             raise ConfigError("an actor, or a group, is given twice: each can be in one group only, and once")
-        family = SupervisionGroup(here, found, strategy, limit, period_s, backoff_s, title)
+        family = SupervisionGroup(supervisor, here, found, strategy, limit, period_s, backoff_s, title)
     made = Supervision(family, given, here)
     if on_failure is not None:
         _ = made.monitor(on_failure)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc.actors.supervision.restart_policy import RestartPolicy
 from actorrpc.actors.supervision.strategies import RestartOrder, RestartPlan, RestartStrategy, State, Strategy
@@ -22,7 +23,6 @@ from actorrpc.futures import Future
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
     from actorrpc.actors.supervision.record import ActorRecord
-    from actorrpc.actors.supervision.supervisor import Supervisor
 
 __all__ = ["Deed", "SupervisionGroup", "perform"]
 
@@ -36,6 +36,28 @@ def perform(deeds: list[Deed]) -> None:
     """Do what is to be done; the supervisor's lock is not held."""
     for deed in deeds:
         deed()
+
+
+class SupervisorOfGroup(Protocol):
+    """The supervisor of a group's actors, as the group uses it."""
+
+    draw: Callable[[], float]
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """See Supervisor."""
+
+    def begin(self, actor: ActorRecord) -> None:
+        """See Supervisor.begin."""
+
+    def ended(self, actor: ActorRecord, instance_id: int, text: str) -> None:
+        """See Supervisor.ended."""
+
+    def end_there(self, actor: ActorRecord, instance_id: int, how: str, why: str) -> Future[Any]:
+        """See Supervisor.end_there."""
+
+    def bury(self, actor: ActorRecord, text: str, *, cause: BaseException | None) -> None:
+        """See Supervisor.bury."""
 
 
 class SupervisionGroup:
@@ -55,6 +77,7 @@ class SupervisionGroup:
 
     def __init__(
         self,
+        supervisor: SupervisorOfGroup,
         runtime: Runtime,
         children: list[ActorRecord | SupervisionGroup],
         strategy: Strategy,
@@ -75,7 +98,7 @@ class SupervisionGroup:
         self._ending = False
         self._cause: BaseException | None = None
         self._runtime = runtime
-        self._supervisor: Supervisor = runtime.supervisor
+        self._supervisor = supervisor
         self._clock = runtime.agent.clock
         self._submit = runtime.agent.submit
         self._given = (limit, period_s, backoff_s)
