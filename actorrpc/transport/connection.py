@@ -66,7 +66,7 @@ from actorrpc.wire.frames import (
 )
 from actorrpc.wire.integrity import SealedReader, Seals
 
-__all__ = ["Connection", "Events", "Sendable", "Waiter"]
+__all__ = ["Connection", "Events", "ReadWaiter", "Sendable"]
 
 
 class Sendable(Protocol):
@@ -76,7 +76,7 @@ class Sendable(Protocol):
     sent: bool
 
 
-class Waiter(Protocol):
+class ReadWaiter(Protocol):
     """Somebody for whom a thread waits at a connection.
 
     Attributes:
@@ -247,7 +247,7 @@ class Connection(StateMachine):
     @uninterruptible
     def reading(
         self,
-        waiter: Waiter | None = None,
+        waiter: ReadWaiter | None = None,
         spinning: Spinning | None = None,
         deadline: float | None = None,
         woken: bool = False,
@@ -338,7 +338,9 @@ class Connection(StateMachine):
         except (OSError, ValueError):  # closed meanwhile, or just now
             pass
 
-    def _wait(self, frames: list[Frame], waiter: Waiter, spinning: Spinning, deadline: float | None) -> None:
+    def _wait(
+        self, frames: list[Frame], waiter: ReadWaiter, spinning: Spinning, deadline: float | None
+    ) -> None:
         """Wait until something comes, the waiter is woken or the deadline has passed, and read. Under the read lock.
 
         With a deadline it returns after a second at the latest: nothing depends on a single wake-up.

@@ -190,11 +190,11 @@ class FakeAgent:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float,
-        *,
         future: Future[Any] | None = None,
         keep: Any = None,
         label: str | None = None,
         mail: Any = None,
+        header: Any = None,
         awaits: Any = (),
     ) -> FakeCall:
         assert not awaits, "no simulated call has arguments that are still to come"

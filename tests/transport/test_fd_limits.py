@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import resource
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.agent import acceptor, connector
+from actorrpc.agent import acceptor
 from actorrpc.errors import LimitError
 from actorrpc.transport import fd_limits
 from actorrpc.transport.fd_limits import SPARE, make_room
@@ -380,7 +381,12 @@ def test_a_tensor_lane_for_which_there_was_no_descriptor_is_opened_later(
 
 
 def test_who_cannot_dial_says_which_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    eventfd = os.eventfd
+    eventfd, make = os.eventfd, socket.socket.__init__
+
+    def no_socket(*given: Any, **named: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        make(*given, **named)
 
     def none(*given: Any, **__: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():  # whoever accepts has enough
@@ -389,7 +395,7 @@ def test_who_cannot_dial_says_which_limit_it_is(monkeypatch: pytest.MonkeyPatch)
 
     with agents(2) as (first, second):
         with monkeypatch.context() as patch:
-            patch.setattr(connector.socket, "socket", none)
+            patch.setattr(socket.socket, "__init__", no_socket)
             with pytest.raises(LimitError, match=r"call here: .*'a1'.*nothing was sent.*RLIMIT_NOFILE"):
                 first.call(first.peer("a1"), os.getpid, (), {}, 10.0, label="here")
         with monkeypatch.context() as patch:

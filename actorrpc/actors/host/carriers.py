@@ -70,12 +70,12 @@ class Runner(Protocol):
 
 
 class Carrier:
-    """A thread that runs methods, as far as its sleep goes. See connection.Waiter."""
+    """A thread that runs methods, as far as its sleep goes. See connection.ReadWaiter."""
 
     def __init__(self, threads: ActorThreads) -> None:
         self.ident = 0
         self.caller: Connection | None = None
-        #: see connection.Waiter
+        #: see connection.ReadWaiter
         self.polling: Connection | None = None
         self.awake = False
         self._threads = threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import pickle
 from collections.abc import Iterator
 from functools import partial
@@ -73,12 +74,13 @@ def test_a_call_to_an_actor_that_is_there_goes_straight_to_it(monkeypatch: pytes
     sent: list[Any] = []
     line = route.queue
     genuine = line.send
-    line.send = lambda *args, **kwargs: (sent.append((args, kwargs)), genuine(*args, **kwargs))[1]
+    names = inspect.signature(genuine)
+    line.send = lambda *args: (sent.append(names.bind(*args).arguments), genuine(*args))[1]
     first = world.call(driver, route, 1)
     second = world.call(driver, route, 2)
-    assert [entry[0][2] for entry in sent] == [(1,), (2,)]
-    assert sent[0][1]["mail"] is sent[1][1]["mail"]  # prepared once
-    assert sent[0][1]["mail"].header == {
+    assert [entry["args"] for entry in sent] == [(1,), (2,)]
+    assert sent[0]["mail"] is sent[1]["mail"]  # prepared once
+    assert sent[0]["mail"].header == {
         "mailbox": located.value().instance_id,
         "method": "step",
         "keep": True,
@@ -100,9 +102,9 @@ def test_options_go_into_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     line = route.queue
     genuine = line.send
 
-    def send(*args: Any, **kwargs: Any) -> Any:
-        headers.append(kwargs["mail"].header)
-        return genuine(*args, **kwargs)
+    def send(*args: Any) -> Any:
+        headers.append(inspect.signature(genuine).bind(*args).arguments["mail"].header)
+        return genuine(*args)
 
     line.send = send
     options = CallOptions().merged(priority=3, concurrency_group="io", num_returns=2, allow_out_of_order=True)
