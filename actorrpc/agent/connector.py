@@ -274,7 +274,8 @@ class _DialledSocket(socket.socket):
     """A socket that an interruption may drop between any two steps of a handshake: it is closed then, without a warning."""
 
     def __del__(self) -> None:
-        self.close()
+        with contextlib.suppress(AttributeError):  # the system had no socket for it
+            self.close()
 
 
 class Connector:
