@@ -34,7 +34,7 @@ from actorrpc.agent.executor import Executor
 from actorrpc.agent.hooks import Interceptor, MessageFilter, NoRecorder, Recorder, recorded
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.mail import MailHeader, MailRouter, NullRouter
-from actorrpc.agent.peers import MAX_PENDING, Peer, PeerTable
+from actorrpc.agent.peers import MAX_PENDING, MessageContext, Peer, PeerTable
 from actorrpc.agent.scheduler import Scheduler
 from actorrpc.agent.threads import Pool
 from actorrpc.agent.timers import Clock
@@ -133,8 +133,8 @@ class Agent:
         self.on_peer_end: list[Callable[[Peer], None]] = []
         self.post: MailRouter = NullRouter(self)
         self.confirm: Callable[[list[Any], Execution], None] = lambda received, execution: None
-        self.roll_back: Callable[[outbound.MessageContext], None] = lambda message: None
-        self.on_forks: Callable[[outbound.MessageContext, bytes], None] = lambda message, forks: None
+        self.roll_back: Callable[[MessageContext], None] = lambda message: None
+        self.on_forks: Callable[[MessageContext, bytes], None] = lambda message, forks: None
         self.refuse_forks: Callable[[Peer, bytes], None] = lambda peer, forks: None
         self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
         self._closing = False
@@ -186,9 +186,7 @@ class Agent:
 
     # -- calling -----------------------------------------------------------------------------------------
 
-    def encode(
-        self, obj: Any, message: outbound.MessageContext, *, answer: bool = False
-    ) -> codec.Encoded | bytes:
+    def encode(self, obj: Any, message: MessageContext, *, answer: bool = False) -> codec.Encoded | bytes:
         """Pack an object for the message's peer; an answer's tensors arrive where the peer's device map says."""
         peer = message.peer
         return codec.encode_body(
@@ -255,7 +253,7 @@ class Agent:
         try:
             message = peer.contexts.pop()
         except IndexError:
-            message = outbound.MessageContext(peer)
+            message = MessageContext(peer)
             message.held = ()
         encoded: codec.Encoded | bytes
         call: Call | None = None
@@ -567,7 +565,7 @@ class Agent:
             conn.flush()
         return True
 
-    def announce(self, message: outbound.MessageContext, header: Header | None) -> Header:
+    def announce(self, message: MessageContext, header: Header | None) -> Header:
         """Name what a message carries in its header, where it can be seen without opening it: references, and shared memory."""
         header = {} if header is None else header
         if message.sent:

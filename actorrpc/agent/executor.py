@@ -23,6 +23,7 @@ from actorrpc._exception_text import cut_frames, is_a, is_of_handler, let_frames
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.agent.hooks import RIDERS, answer_header, intercepted, recorded, riding
+from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -42,7 +43,6 @@ from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
-    from actorrpc.agent.peers import Peer
 
 __all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "pack_error", "path_of"]
 
@@ -358,7 +358,7 @@ class Executor:
             if agent.flights is not None:
                 agent.flights.executed(execution, False)
             return
-        message = outbound.MessageContext(execution.peer)
+        message = MessageContext(execution.peer)
         try:
             header = answer_header(agent.interceptors, execution) if agent.interceptors else None
             encoded = agent.encode(value, message, answer=True)
@@ -367,7 +367,7 @@ class Executor:
                 kept = keep(value, size, execution.peer)
                 if kept is not value:
                     agent.roll_back(message)
-                    message = outbound.MessageContext(execution.peer)
+                    message = MessageContext(execution.peer)
                     encoded = agent.encode(kept, message, answer=True)
             if not isinstance(encoded, bytes) and encoded.grad:
                 header = recorded(agent.recorder, header, encoded, execution.peer)
@@ -452,7 +452,7 @@ class Executor:
         encoded: codec.Encoded | bytes,
         header: Header | None,
         execution: Execution | None = None,
-        message: outbound.MessageContext | None = None,
+        message: MessageContext | None = None,
     ) -> bool:
         agent = self._agent
         gate = agent.gate

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Call, Execution
     from actorrpc.agent.mail import MailHeader
-    from actorrpc.agent.outbound import MessageContext
-    from actorrpc.agent.peers import Peer
+    from actorrpc.agent.peers import MessageContext, Peer
     from actorrpc.serialization.codec import Encoded
     from actorrpc.wire.headers import Header
 

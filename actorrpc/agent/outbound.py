@@ -25,6 +25,7 @@ from actorrpc import _time
 from actorrpc._exception_text import is_of_handler
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.hooks import recorded
+from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec, exceptions
@@ -38,14 +39,12 @@ from actorrpc.wire.headers import Header, pack_header, unpack_header
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.calls import Execution
-    from actorrpc.agent.peers import Peer
     from actorrpc.config import Settings
     from actorrpc.transport.connection import Connection
     from actorrpc.transport.object_store import Segment
 
 __all__ = [
     "Assembly",
-    "MessageContext",
     "Packed",
     "begin_stream",
     "body_of",
@@ -75,39 +74,6 @@ _INFINITE: Final = float("inf")
 _nbytes: Final = attrgetter("nbytes")
 _pack: Final = frames.PREFIX.pack
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
-
-
-class MessageContext:
-    """What travels with one message, seen by the reducers of upper floors while it is packed or opened.
-
-    Attributes:
-        peer: the worker that the message goes to or comes from.
-        sent: what was registered for the message while packing (forks of RRefs), to be rolled back if it is
-            not sent.
-        received: what has to be confirmed before user code may run with it.
-        held: what the sender keeps alive until it has the answer; None where there will be none.
-        objects: the segments of shared memory that the message names, which are sent along as descriptors.
-    """
-
-    __slots__ = ("_places", "held", "objects", "peer", "received", "sent")
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self._places: dict[Segment, int] | None = None
-        self.held: tuple[Any, ...] | None = None
-        self.sent: list[Any] | None = None
-        self.received: list[Any] | None = None
-        self.objects: list[Any] | None = None
-
-    def place_of(self, segment: Segment) -> int:
-        """Return the place of a segment among those that are sent along: each once, however many objects are in it."""
-        if self._places is None:
-            self._places, self.objects = {}, []
-        assert self.objects is not None
-        place = self._places.setdefault(segment, len(self.objects))
-        if place == len(self.objects):
-            self.objects.append(segment)
-        return place
 
 
 class Assembly:

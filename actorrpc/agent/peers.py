@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
 from actorrpc._exception_text import say
-from actorrpc.agent.inbound import DuplicateFilter
 from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.serialization import codec
 from actorrpc.serialization.numbered_functions import NumberedFunctions
@@ -38,8 +37,20 @@ from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord
 
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
+    from actorrpc.transport.object_store import Segment
 
-__all__ = ["KEPT", "Cancellable", "Listener", "MembershipEvents", "Peer", "PeerTable", "state_of"]
+__all__ = [
+    "KEPT",
+    "NUMBERS_KEPT",
+    "Cancellable",
+    "DuplicateFilter",
+    "Listener",
+    "MembershipEvents",
+    "MessageContext",
+    "Peer",
+    "PeerTable",
+    "state_of",
+]
 
 _log = logging.getLogger("actorrpc.members")
 
@@ -130,6 +141,70 @@ class Cancellable(Protocol):
         """Give it up; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
 
 
+NUMBERS_KEPT: Final = 4096  # between one and two times as many are remembered
+
+
+class DuplicateFilter:
+    """The numbers of one peer's requests, or answers, that have been taken up lately. Thread-safe, without a lock.
+
+    Each step is atomic by itself. Where two threads find the younger half full at once, one of them alone moves it.
+    """
+
+    __slots__ = ("_older", "_younger")
+
+    def __init__(self) -> None:
+        self._younger: dict[int, object] = {}
+        self._older: dict[int, object] = {}
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._younger or id in self._older
+
+    def first(self, id: int) -> bool:
+        """Note that one is taken up; say whether it is so for the first time."""
+        younger, mark = self._younger, object()
+        # The older half before it is put in: another thread may make that half of the younger one at any moment.
+        if id in self._older or younger.setdefault(id, mark) is not mark:
+            return False
+        if len(younger) >= NUMBERS_KEPT and younger is self._younger:
+            # The older half first: in between, what is in ``younger`` is found in both.
+            self._older = younger
+            self._younger = {}
+        return True
+
+
+class MessageContext:
+    """What travels with one message, seen by the reducers of upper floors while it is packed or opened.
+
+    Attributes:
+        peer: the worker that the message goes to or comes from.
+        sent: what was registered for the message while packing (forks of RRefs), to be rolled back if it is
+            not sent.
+        received: what has to be confirmed before user code may run with it.
+        held: what the sender keeps alive until it has the answer; None where there will be none.
+        objects: the segments of shared memory that the message names, which are sent along as descriptors.
+    """
+
+    __slots__ = ("_places", "held", "objects", "peer", "received", "sent")
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self._places: dict[Segment, int] | None = None
+        self.held: tuple[Any, ...] | None = None
+        self.sent: list[Any] | None = None
+        self.received: list[Any] | None = None
+        self.objects: list[Any] | None = None
+
+    def place_of(self, segment: Segment) -> int:
+        """Return the place of a segment among those that are sent along: each once, however many objects are in it."""
+        if self._places is None:
+            self._places, self.objects = {}, []
+        assert self.objects is not None
+        place = self._places.setdefault(segment, len(self.objects))
+        if place == len(self.objects):
+            self.objects.append(segment)
+        return place
+
+
 class Peer:
     """One worker of the group, in one incarnation. Thread-safe."""
 
@@ -156,7 +231,7 @@ class Peer:
         self.ids = itertools.count(1)
         self.streams = itertools.count(1)
         #: contexts of messages that had nothing in them, to be used again: taking and putting one are atomic
-        self.contexts: list[Any] = []
+        self.contexts: list[MessageContext] = []
         self.known: set[bytes] = set()
         self._known_bytes = 0
         self.definitions = definitions

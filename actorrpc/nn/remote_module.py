@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.remote_device import _remote_device
 from torch.utils.hooks import RemovableHandle
 
-from actorrpc.agent.outbound import MessageContext
+from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import ConfigError, RRefError, SerializationError, WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.rpc import api, modules

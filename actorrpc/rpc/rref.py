@@ -20,8 +20,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
-from actorrpc.agent.outbound import MessageContext
-from actorrpc.agent.peers import Peer
+from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import (
     NotInitializedError,
     ProtocolError,

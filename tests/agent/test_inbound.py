@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from actorrpc.agent.inbound import KEPT, DuplicateFilter
+from actorrpc.agent.peers import NUMBERS_KEPT, DuplicateFilter
 
 
 @pytest.fixture
@@ -22,11 +22,11 @@ def hasty() -> Iterator[None]:
 
 def test_each_number_is_taken_up_once() -> None:
     begun = DuplicateFilter()
-    for number in range(3 * KEPT):
+    for number in range(3 * NUMBERS_KEPT):
         assert begun.first(number)
         assert not begun.first(number)
         assert number in begun
-        assert not begun.first(max(0, number - KEPT + 1))
+        assert not begun.first(max(0, number - NUMBERS_KEPT + 1))
     assert 0 not in begun  # long ago
 
 
@@ -52,7 +52,7 @@ def test_one_that_is_put_in_while_the_halves_move_is_no_repeat() -> None:
     thread = threading.Thread(target=lambda: found.append(begun.first(-1)))
     thread.start()
     assert put_in.wait(10)
-    for number in range(KEPT):
+    for number in range(NUMBERS_KEPT):
         assert begun.first(number)
     assert isinstance(begun._older, _Switching)
     moved.set()
@@ -67,7 +67,7 @@ def test_threads_that_take_up_different_ones_do_not_hinder_each_other() -> None:
     refused: list[int] = []
 
     def take(first: int) -> None:
-        refused.extend(number for number in range(first, 10 * KEPT, 4) if not begun.first(number))
+        refused.extend(number for number in range(first, 10 * NUMBERS_KEPT, 4) if not begun.first(number))
 
     threads = [threading.Thread(target=take, args=(first,)) for first in range(4)]
     for thread in threads:

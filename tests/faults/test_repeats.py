@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.agent import inbound
+from actorrpc.agent import peers
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.mail import MailHeader
 from actorrpc.futures import Future
@@ -296,10 +296,10 @@ def test_a_request_that_comes_again_much_later_is_not_executed() -> None:
         stranger = Stranger(agent)
         stranger.shake_hands()
         stranger.introduce()
-        for number in [*range(1, inbound.KEPT), 1]:
+        for number in [*range(1, peers.NUMBERS_KEPT), 1]:
             stranger.sock.sendall(pack_frame(frames.REQUEST, number, call, remaining=float("inf")))
         answers: set[int] = set()
-        while len(answers) < inbound.KEPT - 1:
+        while len(answers) < peers.NUMBERS_KEPT - 1:
             answers.update(each.id for each in stranger.frames() if each.kind == frames.REPLY)
         last = pickle.dumps((_note, ("last", 1), {}))
         stranger.sock.sendall(pack_frame(frames.REQUEST, 1, last, remaining=float("inf")))
@@ -307,7 +307,7 @@ def test_a_request_that_comes_again_much_later_is_not_executed() -> None:
         while not any(each.id == 1 << 40 for each in stranger.frames()):
             pass
         stranger.close()
-    assert _ran == {"again": inbound.KEPT - 1, "last": 1}
+    assert _ran == {"again": peers.NUMBERS_KEPT - 1, "last": 1}
 
 
 # -- messages of every type, in a group ---------------------------------------------------------------------

@@ -25,7 +25,7 @@ from actorrpc.actors.refs.results import ATOMS, StoredResult, of_promise, readab
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import named
-from actorrpc.agent.outbound import MessageContext
+from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import (
     CancelledError,
     PeerDiedError,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import _time
 from actorrpc.actors.context import current
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.outbound import MessageContext
+from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec

@@ -21,8 +21,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
 from actorrpc.agent.hooks import RECEIPT
 from actorrpc.agent.mail import MailHeader
-from actorrpc.agent.outbound import MessageContext
-from actorrpc.agent.peers import Peer
+from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, RpcTimeoutError, RRefError
 from actorrpc.futures import Future
 from actorrpc.rpc.refcount.messages import (

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.calls import Call, Execution
     from actorrpc.agent.mail import MailHeader
-    from actorrpc.agent.outbound import MessageContext
-    from actorrpc.agent.peers import Peer
+    from actorrpc.agent.peers import MessageContext, Peer
     from actorrpc.testing.messages.active import Injection
     from actorrpc.transport.connection import Connection
 

@@ -19,7 +19,7 @@ import actorrpc
 from actorrpc.actors.refs.snapshot import LARGE
 from actorrpc.agent import outbound
 from actorrpc.agent.context import current_worker
-from actorrpc.agent.outbound import MessageContext
+from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import LimitError
 from actorrpc.transport.object_store import Segment
 from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
