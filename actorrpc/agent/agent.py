@@ -131,7 +131,7 @@ class Agent:
         self.held: set[int] = set()  # threads whose calls a debugger holds
         self.on_failure: Callable[[Execution, Exception], None] | None = None
         self.on_peer_end: list[Callable[[Peer], None]] = []
-        self.post: MailRouter = NullRouter(self)
+        self.post: MailRouter = NullRouter(self.name, self.pool.submit, self.executor.refuse)
         self.confirm: Callable[[list[Any], Execution], None] = lambda received, execution: None
         self.roll_back: Callable[[MessageContext], None] = lambda message: None
         self.on_forks: Callable[[MessageContext, bytes], None] = lambda message, forks: None

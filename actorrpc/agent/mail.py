@@ -6,14 +6,14 @@ right mailbox while the connection's read lock is held, in the order of the wire
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
-from actorrpc.errors import UnknownWorkerError
+from actorrpc.errors import RpcError, UnknownWorkerError
 from actorrpc.wire.frames import Frame
 from actorrpc.wire.headers import Header, pack_header
 
 if TYPE_CHECKING:
-    from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
@@ -57,21 +57,34 @@ class MailRouter(Protocol):
 
 
 class NullRouter:
-    """The router of a worker that has no mailboxes: its pool refuses mail."""
+    """The router of a worker that has no mailboxes: its pool refuses mail.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    Args:
+        name: of the worker.
+        submit: runs a function on a pool thread.
+        refuse: answers a request with an error.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        submit: Callable[[Callable[[], Any]], Any],
+        refuse: Callable[[Connection | None, Frame, RpcError], None],
+    ) -> None:
+        self._name = name
+        self._submit = submit
+        self._refuse = refuse
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """Refuse the mail."""
-        error = UnknownWorkerError(f"worker {self._agent.name!r} has no actors")
+        error = UnknownWorkerError(f"worker {self._name!r} has no actors")
 
         def refuse() -> None:
-            self._agent.executor.refuse(conn, frame, error)
+            self._refuse(conn, frame, error)
             if conn is not None:
                 conn.flush()
 
-        self._agent.submit(refuse)
+        self._submit(refuse)
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
         """Keep no place: the message is refused when it is whole."""
