@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.agent.daemon_threads import ACTING
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -98,7 +99,6 @@ class _ProcessWorker:
 
 here: Final = _ProcessWorker()
 _members: list[Worker] = []  # where there are several: those, in the order in which they were made
-_acting: ContextVar[tuple[Worker, ...]] = ContextVar("actorrpc_acting_worker", default=())
 
 #: Called in a forked child with each worker that its parent is, and that is no longer in force.
 on_fork: list[Callable[[Worker], None]] = []
@@ -142,7 +142,7 @@ def end_several() -> None:
 
 def begin_acting(worker: Worker) -> None:
     """Have the calling thread (or asyncio task), and the threads of ours that it starts, act for a worker."""
-    _acting.set((*_acting.get(), worker))
+    ACTING.set((*ACTING.get(), worker))
 
 
 def end_acting(worker: Worker) -> None:
@@ -151,10 +151,10 @@ def end_acting(worker: Worker) -> None:
     Raises:
         RuntimeError: there is none, it was in another thread.
     """
-    acting = _acting.get()
+    acting = ACTING.get()
     for at in reversed(range(len(acting))):
         if acting[at] is worker:
-            _acting.set(acting[:at] + acting[at + 1 :])
+            ACTING.set(acting[:at] + acting[at + 1 :])
             return
     raise RuntimeError(
         f"the block for worker {worker.agent.name!r} ends on another thread, or in another task, than it began"
@@ -163,7 +163,7 @@ def end_acting(worker: Worker) -> None:
 
 def acting_worker() -> Worker | None:
     """Return the worker that the calling thread has said it acts for."""
-    acting = _acting.get()
+    acting = ACTING.get()
     return acting[-1] if acting else None
 
 

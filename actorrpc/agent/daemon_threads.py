@@ -17,19 +17,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._exception_text import report
-from actorrpc.agent.context import acting_worker, begin_acting
 from actorrpc.transport import signals
 from actorrpc.transport.signals import uninterruptible
 
-__all__ = ["Daemon"]
+__all__ = ["ACTING", "Daemon"]
 
 _log = logging.getLogger("actorrpc.threads")
+
+#: The workers (:class:`~actorrpc.agent.context.Worker`) that the calling thread acts for; the last one is in force.
+ACTING: Final[ContextVar[tuple[Any, ...]]] = ContextVar("actorrpc_acting_worker", default=())
 
 _WAIT_S: Final = 2.0
 _ENGAGED_S: Final = 0.05  # how long a thread must have been seen in code of others
@@ -58,7 +61,7 @@ class Daemon(threading.Thread):
 
     def start(self) -> None:
         """Start it. It acts for the worker that the calling thread acts for."""
-        self._worker = acting_worker()  # its context has no variables of this one's
+        self._acting = ACTING.get()[-1:]  # its context has no variables of this one's
         # A handler that raised in Thread.start, which does not know whether the thread has begun then, would end the thread.
         signals.put_off_during(self._start)
 
@@ -74,8 +77,7 @@ class Daemon(threading.Thread):
     def run(self) -> None:
         """Call it."""
         try:
-            if self._worker is not None:
-                begin_acting(self._worker)
+            ACTING.set(self._acting)
             super().run()
         except BaseException as error:
             report(_log, error, "the thread %s has ended unexpectedly", self.name)
