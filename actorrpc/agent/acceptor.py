@@ -36,7 +36,7 @@ import ssl
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.errors import AuthenticationError, ProtocolError
@@ -46,7 +46,10 @@ from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Refusal
 from actorrpc.wire.keys import remove_file
 
 if TYPE_CHECKING:
-    from actorrpc.agent.agent import Agent
+    from actorrpc.agent.threads import Pool
+    from actorrpc.agent.timers import Clock
+    from actorrpc.config import Settings
+    from actorrpc.wire.identity import WorkerRecord
 
 __all__ = ["FAILURES_PER_S", "Admission", "PendingConnection", "no_room"]
 
@@ -96,6 +99,16 @@ class PendingConnection:
                 self.turn.release()
 
 
+class _Agent(Protocol):
+    """The parts of an agent that connections are accepted with."""
+
+    record: WorkerRecord
+    settings: Settings
+    pool: Pool
+    clock: Clock
+    closed_down: bool
+
+
 class Admission:
     """Accepts connections for one agent and shakes hands. Thread-safe.
 
@@ -107,7 +120,7 @@ class Admission:
     """
 
     def __init__(
-        self, agent: Agent, key: bytes, admit: Callable[[PendingConnection, bytes], None], tls: Tls | None
+        self, agent: _Agent, key: bytes, admit: Callable[[PendingConnection, bytes], None], tls: Tls | None
     ) -> None:
         self._agent = agent
         self._key = key
@@ -183,12 +196,12 @@ class Admission:
         if tell:
             _log.error(
                 "%r accepts no more connections until some have ended: %s",
-                self._agent.name,
+                self._agent.record.name,
                 fd_limits.explain(error),
             )
         if in_vain and (self._tls is None or listener.family == socket.AF_UNIX):
             self._send_away(listener, error)
-        self._agent.clock.after(_AGAIN_S, partial(self._agent.submit, partial(self._resume, listener)))
+        self._agent.clock.after(_AGAIN_S, partial(self._agent.pool.submit, partial(self._resume, listener)))
 
     def _send_away(self, listener: socket.socket, error: OSError) -> None:
         """Tell the pending connections in the backlog that there is no descriptor for them: accepts each for that long."""
@@ -223,7 +236,7 @@ class Admission:
         agent = self._agent
         pending = PendingConnection(sock, address, local, self._acceptor(local))
         pending.timer = agent.clock.after(
-            agent.settings.handshake_timeout, partial(agent.submit, partial(self._dismiss, pending))
+            agent.settings.handshake_timeout, partial(agent.pool.submit, partial(self._dismiss, pending))
         )
         with self._lock:
             closed = self._closed
@@ -397,7 +410,9 @@ class Admission:
         if not quiet:
             _log.warning("%s", text)
         elif first:
-            self._agent.clock.at(self._refused_since + _MINUTE_S, partial(self._agent.submit, self._sum_up))
+            self._agent.clock.at(
+                self._refused_since + _MINUTE_S, partial(self._agent.pool.submit, self._sum_up)
+            )
 
     def _sum_up(self) -> None:
         """Log how many have been refused since the last line."""
