@@ -147,7 +147,7 @@ class Agent:
         self.inbox = Inbox(self)
         self.scheduler = Scheduler(self)
         # Straight to where they live: these are on the path of every call.
-        self.submit = self.pool.submit
+        self.submit: Callable[[Callable[[], Any]], None] = self.pool.submit
         self.deliver = self.inbox.deliver
         self.cork = self.scheduler.cork
         self.flush = self.scheduler.flush

@@ -10,7 +10,7 @@ the other answers: two small frames in a heartbeat. Runs on the clock's thread; 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.agent.peers import MembershipEvents
@@ -21,10 +21,16 @@ from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 
 if TYPE_CHECKING:
-    from actorrpc.agent.agent import Agent
+    from collections.abc import Callable
+
     from actorrpc.agent.calls import Call
     from actorrpc.agent.peers import Peer
+    from actorrpc.agent.threads import Pool
+    from actorrpc.agent.timers import Clock
+    from actorrpc.config import Settings
+    from actorrpc.transport.buffers import BufferPool
     from actorrpc.transport.connection import Connection
+    from actorrpc.transport.object_store import ObjectStore
 
 __all__ = ["Scheduler"]
 
@@ -38,10 +44,27 @@ _TRIM_S: Final = 30.0
 _OBJECTS_S: Final = 0.5  # between two looks whether objects in shared memory have readers
 
 
+class _Agent(Protocol):
+    """The parts of an agent that its ticks look after."""
+
+    settings: Settings
+    clock: Clock
+    pool: Pool
+    buffers: BufferPool
+    objects: ObjectStore
+    on_peer_end: list[Callable[[Peer], None]]
+
+    def peers(self) -> list[Peer]:
+        """Return every peer that there has been contact with."""
+
+    def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
+        """Fail everything that touches a peer which is gone."""
+
+
 class Scheduler:
     """The ticks of one agent. Thread-safe; pokes are cheap enough for the path of every call."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: _Agent) -> None:
         self._agent = agent
         clock, settings = agent.clock, agent.settings
         self.corked: dict[Connection, None] = {}
