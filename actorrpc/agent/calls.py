@@ -537,4 +537,4 @@ class Call(Progress):
                 conn.outbox.append(pack_frame(CANCEL, self.id, flags=flags))
                 self.agent.cork(conn)
         elif self.peer.is_self:
-            self.agent.inbox.cancelled(self.peer, self.id, flags)
+            self.peer.on_cancel(self.id, flags, self.agent.pool.submit)

@@ -117,7 +117,7 @@ class Inbox:
         elif peer is None:
             raise ProtocolError("the peer did not introduce itself")
         elif kind == frames.CANCEL:
-            self.cancelled(peer, frame.id, frame.flags)
+            peer.on_cancel(frame.id, frame.flags, self._agent.pool.submit)
         elif kind == frames.CREDIT:
             call = peer.pending.get(frame.id)
             if call is not None:
@@ -293,19 +293,6 @@ class Inbox:
         except Exception:
             _log.exception("a notice %r of %r could not be acted upon", name, peer.name)
         return False
-
-    def cancelled(self, peer: Peer, id: int, flags: int) -> None:
-        """Record that a caller has given a call up, which may be still to come; ``flags``: those of the CANCEL frame."""
-        if len(peer.cancelled) > 1 << 17:
-            peer.cancelled.clear()
-        # Before the look at ``running``: a thread that takes the call up enters it there, and then looks here.
-        peer.cancelled[id] = flags
-        execution = peer.running.get(id)
-        if execution is not None:
-            peer.cancelled.pop(id, None)
-            # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
-            stop, late = bool(flags & frames.STOP), bool(flags & frames.LATE)
-            self._agent.pool.submit(partial(execution.cancel, stop, late))
 
     def discard(self, conn: Connection | None, frame: Frame) -> None:
         """Give back what a message holds that will not be opened: shared memory and references."""

@@ -23,6 +23,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
@@ -33,6 +34,7 @@ from actorrpc.serialization.numbered_functions import NumberedFunctions
 from actorrpc.transport.blocked_sends import SILENT_S, BlockedSends
 from actorrpc.transport.failure_detector import FailureDetector
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
+from actorrpc.wire.frames import LATE, STOP
 from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord
 
 if TYPE_CHECKING:
@@ -253,6 +255,23 @@ class Peer:
 
     def __repr__(self) -> str:
         return f"<Peer {self.name!r} {self.state}, {len(self.pending)} calls out, {len(self.running)} in>"
+
+    def on_cancel(self, id: int, flags: int, submit: Callable[[Callable[[], Any]], Any]) -> None:
+        """Record that the peer has given up a call of its own, which may be still to come.
+
+        Args:
+            flags: those of the CANCEL frame.
+            submit: runs a function on a pool thread.
+        """
+        if len(self.cancelled) > 1 << 17:
+            self.cancelled.clear()
+        # Before the look at ``running``: a thread that takes the call up enters it there, and then looks here.
+        self.cancelled[id] = flags
+        execution = self.running.get(id)
+        if execution is not None:
+            self.cancelled.pop(id, None)
+            # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
+            submit(partial(execution.cancel, bool(flags & STOP), bool(flags & LATE)))
 
     # -- back-pressure -------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class ActorRegistry:
             self._create_or_refuse(entry)
         flags = peer.cancelled.get(frame.id)
         if flags is not None:  # its cancellation came first, or while this thread entered it
-            self._agent.inbox.cancelled(peer, frame.id, flags)
+            peer.on_cancel(frame.id, flags, self._agent.submit)
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
         """See agent.mail.MailRouter."""

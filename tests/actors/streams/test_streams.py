@@ -880,10 +880,10 @@ def test_streams_are_closed_with_their_calls(runtime: Runtime) -> None:
     late, soon, over = (runtime.streams.open(2, peer) for _ in range(3))
     late.serves(1 << 40)
     assert peer.running[1 << 40] is late
-    runtime.agent.inbox.cancelled(peer, 1 << 40, STOP)
+    peer.on_cancel(1 << 40, STOP, runtime.agent.submit)
     while not late.closed:
         threading.Event().wait(0.001)
-    runtime.agent.inbox.cancelled(peer, 2 << 40, STOP)
+    peer.on_cancel(2 << 40, STOP, runtime.agent.submit)
     soon.serves(2 << 40)
     assert soon.closed
     over.close()
