@@ -151,6 +151,8 @@ class Agent:
         self.deliver = self.inbox.deliver
         self.cork = self.scheduler.cork
         self.flush = self.scheduler.flush
+        self.corked = self.scheduler.corked
+        self.run_posts = self.executor.run_posts
         self.members = members
         self._lock = _time.Lock()
         self.peer_table = PeerTable(
@@ -357,7 +359,7 @@ class Agent:
                 call.drive(None)
         except BaseException:
             if call is not None:
-                call.give_up()  # a signal handler has raised
+                self._give_up(call)  # a signal handler has raised
             raise
         if call.error is not None:
             try:
@@ -370,6 +372,20 @@ class Agent:
         if _interrupts.pending:
             checkpoint()
         return value
+
+    @uninterruptible
+    def _give_up(self, call: Call) -> None:
+        """End a call of :meth:`ask`, which does not wait for its end any longer.
+
+        The worker is told; where its reply has come, what that holds goes back.
+        """
+        if call.cancel():
+            return
+        while not call.done:  # by a thread that is ending it right now
+            _time.pause(0.0005)
+        reply, call.reply = call.reply, None
+        if reply is not None:
+            self.inbox.discard(call.conn, reply)
 
     @uninterruptible
     def _dispatch(
@@ -462,7 +478,7 @@ class Agent:
                     if not scheduler.expected.active:
                         scheduler.expected.poke()
                 conn.flush()
-            elif conn not in self.scheduler.corked:
+            elif conn not in self.corked:
                 self.cork(conn)
         if (call.future is not None and call.deadline < peer.scan_at) or not self.scheduler.pulse.active:
             self.scheduler.watch(call)

@@ -16,6 +16,7 @@ and callbacks that copy their context, and never leaks from one call to the next
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from contextvars import ContextVar
 from threading import get_ident
@@ -40,9 +41,11 @@ from actorrpc.wire.frames import CANCEL, LATE, STOP, pack_frame
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
-    from actorrpc.agent.agent import Agent
     from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.peers import Peer
+    from actorrpc.agent.threads import Pool
+    from actorrpc.agent.timers import Clock
+    from actorrpc.flight_recorder import FlightRecorder
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
@@ -181,6 +184,24 @@ class Execution:
         nested[call] = None
 
 
+class _Agent(Protocol):
+    """The parts of an agent that a call needs."""
+
+    pool: Pool
+    clock: Clock
+    flights: FlightRecorder | None
+    corked: dict[Connection, None]
+
+    def cork(self, conn: Connection) -> None:
+        """Leave what is in the outbox for a moment, so that more can leave with it."""
+
+    def flush(self) -> None:
+        """Send everything that was corked."""
+
+    def run_posts(self, posts: deque[Any]) -> None:
+        """Execute posts on the calling thread, which has read them while it waited."""
+
+
 CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)
 
 
@@ -225,7 +246,7 @@ class Call(Progress):
 
     def __init__(
         self,
-        agent: Agent,
+        agent: _Agent,
         peer: Peer,
         id: int,
         label: str,
@@ -298,7 +319,7 @@ class Call(Progress):
         The thread reads the connection for its reply, as long as only replies come.
         """
         agent, conn = self.agent, self.conn
-        if agent.scheduler.corked:
+        if agent.corked:
             agent.flush()
         until = self.deadline if deadline is None or deadline > self.deadline else deadline
         reads = True
@@ -334,7 +355,7 @@ class Call(Progress):
                 if _interrupts.pending:
                     checkpoint()
                 if WAITING.posts:
-                    agent.executor.run_posts(WAITING.posts)
+                    agent.run_posts(WAITING.posts)
                 if self.done:
                     return
                 if _time.now() >= until:
@@ -393,20 +414,6 @@ class Call(Progress):
         if not self.awake:
             _time.doze(lock, until)
         return False
-
-    @uninterruptible
-    def give_up(self) -> None:
-        """End a call without a future that is not waited for to its end: a signal handler has raised.
-
-        The worker is told; where its reply has come, what that holds goes back.
-        """
-        if self.cancel():
-            return
-        while not self.done:  # by a thread that is ending it right now
-            _time.pause(0.0005)
-        reply, self.reply = self.reply, None
-        if reply is not None:
-            self.agent.inbox.discard(self.conn, reply)
 
     def flush(self) -> None:
         """Send what is still gathered, and have the pool read the reply: somebody is going to wait, elsewhere."""

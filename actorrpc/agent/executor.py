@@ -194,7 +194,7 @@ class Executor:
             return
         if agent.pool.queue and len(conn.outbox) < agent.settings.cork_frames:
             # More work of the batch is waiting: its answers leave together, or with the cork.
-            if conn.outbox and conn not in agent.scheduler.corked:
+            if conn.outbox and conn not in agent.corked:
                 agent.cork(conn)
             return
         if agent.pool.queue:
