@@ -373,6 +373,55 @@ class Agent:
             checkpoint()
         return value
 
+    def cast(
+        self, peer: Peer, function: Any, args: tuple[Any, ...], label: str, *, record: bool = True
+    ) -> None:
+        """Have a worker call ``function(*args)`` some time; it is on its way when this returns.
+
+        There is no answer, which would cost the worker half as much as the request: this is for protocols that hear of their
+        failures in another way. The function runs on a pool thread, in no order with calls; what it raises is logged there.
+
+        Args:
+            record: show the tensors to the agent's recorder.
+
+        Raises:
+            SerializationError, LimitError: it cannot be sent.
+            PeerDiedError, ShutdownError: it was not sent, or not all of it.
+        """
+        if self.closed_down:
+            raise self.shut_down_error()
+        if peer.state != "alive":
+            peer.check_alive(f"cannot call {label}")
+        current = CURRENT.get()
+        message = MessageContext(peer)
+        header: Header | None = None
+        if current is not None and len(current.path) > 1:
+            header = {"path": current.path[:-1]}
+        try:
+            encoded = self.encode((peer.functions.sent(function), args, {}), message)
+            if record and (self.recorder.live or (not isinstance(encoded, bytes) and encoded.grad)):
+                header = recorded(self.recorder, header, encoded, peer)
+            if message.sent or message.objects:
+                header = self.announce(message, header)
+            id, chain = next(peer.ids), 0 if current is None else current.chain
+            gate = self.gate
+            if gate is not None and not gate.post(peer, function, args, encoded, header, chain, message):
+                return
+            if peer.is_self:
+                self.loop_back(frames.REQUEST, id, encoded, header, INFINITE, chain, frames.POST)
+                return
+            conn = peer.conn
+            if conn is None or conn.state is CLOSED:
+                self.connector.connect(peer, INFINITE, label)
+                conn = peer.conn
+                assert conn is not None
+            outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
+        except BaseException:
+            if message.sent:
+                self.roll_back(message)
+            raise
+        conn.flush()
+
     @uninterruptible
     def _give_up(self, call: Call) -> None:
         """End a call of :meth:`ask`, which does not wait for its end any longer.

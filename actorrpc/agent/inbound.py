@@ -70,7 +70,7 @@ class Inbox:
                     return None
                 announced = True
             if frame.flags & outbound.STREAM:
-                stream, assembly = outbound.begin_stream(self._agent, frame)
+                stream, assembly = outbound.begin_stream(self._agent.settings, self._agent.buffers, frame)
                 if stream in conn.assemblies:
                     return None  # it is said twice
                 self._agent.scheduler.keep_trim()

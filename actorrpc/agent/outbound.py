@@ -1,4 +1,4 @@
-"""Calls, values and errors on their way between objects and frames; requests without an answer.
+"""Calls, values and errors on their way between objects and frames.
 
 A message is one frame with the pickled body; the memory of tensors and other large buffers goes beside it, in
 one of three ways that the frame's flags name:
@@ -9,22 +9,16 @@ one of three ways that the frame's flags name:
 
 In every case the memory has been copied, here or by the kernel, when :func:`send` returns: changing a tensor
 after that changes nothing for the peer.
-
-:func:`post` sends a request that nobody waits for and that has no answer, for protocols that hear of their failures in another
-way: an answer costs a worker as much as half of the request. It is executed like any call, on a pool thread, in no order with
-others; what it raises is logged there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler
-from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.hooks import recorded
 from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
@@ -37,9 +31,12 @@ from actorrpc.wire.frames import Frame, pack_frame, unpack_position
 from actorrpc.wire.headers import Header, pack_header, unpack_header
 
 if TYPE_CHECKING:
-    from actorrpc.agent.agent import Agent
     from actorrpc.agent.calls import Execution
+    from actorrpc.agent.hooks import Interceptor, Recorder
+    from actorrpc.agent.scheduler import Scheduler
     from actorrpc.config import Settings
+    from actorrpc.flight_recorder import FlightRecorder
+    from actorrpc.transport.buffers import BufferPool
     from actorrpc.transport.connection import Connection
     from actorrpc.transport.object_store import Segment
 
@@ -51,7 +48,6 @@ __all__ = [
     "discard",
     "opened",
     "pack",
-    "post",
     "send",
     "send_buffers",
 ]
@@ -129,6 +125,26 @@ def _check(buffers: int, total: int, settings: Settings) -> None:
         raise LimitError(f"a message of {total} bytes is over the limit of {settings.max_message}")
 
 
+class _Sender(Protocol):
+    """The parts of an agent that messages are sent with."""
+
+    settings: Settings
+    flights: FlightRecorder | None
+
+    def lender(self, conn: Connection) -> Any:
+        """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
+
+
+class _Opener(Protocol):
+    """The parts of an agent that take part when a message is opened."""
+
+    interceptors: list[Interceptor]
+    recorder: Recorder
+    scheduler: Scheduler
+    on_forks: Callable[[MessageContext, bytes], None]
+    confirm: Callable[[list[Any], Execution], None]
+
+
 class Packed(NamedTuple):
     """A message as it is sent: one frame, and the buffers that follow it in chunks.
 
@@ -145,7 +161,7 @@ class Packed(NamedTuple):
 
 
 def send(
-    agent: Agent,
+    agent: _Sender,
     conn: Connection,
     kind: int,
     id: int,
@@ -172,7 +188,7 @@ def send(
 
 
 def pack(
-    agent: Agent,
+    agent: _Sender,
     conn: Connection,
     kind: int,
     id: int,
@@ -254,7 +270,7 @@ def pack(
     return Packed(frame, size, stream, buffers)
 
 
-def send_buffers(agent: Agent, conn: Connection, packed: Packed, deadline: float) -> bool:
+def send_buffers(agent: _Sender, conn: Connection, packed: Packed, deadline: float) -> bool:
     """Send the buffers of a message whose frame is in the outbox, in chunks; wait while the kernel takes no more.
 
     Returns whether all of them were sent; False if the deadline, an interrupt or the end of the connection came before.
@@ -267,7 +283,7 @@ def send_buffers(agent: Agent, conn: Connection, packed: Packed, deadline: float
     return is_out
 
 
-def _share(agent: Agent, conn: Connection, segments: Sequence[Segment], until: float) -> list[int]:
+def _share(agent: _Sender, conn: Connection, segments: Sequence[Segment], until: float) -> list[int]:
     """Send the descriptors of segments ahead of the message that names them; return their numbers.
 
     Raises:
@@ -318,7 +334,7 @@ def _pieces(buffers: Sequence[tuple[int, memoryview]], size: int) -> Iterator[tu
             yield index, offset, buffer[offset : offset + size]
 
 
-def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced]:
+def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[int, Assembly | Unplaced]:
     """Make room for the buffers of a message that comes in chunks; return its stream number and what takes them.
 
     Where there is no memory for it, what is returned has no message, and drops what comes.
@@ -328,7 +344,6 @@ def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced]:
     """
     header = unpack_header(frame.extra)
     sizes, stream = header.get("sizes"), header.get("stream")
-    settings = agent.settings
     if (
         not isinstance(sizes, list)
         or not isinstance(stream, int)
@@ -341,7 +356,7 @@ def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced]:
         raise ProtocolError("the sizes announced for a message are over the limits")
     assembly: Assembly | Unplaced
     try:
-        assembly = Assembly(frame, [agent.buffers.take(size) for size in sizes])
+        assembly = Assembly(frame, [pool.take(size) for size in sizes])
     except MemoryError:
         assembly = Unplaced(sum(sizes))
     return stream, assembly
@@ -366,7 +381,7 @@ class Unplaced:
 
 
 def opened(
-    agent: Agent,
+    agent: _Opener,
     conn: Connection | None,
     frame: Frame,
     peer: Peer,
@@ -402,7 +417,7 @@ def opened(
 
 @uninterruptible
 def _open_whole(
-    agent: Agent,
+    agent: _Opener,
     conn: Connection | None,
     frame: Frame,
     peer: Peer,
@@ -493,50 +508,3 @@ def discard(conn: Connection | None, frame: Frame) -> None:
             _buffers(conn, frame, unpack_header(frame.extra))
         except ProtocolError:
             pass
-
-
-def post(
-    agent: Agent, peer: Peer, function: Any, args: tuple[Any, ...], label: str, *, record: bool = True
-) -> None:
-    """Have a worker call ``function(*args)`` some time; it is on its way when this returns. Thread-safe.
-
-    Args:
-        record: show the tensors to the agent's recorder.
-
-    Raises:
-        SerializationError, LimitError: it cannot be sent.
-        PeerDiedError, ShutdownError: it was not sent, or not all of it.
-    """
-    if agent.closed_down:
-        raise agent.shut_down_error()
-    if peer.state != "alive":
-        peer.check_alive(f"cannot call {label}")
-    current = CURRENT.get()
-    message = MessageContext(peer)
-    header: Header | None = None
-    if current is not None and len(current.path) > 1:
-        header = {"path": current.path[:-1]}
-    try:
-        encoded = agent.encode((peer.functions.sent(function), args, {}), message)
-        if record and (agent.recorder.live or (not isinstance(encoded, bytes) and encoded.grad)):
-            header = recorded(agent.recorder, header, encoded, peer)
-        if message.sent or message.objects:
-            header = agent.announce(message, header)
-        id, chain = next(peer.ids), 0 if current is None else current.chain
-        gate = agent.gate
-        if gate is not None and not gate.post(peer, function, args, encoded, header, chain, message):
-            return
-        if peer.is_self:
-            agent.loop_back(frames.REQUEST, id, encoded, header, _INFINITE, chain, frames.POST)
-            return
-        conn = peer.conn
-        if conn is None or conn.state is CLOSED:
-            agent.connector.connect(peer, _INFINITE, label)
-            conn = peer.conn
-            assert conn is not None
-        send(agent, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
-    except BaseException:
-        if message.sent:
-            agent.roll_back(message)
-        raise
-    conn.flush()

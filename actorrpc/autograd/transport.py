@@ -13,7 +13,6 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Later
-from actorrpc.agent.outbound import post
 from actorrpc.autograd.messages import (
     Contribution,
     Discover,
@@ -171,8 +170,7 @@ class AgentTransport:
 
     def post(self, to: WorkerKey, message: Gradient) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
-        post(
-            self._agent,
+        self._agent.cast(
             self._references.peer_of(to),
             serve,
             fields_of(message),

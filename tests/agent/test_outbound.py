@@ -12,7 +12,6 @@ import torch
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.outbound import post
 from actorrpc.errors import LimitError, PeerDiedError, SerializationError, ShutdownError
 from tests.agent.agents import agents
 
@@ -51,7 +50,7 @@ def test_what_is_posted_arrives(elements: int, transport: str) -> None:
     with agents(2, lane=transport == "auto") as (a, b):
         sent = torch.arange(elements, dtype=torch.float32)
         for to in (b.name, a.name):
-            post(a, a.peer(to), take, (1, sent), "take")
+            a.cast(a.peer(to), take, (1, sent), "take")
             sent_then = sent.clone()
             sent.add_(1)  # changes nothing for who gets it
             wait(1)
@@ -65,7 +64,7 @@ def test_calls_go_on_beside_posts(pair: list[Agent]) -> None:
     a, b = pair
     peer = a.peer(b.name)
     for n in range(200):
-        post(a, peer, take, (n,), "take")
+        a.cast(peer, take, (n,), "take")
     assert a.ask(peer, max, (1, 2), {}, 30) == 2
     wait(200)
     assert sorted(arrived) == [("a0", n) for n in range(200)]
@@ -75,7 +74,7 @@ def test_calls_go_on_beside_posts(pair: list[Agent]) -> None:
 def test_a_failure_is_logged_where_it_happens(pair: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
     a, b = pair
     with caplog.at_level(logging.ERROR, "actorrpc"):
-        post(a, a.peer(b.name), fail, (), "fail")
+        a.cast(a.peer(b.name), fail, (), "fail")
         wait(1)
         while not caplog.records:  # it is logged just after that
             assert a.ask(a.peer(b.name), max, (1, 2), {}, 30) == 2
@@ -105,16 +104,16 @@ def test_what_cannot_be_sent(pair: list[Agent]) -> None:
     a, b = pair
     peer = a.peer(b.name)
     with pytest.raises(SerializationError):
-        post(a, peer, take, (threading.Lock(),), "take")
+        a.cast(peer, take, (threading.Lock(),), "take")
     assert a.ask(peer, max, (1, 2), {}, 30) == 2
     b.close()
     while peer.state == "alive":
         threading.Event().wait(0.001)
     with pytest.raises(PeerDiedError):
-        post(a, peer, take, (), "take")
+        a.cast(peer, take, (), "take")
     a.close()
     with pytest.raises(ShutdownError):
-        post(a, peer, take, (), "take")
+        a.cast(peer, take, (), "take")
 
 
 def test_the_limit_of_buffers_can_be_raised_and_its_error_names_the_setting() -> None:

@@ -17,7 +17,6 @@ import pytest
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.outbound import post
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.futures import Future
@@ -130,7 +129,7 @@ def test_nothing_that_is_meant_for_a_life_reaches_another() -> None:
                         future: Future[Any] = Future()
                         agent.call(each, _land, (incarnation,), {}, 20.0, future=future)
                         futures.append(future)
-                    post(agent, each, _land, (incarnation,), "a post")
+                    agent.cast(each, _land, (incarnation,), "a post")
                     assert agent.ask(each, _land, (incarnation,), {}, 20.0) == incarnation
                     agent.flush()
                 except RpcError as error:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.outbound import post
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ProtocolError, RefusedError, SerializationError
 from actorrpc.futures import Future
@@ -182,7 +181,7 @@ def test_posts_use_a_number_that_is_known(pair: tuple[Agent, Peer, Peer], module
     assert to.functions.sent(module.note) is module.note
     caller.ask(to, module.note, (False,), {}, 20.0)
     assert to.functions.sent(module.note) == 0
-    post(caller, to, module.note, (True,), "note")
+    caller.cast(to, module.note, (True,), "note")
     assert module.posted.wait(20)
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.outbound import post
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import (
     CancelledError,
@@ -356,10 +355,10 @@ def test_posts(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
     lost, late = drop("call", total=1), delay("call", seconds=DAY)
     gates[0].add(lost)
     with pytest.raises(RpcTimeoutError, match="lost on the way"):
-        post(a, a.peer(to), note, (1,), "note")
+        a.cast(a.peer(to), note, (1,), "note")
     gates[0].add(late)
     sent = torch.ones(100_000)
-    post(a, a.peer(to), note, (sent,), "note")
+    a.cast(a.peer(to), note, (sent,), "note")
     sent.zero_()
     assert late.held == 1
     assert not arrived
