@@ -99,7 +99,7 @@ class PendingConnection:
                 self.turn.release()
 
 
-class _Agent(Protocol):
+class _AdmittingAgent(Protocol):
     """The parts of an agent that connections are accepted with."""
 
     record: WorkerRecord
@@ -120,7 +120,11 @@ class Admission:
     """
 
     def __init__(
-        self, agent: _Agent, key: bytes, admit: Callable[[PendingConnection, bytes], None], tls: Tls | None
+        self,
+        agent: _AdmittingAgent,
+        key: bytes,
+        admit: Callable[[PendingConnection, bytes], None],
+        tls: Tls | None,
     ) -> None:
         self._agent = agent
         self._key = key

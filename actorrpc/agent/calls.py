@@ -184,7 +184,7 @@ class Execution:
         nested[call] = None
 
 
-class _Agent(Protocol):
+class _CallingAgent(Protocol):
     """The parts of an agent that a call needs."""
 
     pool: Pool
@@ -192,14 +192,9 @@ class _Agent(Protocol):
     flights: FlightRecorder | None
     corked: dict[Connection, None]
 
-    def cork(self, conn: Connection) -> None:
-        """Leave what is in the outbox for a moment, so that more can leave with it."""
-
-    def flush(self) -> None:
-        """Send everything that was corked."""
-
-    def run_posts(self, posts: deque[Any]) -> None:
-        """Execute posts on the calling thread, which has read them while it waited."""
+    def cork(self, conn: Connection) -> None: ...
+    def flush(self) -> None: ...
+    def run_posts(self, posts: deque[Any]) -> None: ...
 
 
 CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)
@@ -246,7 +241,7 @@ class Call(Progress):
 
     def __init__(
         self,
-        agent: _Agent,
+        agent: _CallingAgent,
         peer: Peer,
         id: int,
         label: str,

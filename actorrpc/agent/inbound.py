@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,6 +51,7 @@ class Inbox:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self.submit = agent.pool.submit
         self.prompt: set[str] = set()
 
     def control(self, conn: Connection, frame: Frame) -> Frame | None:
@@ -307,10 +307,6 @@ class Inbox:
             except ProtocolError as error:
                 if conn is not None:
                     conn.close(error)
-
-    def submit(self, task: Callable[[], Any]) -> None:
-        """Run ``task()`` on a pool thread."""
-        self._agent.pool.submit(task)
 
     def suspended(self, conn: Connection, error: BaseException) -> None:
         """Record that a connection's socket is broken: another one may take its place."""

@@ -125,17 +125,16 @@ def _check(buffers: int, total: int, settings: Settings) -> None:
         raise LimitError(f"a message of {total} bytes is over the limit of {settings.max_message}")
 
 
-class _Sender(Protocol):
+class _SendingAgent(Protocol):
     """The parts of an agent that messages are sent with."""
 
     settings: Settings
     flights: FlightRecorder | None
 
-    def lender(self, conn: Connection) -> Any:
-        """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
+    def lender(self, conn: Connection) -> Any: ...
 
 
-class _Opener(Protocol):
+class _OpeningAgent(Protocol):
     """The parts of an agent that take part when a message is opened."""
 
     interceptors: list[Interceptor]
@@ -161,7 +160,7 @@ class Packed(NamedTuple):
 
 
 def send(
-    agent: _Sender,
+    agent: _SendingAgent,
     conn: Connection,
     kind: int,
     id: int,
@@ -188,7 +187,7 @@ def send(
 
 
 def pack(
-    agent: _Sender,
+    agent: _SendingAgent,
     conn: Connection,
     kind: int,
     id: int,
@@ -270,7 +269,7 @@ def pack(
     return Packed(frame, size, stream, buffers)
 
 
-def send_buffers(agent: _Sender, conn: Connection, packed: Packed, deadline: float) -> bool:
+def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadline: float) -> bool:
     """Send the buffers of a message whose frame is in the outbox, in chunks; wait while the kernel takes no more.
 
     Returns whether all of them were sent; False if the deadline, an interrupt or the end of the connection came before.
@@ -283,7 +282,7 @@ def send_buffers(agent: _Sender, conn: Connection, packed: Packed, deadline: flo
     return is_out
 
 
-def _share(agent: _Sender, conn: Connection, segments: Sequence[Segment], until: float) -> list[int]:
+def _share(agent: _SendingAgent, conn: Connection, segments: Sequence[Segment], until: float) -> list[int]:
     """Send the descriptors of segments ahead of the message that names them; return their numbers.
 
     Raises:
@@ -381,7 +380,7 @@ class Unplaced:
 
 
 def opened(
-    agent: _Opener,
+    agent: _OpeningAgent,
     conn: Connection | None,
     frame: Frame,
     peer: Peer,
@@ -417,7 +416,7 @@ def opened(
 
 @uninterruptible
 def _open_whole(
-    agent: _Opener,
+    agent: _OpeningAgent,
     conn: Connection | None,
     frame: Frame,
     peer: Peer,

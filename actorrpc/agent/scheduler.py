@@ -44,7 +44,7 @@ _TRIM_S: Final = 30.0
 _OBJECTS_S: Final = 0.5  # between two looks whether objects in shared memory have readers
 
 
-class _Agent(Protocol):
+class _ScheduledAgent(Protocol):
     """The parts of an agent that its ticks look after."""
 
     settings: Settings
@@ -54,17 +54,14 @@ class _Agent(Protocol):
     objects: ObjectStore
     on_peer_end: list[Callable[[Peer], None]]
 
-    def peers(self) -> list[Peer]:
-        """Return every peer that there has been contact with."""
-
-    def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
-        """Fail everything that touches a peer which is gone."""
+    def peers(self) -> list[Peer]: ...
+    def peer_ended(self, peer: Peer, state: str, cause: str) -> None: ...
 
 
 class Scheduler:
     """The ticks of one agent. Thread-safe; pokes are cheap enough for the path of every call."""
 
-    def __init__(self, agent: _Agent) -> None:
+    def __init__(self, agent: _ScheduledAgent) -> None:
         self._agent = agent
         clock, settings = agent.clock, agent.settings
         self.corked: dict[Connection, None] = {}
