@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from actorrpc.config import Settings
     from actorrpc.wire.identity import WorkerRecord
 
-__all__ = ["FAILURES_PER_S", "Admission", "PendingConnection", "no_room"]
+__all__ = ["FAILURES_PER_S", "Admission", "AdmittingAgent", "PendingConnection", "no_room"]
 
 FAILURES_PER_S: Final = 3
 _MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
@@ -99,7 +99,7 @@ class PendingConnection:
                 self.turn.release()
 
 
-class _AdmittingAgent(Protocol):
+class AdmittingAgent(Protocol):
     """The parts of an agent that connections are accepted with."""
 
     record: WorkerRecord
@@ -121,7 +121,7 @@ class Admission:
 
     def __init__(
         self,
-        agent: _AdmittingAgent,
+        agent: AdmittingAgent,
         key: bytes,
         admit: Callable[[PendingConnection, bytes], None],
         tls: Tls | None,

@@ -143,8 +143,8 @@ class Agent:
         self.abandoned = False
         #: when those who end gracefully are to be done, by ``_time.now()``; the thread that ends all of it says so
         self.leave_by = float("inf")
-        self.connector = Connector(self, key)
         self.inbox = Inbox(self)
+        self.connector = Connector(self, self.inbox, key)
         self.scheduler = Scheduler(self)
         # Straight to where they live: these are on the path of every call.
         self.submit: Callable[[Callable[[], Any]], None] = self.pool.submit

@@ -29,10 +29,10 @@ import ssl
 import struct
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from actorrpc import _time
-from actorrpc.agent.acceptor import Admission, PendingConnection, no_room
+from actorrpc.agent.acceptor import Admission, AdmittingAgent, PendingConnection, no_room
 from actorrpc.errors import (
     AuthenticationError,
     LimitError,
@@ -40,6 +40,7 @@ from actorrpc.errors import (
     ProtocolError,
     RpcError,
     RpcTimeoutError,
+    ShutdownError,
 )
 from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
@@ -55,8 +56,12 @@ from actorrpc.wire.integrity import Seals
 from actorrpc.wire.keys import Key
 
 if TYPE_CHECKING:
-    from actorrpc.agent.agent import Agent
+    from collections.abc import Collection
+
     from actorrpc.agent.peers import Peer
+    from actorrpc.agent.scheduler import Scheduler
+    from actorrpc.transport.connection import Events
+    from actorrpc.transport.object_store import ObjectStore
 
 __all__ = ["Connector", "Resumption"]
 
@@ -71,6 +76,18 @@ _COUNT: Final = struct.Struct("<Q")
 _UNKNOWN: Final = (1 << 64) - 1
 
 
+class _ConnectingAgent(AdmittingAgent, Protocol):
+    """The parts of an agent that connections are made and resumed with."""
+
+    scheduler: Scheduler
+    objects: ObjectStore
+
+    def adopt(self, record: WorkerRecord) -> Peer: ...
+    def peer_ended(self, peer: Peer, state: str, cause: str) -> None: ...
+    def dismiss(self, conns: Collection[Connection]) -> None: ...
+    def shut_down_error(self) -> ShutdownError: ...
+
+
 class Resumption:
     """Brings the broken connections of one agent back. Thread-safe.
 
@@ -78,13 +95,13 @@ class Resumption:
         connector: dials, and knows the connections.
     """
 
-    def __init__(self, agent: Agent, connector: Connector) -> None:
+    def __init__(self, agent: _ConnectingAgent, connector: Connector) -> None:
         self._agent = agent
         self._connector = connector
 
     def begin(self, conn: Connection, error: BaseException) -> None:
         """Try to bring a connection back that has just been suspended. Called under its locks: goes on elsewhere."""
-        self._agent.submit(partial(self._begin, conn, error, conn.lapses))
+        self._agent.pool.submit(partial(self._begin, conn, error, conn.lapses))
 
     def _begin(self, conn: Connection, error: BaseException, lapse: int) -> None:
         agent, grace = self._agent, self._agent.settings.session_grace
@@ -93,7 +110,7 @@ class Resumption:
             return
         _log.info("the connection to %r is interrupted: %s", _name(conn), error)
         until = _time.now() + grace
-        agent.clock.at(until, partial(agent.submit, partial(self._give_up, conn, error, lapse)))
+        agent.clock.at(until, partial(agent.pool.submit, partial(self._give_up, conn, error, lapse)))
         if conn.dialled:
             self._redial(conn, error, lapse, until, 0, 0)
         else:
@@ -145,7 +162,7 @@ class Resumption:
             return
         pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
         again = partial(self._redial, conn, error, lapse, until, attempt + 1, refusals)
-        self._agent.clock.after(pause, partial(self._agent.submit, again))
+        self._agent.clock.after(pause, partial(self._agent.pool.submit, again))
 
     def _agree(self, conn: Connection, sock: Stream, number: int, limit: float) -> bool:
         try:
@@ -186,7 +203,7 @@ class Resumption:
             conn.close(error)
             return
         again = partial(self._probe, conn, error, lapse)
-        self._agent.clock.after(_PROBE_S, partial(self._agent.submit, again))
+        self._agent.clock.after(_PROBE_S, partial(self._agent.pool.submit, again))
 
     def admit(self, sock: Stream, session: Session, answer: bytes, conn: Connection | None) -> None:
         """Take a socket that is to take the place of a connection's, which may not have noticed that it is broken.
@@ -245,7 +262,7 @@ class Resumption:
             sock.close()
             return
         self._connector.watch(conn)
-        self._agent.submit(conn.flush_waiting)
+        self._agent.pool.submit(conn.flush_waiting)
         _log.info("the connection to %r goes on", _name(conn))
 
 
@@ -279,10 +296,16 @@ class _DialledSocket(socket.socket):
 
 
 class Connector:
-    """Makes and accepts the connections of one agent. Thread-safe."""
+    """Makes and accepts the connections of one agent. Thread-safe.
 
-    def __init__(self, agent: Agent, key: Key | None) -> None:
+    Args:
+        events: takes what the connections read.
+        key: the group's key; None where it has none.
+    """
+
+    def __init__(self, agent: _ConnectingAgent, events: Events, key: Key | None) -> None:
         self._agent = agent
+        self._events = events
         self._key = key.reveal() if key is not None else b""
         self._insecure = key is None
         self.tls = Tls.load(agent.settings)
@@ -352,7 +375,7 @@ class Connector:
             conn = Connection(
                 sock,
                 epoll=agent.pool.epoll,
-                events=agent.inbox,
+                events=self._events,
                 settings=agent.settings,
                 attach=attach,
                 local=local,
@@ -399,7 +422,7 @@ class Connector:
         if conn.fresh:
             frames = conn.begin()
             if frames:
-                self._agent.deliver(conn, frames, True)  # on any thread: others are woken for what came
+                self._events.deliver(conn, frames, True)  # on any thread: others are woken for what came
         conn.register()
 
     def introduced(self, conn: Connection, body: bytes) -> None:

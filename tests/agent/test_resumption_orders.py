@@ -149,10 +149,10 @@ class _World:
         self.large: list[dict[int, bytes | None]] = [{}, {}]
         self.large_came: list[dict[int, bytes]] = [{}, {}]
         self.resumed = 0
-        # What Resumption asks of its agent and of its links.
+        # The part of an agent, of a Connector and of the connections' Events.
         self.submit = self.steps.spawn
         self.clock = SimpleNamespace(at=lambda *_: None, after=lambda _, task: self.steps.spawn(task))
-        self.pool = SimpleNamespace(forget=lambda _: None, watch=lambda *_: None)
+        self.pool = SimpleNamespace(submit=self.submit, forget=lambda _: None, watch=lambda *_: None)
         whole = cast(Any, self)
         self.resumption = Resumption(whole, whole)
         self.ends: list[_End] = []
