@@ -148,7 +148,6 @@ class Agent:
         self.scheduler = Scheduler(self)
         # Straight to where they live: these are on the path of every call.
         self.submit: Callable[[Callable[[], Any]], None] = self.pool.submit
-        self.deliver = self.inbox.deliver
         self.cork = self.scheduler.cork
         self.flush = self.scheduler.flush
         self.corked = self.scheduler.corked
@@ -694,7 +693,7 @@ class Agent:
             # A failed write is no proof of death: what the peer said last may lie there unread.
             last = conn.read_rest()
             if last:
-                self.deliver(conn, last, False)
+                self.inbox.deliver(conn, last, False)
         conn.reap()
         peer = conn.peer
         self.connector.forget(conn)
@@ -730,7 +729,7 @@ class Agent:
         for other in list(peer.conns):
             last = other.read_rest(_ANSWERS_S)
             if last:
-                self.deliver(other, last, False)
+                self.inbox.deliver(other, last, False)
         while any(each.undelivered for each in (conn, *peer.conns)) and _time.now() - begun < _ANSWERS_S:
             _time.sleep(0.001)
 
