@@ -258,7 +258,7 @@ def test_however_many_knock_it_is_tried_again_once_at_a_time(monkeypatch: pytest
         door: Any = _Door()
         agent.connector.admission._listeners.append(door)
         monkeypatch.setattr(agent.clock, "after", lambda _delay, run: due.append(run))
-        monkeypatch.setattr(agent, "submit", lambda task: task())
+        monkeypatch.setattr(agent.pool, "submit", lambda task: task())
         for _ in range(5):
             agent.connector.admission._accept(door)
         assert (door.tries, len(due)) == (5, 1)
