@@ -38,7 +38,7 @@ from tests.faults.figures import NIGHTLY
 from tests.ranks import run_group
 from tests.testing.messages.test_kill_points import _everything as everything
 
-_NO_KINDS = {"LAST_KIND", "MAIL", "OBJECTS", "POST", "RESERVED", "STREAM", "UNREAD"}
+_NO_KINDS = {"LAST_KIND", "LATE", "MAIL", "OBJECTS", "POST", "RESERVED", "STOP", "STREAM", "UNREAD"}
 KINDS = {
     value: name
     for name, value in vars(frames).items()
