@@ -169,7 +169,6 @@ class _SpanClient:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float,
-        *,
         future: Future[Any] | None = None,
         keep: Any = None,
         label: str | None = None,

@@ -170,6 +170,7 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
             "calls_in": "int",
             "unread": "int",
             "blocked": "float",
+            "stalled": "float",
             "sent": "int",
             "received": "int",
             "chunks_sent": "int",
