@@ -26,7 +26,7 @@ from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import CAUSE, TRACEBACK, is_of_handler, report, say, type_name
+from actorrpc._exception_text import CAUSE, MEMBERS, MESSAGE, is_a, is_of_handler, report, say, type_name
 from actorrpc.errors import CancelledError, NotInitializedError, RpcTimeoutError
 from actorrpc.validation import wait_limit
 
@@ -238,26 +238,43 @@ def lost_by_fork(label: object) -> NotInitializedError:
     )
 
 
-def _twin(error: BaseException) -> BaseException:
+def _twin(error: BaseException, twins: dict[int, BaseException] | None = None) -> BaseException:
     """Return an error like this one, without what is attached to it when it is raised.
 
     torch's half of a future keeps the twin. The collector cannot look into that half: if it kept the error itself,
-    whose traceback leads to the frames that waited, and so to the future, all of that would stay for ever.
+    whose traceback leads to the frames that waited, and so to the future, all of that would stay for ever. The errors that this
+    one refers to may be raised, too, and so the twin refers to their twins.
+
+    Args:
+        twins: the twins that have been made, by the ``id`` of their errors.
     """
+    made = {} if twins is None else twins
+
+    def of(value: Any) -> Any:
+        if not is_a(value, BaseException):
+            return value
+        found = made.get(id(value))
+        return _twin(value, made) if found is None else found
+
     cls = type(error)
     try:
         # The class in C that objects of this one are laid out as: not the first in the order of methods.
         native: Any = cls
         while native.__flags__ & _HEAP_TYPE:
             native = native.__base__
-        twin: BaseException = native.__new__(cls, *error.args)
-        native.__init__(twin, *error.args)
-        twin.__dict__.update(error.__dict__)
+        args = error.args
+        if is_a(error, BaseExceptionGroup):
+            args = MESSAGE.__get__(error), list(map(of, MEMBERS.__get__(error)))
+        twin: BaseException = native.__new__(cls, *args)
+        native.__init__(twin, *args)
+        made[id(error)] = twin
+        for name, value in error.__dict__.items():
+            twin.__dict__[name] = of(value)
+        cause = CAUSE.__get__(error)
+        if cause is not None:
+            twin.__cause__ = of(cause)
     except BaseException:
         twin = RuntimeError(type_name(cls))  # no code of its own is run here, its repr neither
-    cause = CAUSE.__get__(error)
-    if cause is not None and TRACEBACK.__get__(cause) is None:
-        twin.__cause__ = cause
     return twin
 
 
@@ -358,7 +375,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         source: the object that a waiting thread makes progress on; None once the future is complete. The producer sets it.
         callbacks: what is still to be called when the future is complete; :meth:`add_done_callback` adds to it.
         covered: whether :meth:`cover` was called.
-        torch_has_value: of a class: whether torch's half of its futures is given the value as well.
+        torch_has_outcome: of a class: whether torch's half of its futures is given the value or the error as well.
 
     Thread-safe. All methods of ``torch.futures.Future`` are here, with the differences that
     :meth:`wait` takes a ``timeout``, every wait can be interrupted by Ctrl-C, :meth:`then` returns a future
@@ -380,7 +397,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
     awaits: Sequence[Any] = ()
     _then_class: type[Future[Any]] | None = None  # of what then() returns; None: its own
-    torch_has_value = True
+    torch_has_outcome = True
     covered = False
     _born = 0  # the generation of the process that has made it
 
@@ -430,7 +447,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         if error is None:
             self._value = value
             self._done = True
-            _base_set_result(self, value if self.torch_has_value else None)
+            _base_set_result(self, value if self.torch_has_outcome else None)
         else:
             self._error = error
             report = self._report
@@ -439,8 +456,11 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             if self.covered:  # looked at after the line above: seen here or in cover()
                 report.seen = True
             self._done = True
-            _base_set_unwrap(self, _unwrapping(report))
-            _base_set_result(self, _twin(error))
+            if self.torch_has_outcome:
+                _base_set_unwrap(self, _unwrapping(report))
+                _base_set_result(self, _twin(error))
+            else:
+                _base_set_result(self, None)
         self.source = None
         if self._parked:
             self._wake()
@@ -895,16 +915,16 @@ class _StandardWaiters:
 
 
 class InnerFuture(Future[T]):
-    """The future behind an ObjectRef: torch's functions never get it, so torch's half has no value.
+    """The future behind an ObjectRef: torch's functions never get it, so torch's half has neither value nor error.
 
-    The collector cannot look into that half. A value that leads back to the future, as a list does to which its reader
-    has appended the ObjectRef, would stay for ever.
+    The collector cannot look into that half. A value or an error that leads back to the future, as a list does to which its
+    reader has appended the ObjectRef, would stay for ever.
     """
 
     __slots__ = ()
 
     _then_class = Future
-    torch_has_value = False
+    torch_has_outcome = False
 
 
 class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[type-arg, misc]

@@ -859,6 +859,54 @@ def test_a_failure_that_was_raised_keeps_nothing() -> None:
         assert found() is None
 
 
+def _with_cause(error: BaseException) -> BaseException:
+    failure = RuntimeError("failed")
+    failure.__cause__ = error
+    return failure
+
+
+def _with_attribute(error: BaseException) -> BaseException:
+    return errors.ActorDiedError("the actor died", cause=error)
+
+
+def _with_member(error: BaseException) -> BaseException:
+    return BaseExceptionGroup("several", [error])
+
+
+@pytest.mark.parametrize("refer", [_with_cause, _with_attribute, _with_member])
+def test_raising_an_error_that_a_failure_refers_to_keeps_nothing(
+    refer: Callable[[BaseException], BaseException],
+) -> None:
+    def wait() -> Any:
+        here = _Kept()
+        future: Future[None] = Future()
+        other = KeyError("x")
+        future.set_exception(refer(other))
+        with pytest.raises(type(future.exception())):
+            future.wait()
+        with pytest.raises(KeyError):
+            raise other
+        return weakref.ref(here)
+
+    found = wait()
+    gc.collect()
+    assert found() is None
+
+
+def test_torchs_functions_raise_an_error_with_the_errors_that_it_refers_to() -> None:
+    cause = KeyError("x")
+    cause.__cause__ = cause  # a chain may end in a loop
+    failure = errors.ActorDiedError("the actor died", cause=cause)
+    with pytest.raises(BaseExceptionGroup, match="several") as caught:
+        torch.futures.wait_all([failed(BaseExceptionGroup("several", [failure, failure]))])
+    first, second = caught.value.exceptions
+    assert first is second
+    assert isinstance(first, errors.ActorDiedError)
+    assert first.args == failure.args
+    assert first.cause is first.__cause__
+    assert repr(first.cause) == "KeyError('x')"
+
+
 class _Odd(Exception):
     def __init__(self, code: int, *, detail: str) -> None:
         super().__init__(code, detail)

@@ -174,7 +174,7 @@ class RpcFuture(ResultFuture):
 
     __slots__ = ()
 
-    torch_has_value = True
+    torch_has_outcome = True
 
 
 class PendingCall(Progress):

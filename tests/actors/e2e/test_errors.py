@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 import actorrpc
 from actorrpc.errors import ConfigError, SerializationError
-from tests.actors.e2e.kit import open_gate, pass_gate
+from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -96,6 +98,57 @@ class Faulty:
             pass
 
         raise Local("from a local class")
+
+
+class Collecting(Exception):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Any] = []
+
+
+@actorrpc.remote
+def collecting(_: Any = None) -> None:
+    raise Collecting
+
+
+class Kept:
+    pass
+
+
+def _collected(reference: Any) -> None:
+    """Wait until an object is collected: another thread may be about to drop the call."""
+
+    def is_collected() -> bool:
+        gc.collect()
+        return reference() is None
+
+    until(is_collected)
+
+
+def test_an_error_that_its_reader_gives_the_reference_keeps_nothing() -> None:
+    def read() -> Any:
+        here = Kept()
+        ref = collecting.remote()
+        with pytest.raises(Collecting) as caught:
+            actorrpc.get(ref)
+        caught.value.values += (ref, here)
+        return weakref.ref(here)
+
+    _collected(read())
+
+
+def test_raising_the_error_of_an_argument_and_that_of_its_task_keeps_nothing() -> None:
+    def read() -> Any:
+        here = Kept()
+        actor = Faulty.remote("of the constructor")
+        argument = actor.ping.remote()
+        refs = [argument, collecting.remote(argument)]
+        for ref in refs:
+            with pytest.raises(actorrpc.RpcError):
+                actorrpc.get(ref)
+        return weakref.ref(here)
+
+    _collected(read())
 
 
 # -- the constructor ---------------------------------------------------------------------------------------------
