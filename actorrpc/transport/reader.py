@@ -116,5 +116,5 @@ class ServerTurn:
                 return
         else:
             conn.flush(True)
-        if spinning.at_once < spinner.shared and conn.settings.spin_us and spinning.pays():
+        if conn.settings.spin_us and spinning.pays():  # ``at_once`` is low here
             conn.reading(None, spinning)

@@ -33,10 +33,9 @@ class CallTemplate:
     """How calls of one method with the same options are made to one incarnation. Never changes.
 
     Attributes:
-        peer: where it lives; None where that is not known yet.
-        returns: the actor may come to life again, and a call that did not run is then made again; its arguments are kept for
-            that, where they are such as nobody can change.
-        tries: how often a call that may have run is made again; -1: for ever.
+        peer: the worker on which the incarnation lives; None as long as this process does not know it.
+        returns: the actor may be restarted. A call that did not run is then sent again, from a copy of its arguments.
+        tries: how often a call that may have run is sent again; -1: without limit.
         impatient: a call fails, rather than waits, while the actor is being restarted.
     """
 
@@ -158,7 +157,7 @@ class CallTemplate:
 
 
 def _late(kind: Kind, interrupts: bool) -> str:
-    """Say what becomes of a call that has begun when its time is over."""
+    """Return what an error says about the execution of a call that has timed out."""
     if kind == "async":
         return "if it has begun, its coroutine is cancelled"
     if kind in _GENERATORS:

@@ -223,7 +223,7 @@ class PendingCall(Progress):
         given_up = None if current is None else current.given_up
         route = future._route
         if current is None and route is not None:
-            route.queue.agent.next_chain()  # the context knows from now on for whom the call is made
+            route.queue.agent.next_chain()  # stores in the context which caller this call is made for
         self.context: Context = copy_context()
         now = _time.now() if route is None else route.queue.agent.clock.now()
         deadline = now + seconds if seconds else INFINITE

@@ -93,8 +93,8 @@ class Carrier:
         if conn is not None:
             conn.wake()
 
-    def _has_woken(self) -> None:
-        """Have later calls of :meth:`rouse` end the next sleep. The thread looks for work after this."""
+    def _forget_wakes(self) -> None:
+        """Drop the calls of :meth:`rouse` so far: the thread is awake, and looks for work next."""
         self.awake = False
         self._parked.acquire(False)
 
@@ -111,7 +111,7 @@ class Carrier:
                 conn.flush(not came)
             if came is not None:
                 if self.awake:
-                    self._has_woken()
+                    self._forget_wakes()
                 return
             if conn.state is CLOSED:
                 self.caller = None
