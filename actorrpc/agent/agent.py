@@ -23,7 +23,7 @@ from functools import partial
 from types import FrameType, FunctionType
 from typing import Any, Final, NoReturn
 
-from actorrpc import _time
+from actorrpc import _stacks, _time
 from actorrpc._exception_text import report
 from actorrpc._limits import memory_limit
 from actorrpc.agent import outbound
@@ -824,7 +824,7 @@ class Agent:
         self.objects.close()
         signals.uninstall(self._put_off)
         codec.restrict(-self.settings.data_only)
-        stacks = sys._current_frames()
+        stacks = _stacks.top_frames()
         # Those that have no frame are at their ends, and get no processor.
         left = [each for each in left if each.ident in stacks]
         if left:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from actorrpc import _time
+from actorrpc import _stacks, _time
 from actorrpc._exception_text import report
 from actorrpc.transport import signals
 from actorrpc.transport.signals import uninterruptible
@@ -121,7 +120,7 @@ def _see_off() -> None:
     while time.monotonic() < until:
         _forget()
         if not _leaving:
-            frames = sys._current_frames() if _running else {}
+            frames = _stacks.top_frames() if _running else {}
             others = [_is_engaged(frames.get(thread.ident or 0)) for thread in tuple(_running)]
             if all(others) and (not others or time.monotonic() > engaged_at):
                 return

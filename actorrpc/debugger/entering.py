@@ -7,13 +7,14 @@ calls ``enter`` within that thread at its next event, and is gone. A thread that
 from __future__ import annotations
 
 import ctypes
-import gc
 import itertools
 import operator
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
+
+from actorrpc import _stacks
 
 __all__ = ["can_enter", "enter"]
 
@@ -64,14 +65,12 @@ def enter(thread: int, run: Callable[[FrameType], bool]) -> bool:
 
     ``run`` must not raise. It may set another trace function. The thread's own trace function, if it has one, is replaced.
     """
-    frame = sys._current_frames().get(thread)
+    frame = _stacks.top_frame(thread)
     if frame is None:
         return False
     # Between two instructions of ours, another thread may run and end, and the state that was found is no memory any more.
     # Therefore one call of C goes through all states, and sets the trace function of the one that is meant: it is at this frame.
-    collects = gc.isenabled()
-    gc.disable()  # finalisers are instructions as well
-    try:
+    with _stacks.without_collection():  # finalisers are instructions as well
         head = map(_first, (_interpreter(),))
         steps = itertools.accumulate(itertools.chain(head, itertools.repeat(0)), _next)
         states, places = itertools.tee(itertools.takewhile(bool, steps))
@@ -81,7 +80,4 @@ def enter(thread: int, run: Callable[[FrameType], bool]) -> bool:
         for each in taken:
             if each is not None:
                 _let_go(each)
-    finally:
-        if collects:
-            gc.enable()
     return bool(found)

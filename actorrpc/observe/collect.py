@@ -10,7 +10,6 @@ import asyncio
 import functools
 import itertools
 import socket
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -21,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from actorrpc import _time
+from actorrpc._stacks import top_frames
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -620,7 +620,7 @@ def _stacks(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]]
     """Return the stacks of the threads from the identifier ``first`` on: one that ends between two pages moves no other."""
     names = {each.ident: each.name for each in threading.enumerate()}
     own = threading.get_ident()
-    frames = sorted(each for each in sys._current_frames().items() if first <= each[0] != own)
+    frames = sorted(each for each in top_frames().items() if first <= each[0] != own)
     stacks = [_stack(ident, names.get(ident, ""), frame) for ident, frame in frames[:most]]
     for wait in list(worker.group.waits) if worker.group is not None else ():
         for each in stacks:

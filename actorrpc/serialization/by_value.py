@@ -47,6 +47,7 @@ from typing import Any, Final, TypeVar
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
+from actorrpc import _stacks
 from actorrpc.errors import ProtocolError
 from actorrpc.serialization.class_cache import ClassCache
 from actorrpc.serialization.reducers import (
@@ -430,7 +431,7 @@ def _own(name: str) -> Any:
 
 def _ahead(name: str) -> int | None:
     """Return where the script is, on the main thread, if it assigns a name further down; else None."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _stacks.top_frame(threading.main_thread().ident)
     space = vars(sys.modules["__main__"])
     while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is space):
         frame = frame.f_back

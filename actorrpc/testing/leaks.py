@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import gc
 import os
-import sys
 import termios
 import threading
 import time
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from actorrpc import _stacks
 from actorrpc.agent.agent import Agent
 from actorrpc.autograd.startup import contexts
 from actorrpc.rpc import api
@@ -54,7 +54,7 @@ def _threads() -> dict[Hashable, str]:
     So threads of torch's own pools, which have none between two pieces of work, are not counted; nor is a
     thread that `_thread` has started but that has not run yet.
     """
-    frames = sys._current_frames()
+    frames = _stacks.top_frames()
     found: dict[Hashable, str] = {}
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, thread in known.items():

@@ -22,13 +22,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Final
 
-from actorrpc import _time
+from actorrpc import _stacks, _time
 from actorrpc.validation import number
 
 __all__ = ["VirtualTime"]
@@ -374,7 +373,7 @@ def _states(wanted: bytes) -> list[int]:
 def _running() -> str:
     """Name the threads that run, and where."""
     ids = _states(b"RD")
-    frames = sys._current_frames()
+    frames = _stacks.top_frames()
     shown = []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)

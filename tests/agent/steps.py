@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from actorrpc import _time
+from actorrpc._stacks import top_frames
 
 __all__ = ["Condition", "Epoll", "Event", "Lock", "Poll", "RLock", "Steps", "Task"]
 
@@ -200,7 +201,7 @@ class Steps:
 
     def where(self) -> str:
         """Say where each task stands."""
-        stacks = sys._current_frames()
+        stacks = top_frames()
         lines = [f"at {self.now:.6f}:"]
         for task in self.tasks:
             lines.append(f"-- {task.name} waits for {task.where or 'its turn'}, until {task.due:.6f}")

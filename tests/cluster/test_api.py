@@ -314,7 +314,7 @@ stop = threading.Event()
 
 def interrupt():
     while not stop.is_set():
-        frame = sys._current_frames().get(main)
+        frame = top_frame(main)
         while frame is not None:
             if frame.f_code.co_name in inside and ("actorrpc" in frame.f_code.co_filename):
                 signal.pthread_kill(main, signal.SIGINT)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
+from actorrpc._stacks import top_frame
 from actorrpc.errors import ActorError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
@@ -179,7 +179,7 @@ def _ctrl_c() -> Iterator[list[float]]:
 
     def interrupt() -> None:
         while not over.is_set():
-            frame = sys._current_frames().get(main)
+            frame = top_frame(main)
             while frame is not None:
                 if frame.f_code.co_name in ("_park", "park", "reading", "_hear", "_wait_gone"):
                     when.append(time.monotonic())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import operator
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from actorrpc import rpc
+from actorrpc._stacks import top_frame
 from actorrpc.agent import threads
 from actorrpc.errors import BackpressureError, CancelledError, DeadlockError, RpcError
 from tests.ranks import rpc_group
@@ -75,7 +75,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 def _in(thread: threading.Thread, function: str) -> bool:
     """Say whether a thread is in a function of this name."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = top_frame(thread.ident)
     while frame is not None:
         if frame.f_code.co_name == function:
             return True

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from actorrpc import rpc
+from actorrpc._stacks import top_frame
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, ShutdownError
 from actorrpc.wire import keys
 from tests.actors.e2e.kit import open_gate, pass_gate
@@ -261,7 +262,7 @@ def _interrupt_in(function: Callable[[], Any], inside: tuple[str, ...]) -> None:
 
     def interrupt() -> None:
         while not caught.is_set():
-            frame = sys._current_frames().get(main)
+            frame = top_frame(main)
             while frame is not None:
                 if frame.f_code.co_name in inside and "actorrpc" in frame.f_code.co_filename:
                     signal.pthread_kill(main, signal.SIGINT)

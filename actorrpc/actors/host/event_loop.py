@@ -13,13 +13,13 @@ import contextvars
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import _stacks
 from actorrpc._exception_text import is_a, report
 from actorrpc._limits import NO_THREAD
 from actorrpc.actors.spec.actor_spec import ActorExit
@@ -255,7 +255,7 @@ class _LoopWatch:
         name = self._runner.holder(asyncio.current_task(self._loop))
         if name in self._named:
             return
-        frame = sys._current_frames().get(self._runner.ident)
+        frame = _stacks.top_frame(self._runner.ident)
         if frame is None or self._sleeps or self.over or self._present() != self._seen:
             return
         self._named.add(name)

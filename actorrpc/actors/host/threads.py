@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from actorrpc import _time
+from actorrpc import _stacks, _time
 from actorrpc._exception_text import mark_handlers
 from actorrpc._limits import NO_THREAD
 from actorrpc.actors.host.carriers import Carrier
@@ -135,10 +135,11 @@ def _interrupt_at(ident: int, place: object) -> bool:
     """
     here = map(_place_of, map(itemgetter(ident), map(call, (sys._current_frames,))))
     idents = map({place: ident}.get, here, (0,))  # there is no thread 0
-    try:
-        return bool(next(map(_set_async_exc, idents, (Interrupted,))))
-    except KeyError:  # the thread is gone
-        return False
+    with _stacks.without_collection():
+        try:
+            return bool(next(map(_set_async_exc, idents, (Interrupted,))))
+        except KeyError:  # the thread is gone
+            return False
 
 
 def _may_raise(frame: FrameType) -> bool:
@@ -249,7 +250,7 @@ class ActorThread(Carrier):
 
         The thread's stack tells, for any thread: what runs the loop may be a library's, and says nothing to us.
         """
-        return loop_on(sys._current_frames().get(self.ident), ActorThread.serve.__code__)
+        return loop_on(_stacks.top_frame(self.ident), ActorThread.serve.__code__)
 
     @property
     def entered(self) -> list[Entry]:
@@ -473,7 +474,7 @@ class ActorThread(Carrier):
             self.hunted = True  # before the look
             if self.under_way.get(entry) not in (RUNS, _WANTED):
                 return
-            frame = sys._current_frames().get(self.ident)
+            frame = _stacks.top_frame(self.ident)
             place = None if frame is None else _place_of(frame)
             if self.running is entry and bears_interruption(frame):
                 self._settle(entry, _STRUCK)
@@ -557,7 +558,7 @@ class ActorThread(Carrier):
 
     def stack(self) -> str:
         """Return what the thread is doing, as a traceback."""
-        frame = sys._current_frames().get(self.ident)
+        frame = _stacks.top_frame(self.ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread is gone)"
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Final
 
+from actorrpc import _stacks
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.futures import WAITING, Future, NestedRunner, bystander
@@ -83,7 +84,7 @@ def waited_for_on(frame: FrameType | None) -> Call | Future[Any] | None:
     """Return what a thread waits for, by its stack: nothing is written down for that on the path of a call."""
     while frame is not None and frame.f_code not in _WAITS:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    return None if frame is None else _stacks.local(frame, "self")
 
 
 def loop_on(
@@ -98,8 +99,8 @@ def loop_on(
         caller = frame.f_back
         if frame.f_code is asyncio.BaseEventLoop.run_forever.__code__:
             until = asyncio.BaseEventLoop.run_until_complete.__code__
-            task = caller.f_locals.get("future") if caller is not None and caller.f_code is until else None
-            return frame.f_locals["self"], task
+            task = _stacks.local(caller, "future") if caller is not None and caller.f_code is until else None
+            return _stacks.local(frame, "self"), task
         frame = caller
     return None, None
 

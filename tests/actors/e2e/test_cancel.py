@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import actorrpc
+from actorrpc._stacks import top_frames
 from actorrpc.errors import ConfigError
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 from tests.layers import rest_is_slow
@@ -297,7 +298,7 @@ def _interrupt_get() -> None:
     assert main is not None
 
     def is_in_get() -> bool:
-        frame = sys._current_frames()[main]
+        frame = top_frames()[main]
         while frame is not None and frame.f_code is not actorrpc.get.__code__:  # type: ignore[attr-defined]
             frame = frame.f_back  # type: ignore[assignment]
         return frame is not None

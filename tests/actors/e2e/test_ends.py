@@ -22,6 +22,7 @@ pytestmark = pytest.mark.limit(40)
 _ROOT = Path(__file__).resolve().parents[3]
 _HEAD = """
 import os, signal, sys, threading, time
+from actorrpc._stacks import top_frames
 import actorrpc
 
 @actorrpc.remote
@@ -169,7 +170,7 @@ def test_ctrl_c_in_a_wait(scripts: Any, wait: str) -> None:
 
     def interrupt():
         while True:
-            frame, depth = sys._current_frames()[main], 0
+            frame, depth = top_frames()[main], 0
             while frame is not None and frame.f_code.co_name not in ("_park", "park", "reading", "select"):
                 frame = frame.f_back
             if frame is not None:

@@ -24,6 +24,7 @@ import pytest
 
 import actorrpc
 from actorrpc import CancelledError, Future, cancel, get, rpc
+from actorrpc._stacks import top_frames
 from actorrpc.actors.host import threads
 from actorrpc.actors.host.threads import ActorThread, Interrupted, bears_interruption
 from actorrpc.actors.streams.producer import Producer
@@ -352,7 +353,7 @@ def test_a_thread_that_moves_on_while_it_is_looked_at_is_not_interrupted_in_our_
 
 
 def _module_of(ident: int) -> str:
-    return str(sys._current_frames()[ident].f_globals["__name__"])
+    return str(top_frames()[ident].f_globals["__name__"])
 
 
 @actorrpc.remote

@@ -1,0 +1,75 @@
+"""Look at the stack of another thread without a crash of the interpreter.
+
+CPython makes the object of a frame when somebody first asks for the frame. In 3.11 this may start the garbage collector. The
+collector runs finalisers, and between their instructions another thread may run, which may be the one that is looked at. When it
+returns from the frame meanwhile, the interpreter goes on with memory that is no frame any more: it crashes, or writes into the
+next frame of that thread. So no collection starts while we make these objects. Later versions collect between two instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, Final
+
+__all__ = ["local", "top_frame", "top_frames", "without_collection"]
+
+# Held while the collector is off, so that only the thread that has turned it off turns it on again. A leaf. It is re-entrant
+# because a signal handler may look at a stack while the main thread does.
+_off: Final = threading.RLock()
+
+
+@contextlib.contextmanager
+def _collector_off() -> Generator[None]:
+    with _off:
+        was_on = gc.isenabled()
+        try:
+            gc.disable()
+            yield
+        finally:
+            if was_on:
+                gc.enable()
+
+
+def without_collection() -> AbstractContextManager[None]:
+    """Return a context in which no collection starts by itself, where the version of Python makes that necessary."""
+    return _collector_off() if sys.version_info < (3, 12) else contextlib.nullcontext()
+
+
+def top_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, by the identifier of the thread. Their ``f_back`` are safe to follow."""
+    with without_collection():
+        found = sys._current_frames()
+        for frame in found.values():
+            _make_all(frame)
+    return found
+
+
+def top_frame(ident: int | None) -> FrameType | None:
+    """Return the innermost frame of a thread, None if there is no such thread. Its ``f_back`` are safe to follow."""
+    with without_collection():
+        found = sys._current_frames().get(ident or 0)
+        _make_all(found)
+    return found
+
+
+def local(frame: FrameType, name: str) -> Any:
+    """Return a local variable of a frame, which another thread may be running; None if it has no such variable."""
+    with without_collection():
+        return frame.f_locals.get(name)
+
+
+def _make_all(frame: FrameType | None) -> None:
+    """Have the interpreter make the objects of all frames of a stack. Each lives as long as the frame itself."""
+    while frame is not None:
+        frame = frame.f_back
+
+
+# A process is forked with the collector as its user has set it.
+os.register_at_fork(before=_off.acquire, after_in_parent=_off.release, after_in_child=_off.release)
