@@ -308,6 +308,8 @@ def _runs(pid: int) -> bool:
 
 
 _INTERRUPTED = """
+from actorrpc._stacks import top_frame
+
 main = threading.main_thread().ident
 inside = sys.argv[1].split(",")
 stop = threading.Event()
