@@ -34,6 +34,9 @@ COMPARED = ("torch", "ray", "monarch", "rpc_sync", "one caller", "without", "pla
 METRICS: dict[str, str] = {
     "p50": "p50, us",
     "p99": "p99, us",
+    "p999": "p99.9, us",
+    "longest": "the longest, us",
+    "full": "full collections of the garbage of both processes",
     "cpu": "processor time of both sides, us a call",
     "extra": "us more than a call without arguments",
     "rate": "calls a second",

@@ -73,6 +73,11 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def full_collections() -> int:
+    """Return how often the garbage collector has gone through all objects of this process."""
+    return int(gc.get_stats()[2]["collections"])
+
+
 def resident_bytes() -> int:
     """Return this process's resident memory, after a garbage collection."""
     gc.collect()
@@ -126,16 +131,21 @@ def _timed(context: Context, call: Callable[[], Any], calls: int, warm: int) -> 
         call()
     times = [0] * calls
     gc.collect()
+    full = full_collections() + context.rpc.rpc_sync(context.partner, full_collections)
     before = _both_cpu(context)
     for number in range(calls):
         start = clock()
         call()
         times[number] = clock() - start
     used = _both_cpu(context) - before
+    full = full_collections() + context.rpc.rpc_sync(context.partner, full_collections) - full
     times.sort()
     return {
         "p50": percentile(times, 0.50) / 1e3,
         "p99": percentile(times, 0.99) / 1e3,
+        "p999": percentile(times, 0.999) / 1e3,
+        "longest": times[-1] / 1e3,
+        "full": full,
         "cpu": used / calls * 1e6,
     }
 

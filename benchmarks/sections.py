@@ -53,6 +53,22 @@ def roundtrip(bench: Bench) -> None:
                     )
 
 
+def longest(bench: Bench) -> None:
+    """Time many single calls, for the slowest of them."""
+    calls = 2000 if bench.quick else 100_000
+    for place in bench.places("own", "one"):
+        with bench.groups(TWO, place) as rigs:
+            for member, rig in rigs.items():
+                bench.record(
+                    "longest call",
+                    member,
+                    place.name,
+                    rig,
+                    lambda rig: rig.caller("roundtrip", calls=calls, warm=calls // 10),
+                    ("p999", "longest", "full"),
+                )
+
+
 def pipelined(bench: Bench) -> None:
     """Time calls of which a thousand are under way."""
     windows = 2 if bench.quick else 10
@@ -359,7 +375,7 @@ def reinforce(bench: Bench) -> None:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     function.__name__: function
     for function in (
-        roundtrip, references, pipelined, four, fan_in, busy, oversubscribed, small, tensors, startup, memory, idle,
+        roundtrip, references, longest, pipelined, four, fan_in, busy, oversubscribed, small, tensors, startup, memory, idle,
         flat, reinforce,
     )
 }  # fmt: skip

@@ -1,12 +1,14 @@
-"""A process of an actor: what it does where it is not wanted any more when it is there."""
+"""A process of an actor: what it does when it starts, also if nobody wants it by then."""
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import actorrpc
 from actorrpc.cluster import worker_process
 from actorrpc.errors import PeerDiedError, RpcError, ShutdownError
 from actorrpc.wire.identity import WorkerRecord
@@ -39,3 +41,26 @@ def test_a_process_that_nobody_waits_for_any_more_ends_quietly(
             worker_process._work(job)
     else:
         worker_process._work(job)
+
+
+_MADE_BY_AN_IMPORT = [[]]  # type: ignore[var-annotated]
+
+
+class Collector:
+    """Say what the garbage collector of a process goes through."""
+
+    def __init__(self) -> None:
+        self.own = [[]]  # type: ignore[var-annotated]
+
+    def goes_through(self) -> tuple[bool, bool]:
+        """Say whether it goes through what an import has made, and through what the actor has made."""
+        found = {id(each) for each in gc.get_objects()}
+        return id(_MADE_BY_AN_IMPORT) in found, id(self.own) in found
+
+
+def test_the_collector_of_an_actors_process_passes_over_what_imports_have_made() -> None:
+    frozen = gc.get_freeze_count()
+    with actorrpc.init():
+        actor = actorrpc.remote(Collector).remote()
+        assert actorrpc.get(actor.goes_through.remote(), timeout=30) == (False, True)
+    assert gc.get_freeze_count() <= frozen  # leak tools of the driver see everything

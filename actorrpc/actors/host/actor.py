@@ -125,9 +125,11 @@ class HostedActor:
     under it, nothing else.
 
     Attributes:
+        on_imported: is called when the class of an actor that has its process to itself is there, and its instance is not yet.
         on_shown: is told the ``repr`` of an actor that has its process to itself, where its class has one of its own.
     """
 
+    on_imported: ClassVar[Callable[[], None] | None] = None
     on_shown: ClassVar[Callable[[str], None] | None] = None
 
     def __init__(self, registry: Registry, runtime: Runtime, instance_id: int, runners: ActorThreads) -> None:
@@ -464,6 +466,8 @@ class HostedActor:
             assert isinstance(spec, ActorSpec)
             assert spec.cls is not None
             cls = spec.cls.open()
+            if spec.alone and HostedActor.on_imported is not None:
+                HostedActor.on_imported()
             args, kwargs = (), {}
             if spec.arguments is not None:
                 args, kwargs = spec.arguments.open_once()
