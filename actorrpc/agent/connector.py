@@ -32,6 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 from actorrpc.agent.acceptor import Admission, AdmittingAgent, PendingConnection, no_room
 from actorrpc.errors import (
     AuthenticationError,
@@ -165,7 +166,7 @@ class Resumption:
         self._agent.clock.after(pause, partial(self._agent.pool.submit, again))
 
     def _agree(self, conn: Connection, sock: Stream, number: int, limit: float) -> bool:
-        try:
+        with undo_on_error(sock.close):
             sock.settimeout(max(0.05, limit - _time.now()))
             mine = conn.standstill(number)
             if mine is None:  # another one has begun, and does what there is to do
@@ -177,9 +178,6 @@ class Resumption:
                 sock.close()
                 return False
             self._go_on(conn, sock, number, theirs)
-        except BaseException:
-            sock.close()
-            raise
         return True
 
     # -- the side that waits -----------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
+from actorrpc._undo import undo_on_error
 from actorrpc.cli.text import span, table
 from actorrpc.debugger.protocol import EVENT, HELD, OVER, REQUEST, RUNS, pack, unpack
 from actorrpc.errors import RpcError
@@ -55,11 +56,8 @@ class Attached:
             OSError, RpcError: that cannot be done.
         """
         made = cls(held, Visit(target, until), int(held.rpartition(":")[2]))
-        try:
+        with undo_on_error(made.visit.close):
             made._ask({"do": "attach", "session": made.session}, until)
-        except BaseException:
-            made.visit.close()
-            raise
         return made
 
     @classmethod
@@ -70,7 +68,7 @@ class Attached:
             OSError, RpcError: that cannot be done.
         """
         made = cls(title, Visit(target, until))
-        try:
+        with undo_on_error(made.visit.close):
             made._ask({"do": "enter", "actor": actor_id}, until)
             while not made.session or not made.asks:
                 if time.monotonic() > until:
@@ -80,9 +78,6 @@ class Attached:
                     )
                 made.hear(until)
             made.name = f"{made.visit.name}:{made.session}"
-        except BaseException:
-            made.visit.close()
-            raise
         return made
 
     def _ask(self, request: dict[str, Any], until: float) -> dict[str, Any]:

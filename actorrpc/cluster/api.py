@@ -16,11 +16,13 @@ import importlib.util
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._exception_text import say
+from actorrpc._undo import undo_on_error
 from actorrpc.actors import context as context_module
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.actors.supervision.migration import hand_over
@@ -258,11 +260,8 @@ def init(
 
 def _with_page(context: ClusterContext, page: tuple[str, int] | None) -> ClusterContext:
     if page is not None:
-        try:
+        with undo_on_error(partial(api.shutdown, False)):
             page_module.start(page)
-        except BaseException:
-            api.shutdown(False)
-            raise
     return context
 
 
@@ -286,7 +285,7 @@ def _launched(
     """Make one cluster of the processes of a launcher."""
     meeting = join_module.meet(launched, timeout)
     if launched.rank == 0:
-        try:
+        with undo_on_error(meeting.close):
             context = _drive(
                 join_module.show(join_module.own_address(launched.master), 0),
                 None,
@@ -298,16 +297,9 @@ def _launched(
                 settings=settings,
                 **given,
             )
-        except BaseException:
-            meeting.close()
-            raise
-        try:
+        with undo_on_error(meeting.close, partial(api.shutdown, False)):
             meeting.announce(context.address)
             meeting.wait_for(context.address, timeout)
-        except BaseException:
-            meeting.close()
-            api.shutdown(False)
-            raise
         return context
     _known(settings)
     member, where = _join_rank_0(launched, meeting, means, timeout, settings, given["name"], serves=not spmd)
@@ -501,15 +493,12 @@ def _drive(
         if running is None or cluster is not None:
             raise
         return _found_running(running, ignore_reinit_error)
-    try:
+    with undo_on_error(partial(api.shutdown, graceful=False)):
         assert cluster is not None
         if local is not None:
             local.open()
         elif isinstance(given, LaunchedEngine):
             given.open(cluster.reception, cluster.joined)
-    except BaseException:
-        api.shutdown(graceful=False)
-        raise
     return ClusterContext(name, namespace, owned=True, address=cluster.reception.address)
 
 

@@ -37,6 +37,7 @@ from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._exception_text import say
+from actorrpc._undo import undo_on_error
 from actorrpc.agent.agent import Agent
 from actorrpc.cluster import driver_rpc, user_code
 from actorrpc.cluster.driver import VISITOR
@@ -251,11 +252,8 @@ class LaunchMeeting:
                 return given
             secret = new_secret()
             self._key_file = write_secret(secret, self._launch.port)
-            try:
+            with undo_on_error(self.close):
                 self._store.set(self._prefix + "key", f"file {host_identity()} {self._key_file}")
-            except BaseException:
-                self.close()
-                raise
             return secret
         kind, _, rest = self._get("key", "which key they use").partition(" ")
         if kind == "given":

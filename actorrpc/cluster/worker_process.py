@@ -18,10 +18,12 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
 
+from actorrpc._undo import undo_on_error
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
@@ -212,18 +214,12 @@ def enter(
         for leaver in leavers:  # it may have been the user's code that called shutdown
             leaver.leave(graceful)
 
-    try:
+    with undo_on_error(group.close):  # another group may be in force, and has not even looked at this one
         dress()
         api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
-    except BaseException:  # another group may be in force, and has not even looked at this one
-        group.close()
-        raise
-    try:
+    with undo_on_error(partial(api.shutdown, False)):
         arguments = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
         agent.ask(agent.peer(driver.name), driver_rpc.register, arguments, {}, limit)
-    except BaseException:
-        api.shutdown(False)
-        raise
     return Member(agent, driver.name, leavers[0], facts or {})
 
 

@@ -32,6 +32,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 from actorrpc.agent import hooks
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import current_worker
@@ -415,13 +416,10 @@ def _arrive(stage: int, name: str) -> Any:
 
 def _listen_unix(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
+    with undo_on_error(sock.close):
         sock.bind(path)
         os.chmod(path, 0o600)
         sock.listen(512)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 
@@ -431,13 +429,10 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
-        try:
+        with undo_on_error(sock.close):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
             sock.listen(512)
-        except BaseException:
-            sock.close()
-            raise
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host!r} port {port}: {error}. Choose another bind= or port="
@@ -550,7 +545,7 @@ def join(
     rendezvous = Rendezvous(store, rank=rank, world_size=world_size, timeout=timeout)
     doors = _Doors()
     host = host_identity()
-    try:
+    with undo_on_error(doors.close, rendezvous.close):
         doors.open(settings, rendezvous.own_address(), own_key is not None)
         key = None if own_key is None and settings.insecure else rendezvous.agree_key(own_key, host)
         note_main()
@@ -577,10 +572,6 @@ def join(
             table = rendezvous.join(record)
             device_maps.check(table.values(), table.get, fixed=True)
         hooks.reach("join.met", name)
-    except BaseException:
-        doors.close()
-        rendezvous.close()
-        raise
     if world_size is not None:
         ranks = {each.rank: each for each in table.values()}
 
@@ -623,7 +614,7 @@ def enter(
         ConfigError: no socket can be made.
     """
     doors = _Doors()
-    try:
+    with undo_on_error(doors.close):
         doors.open(settings, None, True)
         note_main(one_script=False)
         record = WorkerRecord(
@@ -639,9 +630,6 @@ def enter(
         agent = Agent(
             record, settings=settings, key=key, resolve=directory.resolve, members=directory.members
         )
-    except BaseException:
-        doors.close()
-        raise
     return Group(agent, directory, None, doors)
 
 

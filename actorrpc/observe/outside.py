@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import msgpack
 
+from actorrpc._undo import undo_on_error
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError, VersionError
 from actorrpc.observe import processes
@@ -212,13 +213,10 @@ def _asked(
     until: float,
     kept: KeptVisits | None,
 ) -> dict[str, Any]:
-    try:
+    with undo_on_error(visit.close):
         found = visit.ask(parts, until, begin)
         if "records" in parts:
             found["clock"] = visit.clock(until)
-    except BaseException:
-        visit.close()
-        raise
     if kept is None:
         visit.close()
     else:

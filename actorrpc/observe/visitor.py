@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from actorrpc._undo import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, merge, pack, unpack
@@ -159,12 +160,9 @@ class Visit:
         sock: Stream
         if isinstance(address, str):
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            try:
+            with undo_on_error(plain.close):
                 plain.settimeout(_left(until))
                 plain.connect(address)
-            except BaseException:
-                plain.close()
-                raise
         else:
             plain = socket.create_connection(address, _left(until))
         sock = plain

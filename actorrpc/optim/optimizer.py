@@ -15,12 +15,14 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler
+from actorrpc._undo import undo_on_error
 from actorrpc.autograd import recorder
 from actorrpc.errors import RpcError
 from actorrpc.futures import Future
@@ -252,13 +254,10 @@ class DistributedOptimizer:
         finally:
             if token is not None:
                 recorder.leave(token)
-        try:
+        with undo_on_error(partial(_cover, calls)):
             for name, rref, local in own:
                 deadline = within(_time.now() + seconds if seconds else None)
                 calls[name] = run_here(rref, getattr(local, method), (*args, deadline))
-        except BaseException:
-            _cover(calls)
-            raise
         return gather(what, calls)
 
     # -- steps and gradients ----------------------------------------------------------------------------

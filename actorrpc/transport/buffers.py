@@ -24,9 +24,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 
 __all__ = [
     "SMALL",
@@ -154,12 +156,9 @@ def sealed_memfd(size: int, name: str = "actorrpc", more_seals: int = fcntl.F_SE
         if error.errno != errno.EINVAL:
             raise
         fd = os.memfd_create(name, _MFD_SEALABLE)  # kernels before 6.3
-    try:
+    with undo_on_error(partial(os.close, fd)):
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _CANNOT_SHRINK | more_seals)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 

@@ -32,9 +32,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 from actorrpc.errors import LimitError, ObjectStoreFullError, ProtocolError
 from actorrpc.transport import fd_limits
 from actorrpc.transport.buffers import Loans, is_sealed, reserve, sealed_memfd, size_class, size_classes
@@ -401,11 +403,8 @@ class ObjectStore:
 
     def _begin(self, written: _Written, label: str, site: str, dropped: list[_Written]) -> Segment:
         """Make a written segment one that readers can have, under a new name."""
-        try:
+        with undo_on_error(partial(self._drop, written, dropped)):
             fd = os.open(f"/proc/self/fd/{written.probe}", os.O_RDONLY | os.O_CLOEXEC)
-        except BaseException:
-            self._drop(written, dropped)
-            raise
         fd_limits.make_room(fd)
         segment = Segment(self, fd, os.urandom(SEGMENT_ID_SIZE), written.size, label, site)
         if self._written.pop(written.name, None) is not None:

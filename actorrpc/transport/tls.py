@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError, VersionError
 from actorrpc.wire.keys import check_private_file
@@ -466,11 +467,8 @@ class Tls:
             OSError: the connection broke.
         """
         made = TlsSocket(sock, self._client, self._own, False)
-        try:
+        with undo_on_error(made.close):
             made.shake_until(limit)
-        except BaseException:
-            made.close()
-            raise
         return made
 
     def accept(self, sock: socket.socket) -> TlsSocket:

@@ -18,8 +18,10 @@ import re
 import secrets
 import stat
 from collections.abc import Mapping
+from functools import partial
 from typing import Final, NoReturn
 
+from actorrpc._undo import undo_on_error
 from actorrpc.errors import AuthenticationError, ConfigError
 
 __all__ = [
@@ -216,13 +218,9 @@ def create_key_file(data: bytes = b"") -> str:
     path = os.path.join(runtime_directory(), _new_name(f"{secrets.token_hex(8)}.key"))
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with open(fd, "wb") as file:
-                os.fchmod(fd, 0o600)  # a umask may have taken away our own right to read
-                file.write(data or secrets.token_bytes(_RAW))
-        except BaseException:
-            remove_file(path)
-            raise
+        with undo_on_error(partial(remove_file, path)), open(fd, "wb") as file:
+            os.fchmod(fd, 0o600)  # a umask may have taken away our own right to read
+            file.write(data or secrets.token_bytes(_RAW))
     except OSError as error:
         raise ConfigError(
             f"cannot write a key file into {os.path.dirname(path)!r}: {error.strerror}"
@@ -318,13 +316,9 @@ def create_group_file(path: str, key: bytes, about: bytes) -> None:
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with open(fd, "wb", buffering=0) as file:
-                os.fchmod(fd, 0o600)
-                file.write(bytes([len(key)]) + key + about)
-        except BaseException:
-            remove_file(path)
-            raise
+        with undo_on_error(partial(remove_file, path)), open(fd, "wb", buffering=0) as file:
+            os.fchmod(fd, 0o600)
+            file.write(bytes([len(key)]) + key + about)
     except OSError as error:
         raise ConfigError(f"cannot write {path!r}: {error.strerror}") from error
 

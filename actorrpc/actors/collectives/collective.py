@@ -27,6 +27,7 @@ from typing import Any, Final, NoReturn
 
 from actorrpc import _time
 from actorrpc._exception_text import is_a
+from actorrpc._undo import undo_on_error
 from actorrpc.actors.client.actor_base import Actor
 from actorrpc.actors.client.handle import ActorHandle, call
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
@@ -113,11 +114,8 @@ def collective(
                 )
         _all.add(made)
     in_force.agent.check_process()
-    try:
+    with undo_on_error(partial(made.destroy, timeout=0)):
         made.rebuild()
-    except BaseException:
-        made.destroy(timeout=0)
-        raise
     return made
 
 

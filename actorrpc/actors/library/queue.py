@@ -18,9 +18,11 @@ import os
 import queue as standard
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 from actorrpc._exception_text import is_of_handler
+from actorrpc._undo import undo_on_error
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.client.handle import kill
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -314,18 +316,12 @@ class Queue(Generic[T]):
             CURRENT.reset(token)
 
     def _wait(self, ref: ObjectRef[Any], ticket: Ticket) -> Any:
-        try:
+        with undo_on_error(partial(self._give_up, ref, ticket)):
             return get(ref)
-        except BaseException:
-            self._give_up(ref, ticket)
-            raise
 
     async def _wait_async(self, ref: ObjectRef[Any], ticket: Ticket) -> Any:
-        try:
+        with undo_on_error(partial(self._give_up, ref, ticket)):
             return await ref
-        except BaseException:
-            self._give_up(ref, ticket)
-            raise
 
     # -- one item ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from actorrpc._exception_text import is_of_handler
+from actorrpc._undo import undo_on_error
 from actorrpc.actors.client.actor_class import ActorClass, is_importable, itself
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.client.pending_call import PendingCall
@@ -396,12 +397,9 @@ class TaskFuture(InnerFuture[Any]):
         of = self._of
         runner = self._pools.take(of._options)
         route = runner.route
-        try:
+        with undo_on_error(partial(self._pools.give_back, runner)):
             self._again = route.again(of._method, of._call, args, kwargs)
             call = route.call(of._method, of._call, args, kwargs, refs=True)
-        except BaseException:
-            self._pools.give_back(runner)
-            raise
         self._runner, self._route = runner, route
         self.source = call
         call.add_done_callback(self._ended)

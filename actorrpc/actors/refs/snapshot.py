@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 from actorrpc.actors.context import current
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import MessageContext
@@ -314,12 +315,9 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
     if room is None:
         return None
     begun = _time.now()
-    try:
+    with undo_on_error(room.discard):  # Ctrl-C between two copies
         for span, offset in zip(spans, offsets, strict=True):
             memory.copy(room.address + offset, memory.MemorySpan(span.address, span.nbytes, span.keep))
-    except BaseException:  # Ctrl-C between two copies
-        room.discard()
-        raise
     agent.scheduler.keep_objects()
     if agent.flights is not None and nbytes >= COPIED_BYTES:
         agent.flights.noted(begun, "copy", f"of {nbytes} bytes into {label}, in shared memory")

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Protocol
 
+from actorrpc._undo import undo_on_error
 from actorrpc.cli.activity import rates
 from actorrpc.cli.dashboard import actions, payloads
 from actorrpc.cli.dashboard.timeline import share, timeline
@@ -358,11 +359,8 @@ class _LogLines:
                 reader = Reader(self._groups(), Wanted(None, None, None), 0.8)
                 self._lines.clear()
                 self._size = 0
-                try:
+                with undo_on_error(reader.end):
                     reader.begin(self._add)
-                except BaseException:
-                    reader.end()
-                    raise
                 self._reader = reader
             elif not self._reader.more():
                 self._reader = None

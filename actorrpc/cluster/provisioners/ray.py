@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.cluster.driver import Reception
 from actorrpc.cluster.long_wait import LongWait, some
@@ -125,11 +126,8 @@ class RayEngine(LaunchedEngine):
         self._joined: Callable[[], list[WorkerRecord]] | None = None
         self._closed = False
         self.link = Link(address, self._timeout, log_to_driver, dict(ray_options or {}))
-        try:
+        with undo_on_error(self.close):
             self._book()
-        except BaseException:
-            self.close()
-            raise
 
     # -- what Ray has --------------------------------------------------------------------------------------
 
@@ -267,7 +265,7 @@ class RayEngine(LaunchedEngine):
             if pooled and self._free:
                 hosted.bundle = self._free.pop(0)
             self._hosts[order.name] = hosted
-        try:
+        with undo_on_error(partial(self._forget, hosted)):
             options = self._options(hosted, shape)
             resources = {name: amount for name, amount in shape.items() if name not in ("CPU", "GPU")}
             hosted.actor = (
@@ -282,9 +280,6 @@ class RayEngine(LaunchedEngine):
                     self._timeout,
                 )
             )
-        except BaseException:
-            self._forget(hosted)
-            raise
         self._watch(hosted)
 
     def _options(self, hosted: _Hosted, shape: Mapping[str, float]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from actorrpc._undo import undo_on_error
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.rpc import api
 from actorrpc.testing.network.disturbances import STRIKING, Disturbance
@@ -701,7 +702,7 @@ class FaultProxy:
     def _listen(self) -> None:
         family = socket.AF_UNIX if self._place else self._family_of(self._host)
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
+        with undo_on_error(sock.close):
             sock.setblocking(False)
             if self._place:
                 with contextlib.suppress(FileNotFoundError):
@@ -712,9 +713,6 @@ class FaultProxy:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 sock.bind(self._address)
             sock.listen(_BACKLOG)
-        except BaseException:
-            sock.close()
-            raise
         self._listener = sock
         asyncio.get_running_loop().add_reader(sock.fileno(), self._accept)
 
