@@ -327,14 +327,18 @@ class _FunctionItself:
         return itself(self._of.__wrapped__)
 
 
-def _is_of_runner(error: BaseException | None) -> bool:
-    """Say whether an error is that of the actor which was to execute a task, and not one that the task has run into."""
-    return isinstance(error, (ActorDiedError, ActorUnavailableError)) and not isinstance(error, RemoteError)
+def _is_of(route: Route | None, error: BaseException | None) -> bool:
+    """Say whether an error is about the actor of a task, and not about an argument or from the task's own code."""
+    return (
+        isinstance(error, (ActorDiedError, ActorUnavailableError))
+        and not isinstance(error, RemoteError)
+        and (route is None or error.actor_id in (None, route.actor_id))
+    )
 
 
-def _told(label: object, error: Any) -> BaseException:
-    """Return the error of a task, in the place of that of the actor that executed it."""
-    if not _is_of_runner(error):
+def _told(label: object, error: Any, route: Route | None) -> BaseException:
+    """Return the error of a task, in place of the error of the actor that executed it."""
+    if not _is_of(route, error):
         return cast(BaseException, error)
     if (
         type(error.__cause__) is ConfigError
@@ -439,10 +443,13 @@ class TaskFuture(InnerFuture[Any]):
         runner, self._runner = self._runner, None
         error = call.error
         if runner is not None:
-            self._pools.give_back(runner, dead=isinstance(error, ActorDiedError) and _is_of_runner(error))
+            dead = isinstance(error, ActorDiedError) and _is_of(runner.route, error)
+            self._pools.give_back(runner, dead=dead)
         call.acknowledge()  # it goes on in ours
         if self.claim():
-            self.conclude(call.value_or_none, None if error is None else _told(self.label, error))
+            self.conclude(
+                call.value_or_none, None if error is None else _told(self.label, error, self._route)
+            )
 
     def kill(self) -> Future[None] | None:
         """End the process that executes the task; None if no process does."""
@@ -464,13 +471,13 @@ class TaskFuture(InnerFuture[Any]):
             return error
         meaning = route.explain(method, options, error, peer)
         if not isinstance(meaning, Future):
-            return _told(self.label, meaning)
+            return _told(self.label, meaning, route)
         told: Future[Any] = Future()
         told.label = meaning.label
 
         def known(done: Future[Any]) -> None:
             done.acknowledge()  # it goes on in ours
-            told.set_exception(_told(self.label, done.error or error))
+            told.set_exception(_told(self.label, done.error or error, route))
 
         meaning.add_done_callback(known)
         return told

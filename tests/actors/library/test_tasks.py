@@ -181,6 +181,20 @@ def test_in_a_group_they_go_on_in_another_worker_where_one_has_died(tmp_path: Pa
     assert found[0] == (3, 2, 1, True, True)
 
 
+def test_a_task_whose_argument_was_lost_with_an_actor_names_that_actor_and_keeps_its_process(
+    tmp_path: Path,
+) -> None:
+    with actorrpc.init(num_cpus=1):
+        before = get(things.process.remote(), timeout=30)
+        box = things.Box.remote(1)
+        get(actorrpc.ready(box), timeout=30)
+        actorrpc.kill(box)
+        with pytest.raises(ActorDiedError) as caught:
+            get(things.add.remote(actorrpc.call(box, lambda _: 1)), timeout=30)
+        assert caught.value.actor_id == box.actor_id
+        assert get(things.process.remote(), timeout=30) == before
+
+
 def test_a_function_of_the_main_module_stays_itself_when_its_name_goes_to_another(
     here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
