@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Generator
 from typing import Any
 
@@ -41,6 +42,9 @@ def pytest_runtest_makereport(
         stacks = item.stash.get(_STACKS, "") or processes.dump_stacks(item.config.stash[WATCHDOG].of_test())
         if stacks:
             report.sections.append(("processes of the test as it failed", stacks))
+    cause = None if call.excinfo is None else call.excinfo.value.__cause__
+    if cause is not None:  # at the end of the report, as a log may keep only that
+        report.sections.append(("its cause", "".join(traceback.format_exception(cause))[-2000:]))
     seed = item.config.getoption("randomly_seed", None)
     order = f" --randomly-seed={seed}" if isinstance(seed, int) else ""
     file, _, rest = item.nodeid.partition("::")
