@@ -268,6 +268,7 @@ def _slow_consumer(
     }
 
 
+@pytest.mark.prints("the call of _consume has been blocked for")  # where the machine is slow
 @nightly
 @pytest.mark.parametrize("kind", ["bytes", "tensors", "tensors over TCP"])
 def test_a_slow_consumer_slows_its_sender_and_nobody_else(kind: str, tmp_path: Path) -> None:
