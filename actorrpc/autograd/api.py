@@ -19,6 +19,7 @@ from actorrpc.transport.signals import uninterruptible
 __all__ = ["backward", "context", "get_gradients"]
 
 
+@uninterruptible
 class context:
     """A distributed forward and backward pass: ``with context() as context_id``.
 
@@ -38,7 +39,6 @@ class context:
     _id: int | None = None
     _token: Any = None
 
-    @uninterruptible
     def __enter__(self) -> int:
         part = participant()
         outer = recorder.current_context()
@@ -51,7 +51,6 @@ class context:
         self._token = recorder.enter(self._id)
         return self._id
 
-    @uninterruptible
     def __exit__(
         self,
         _type: type[BaseException] | None,

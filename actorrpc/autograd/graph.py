@@ -62,6 +62,7 @@ _taken: set[int] = set()  # ids of tensors, which those that have taken them hol
 _waiting: list[Borrowed] = []
 
 
+@uninterruptible
 class Borrowed:
     """Has the ``.grad`` of leaves for itself in a ``with`` block, empty; afterwards it is what it was.
 
@@ -84,7 +85,6 @@ class Borrowed:
         self._deadline = deadline
         self._before: list[torch.Tensor | None] = []
 
-    @uninterruptible
     def __enter__(self) -> list[torch.Tensor | None]:
         with _lock:
             free = self._ids.isdisjoint(_taken)
@@ -118,7 +118,6 @@ class Borrowed:
             _taken.update(self._ids)
         return True
 
-    @uninterruptible
     def __exit__(self, *_: object) -> None:
         try:
             for leaf, grad in zip(self._leaves, self._before, strict=True):

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from actorrpc import _stacks
 
-__all__ = ["can_enter", "enter"]
+__all__ = ["enter"]
 
 _LINE: Final = 2  # PyTrace_LINE
 _api: Final = ctypes.pythonapi
@@ -40,11 +40,6 @@ _next = _declared(
 _frame_of = _declared("PyThreadState_GetFrame", ctypes.c_void_p, ctypes.c_void_p)
 _let_go = _declared("Py_DecRef", None, ctypes.c_void_p)
 _set_trace = _declared("_PyEval_SetTrace", ctypes.c_int, ctypes.c_void_p, _TRACE, ctypes.py_object)
-
-
-def can_enter() -> bool:
-    """Whether this interpreter lets it be done."""
-    return None not in (_interpreter, _first, _next, _frame_of, _let_go, _set_trace)
 
 
 def _event(run: Callable[[FrameType], bool], frame: FrameType, what: int, _argument: Any) -> int:

@@ -294,6 +294,7 @@ def name_of(function: Any) -> str:
     return _find_builtin(function) or getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
+@uninterruptible
 class calling:
     """``with calling("async", fn, agent, to) as span:`` opens the range of the call that is made in the block.
 
@@ -318,14 +319,12 @@ class calling:
         self._key = f"rpc_{mode}#{name_of(function)}({agent.name} -> {peer.name})"
         self._node = peer.rank
 
-    @uninterruptible
     def __enter__(self) -> ProfiledSpan:
         self._span = ProfiledSpan(self._key, self._node)
         self._before, _here.calling = _here.calling, self._span
         _ride(self._agent, 1)
         return self._span
 
-    @uninterruptible
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

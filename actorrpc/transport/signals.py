@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -101,10 +101,11 @@ class _Shield:
         _run(self.handler, number, frame)
 
 
-def uninterruptible(function: F) -> F:
-    """Mark a function whose execution, callees included, a signal handler must not cut in two."""
-    _protected.add(function.__code__)
-    return function
+def uninterruptible(marked: F) -> F:
+    """Mark a function, or all methods of a class, whose execution, callees included, a signal handler must not cut in two."""
+    methods = vars(marked).values() if isinstance(marked, type) else (marked,)
+    _protected.update(each.__code__ for each in methods if isinstance(each, FunctionType))
+    return marked
 
 
 def is_protected(frame: FrameType) -> bool:
@@ -305,6 +306,7 @@ def abandon() -> None:
     _close()
 
 
+@uninterruptible
 class Taken:
     """Holds a lock that is waited for in slices: a handler that was put off ends the wait, and can never leave it taken."""
 
@@ -315,13 +317,11 @@ class Taken:
         self._limit = limit
         self.held = False
 
-    @uninterruptible
     def __enter__(self) -> Taken:
         while not self.held and _time.now() <= self._limit and not pending_here():
             self.held = self._lock.acquire(timeout=0.1)
         return self
 
-    @uninterruptible
     def __exit__(self, *_: object) -> None:
         if self.held:
             self._lock.release()

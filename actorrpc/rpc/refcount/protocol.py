@@ -110,6 +110,7 @@ class ReceivedFork(NamedTuple):
     effects: Effects
 
 
+@uninterruptible
 class RRefTable:
     """Everything one worker knows of RRefs. Thread-safe; see the module's docstring for the rules.
 
@@ -131,7 +132,6 @@ class RRefTable:
 
     # -- making RRefs ----------------------------------------------------------------------------
 
-    @uninterruptible
     def create_owner(self, value: object) -> Handle:
         """Put a value that is already here behind a new RRef.
 
@@ -155,7 +155,6 @@ class RRefTable:
             self._values.hold(rref_id)
             return Handle(rref_id, None, self.me)
 
-    @uninterruptible
     def handle_if_held(self, rref_id: RRefId) -> Handle | None:
         """Return one more handle on a value of this worker; None where there is none of that name, or nothing holds it any more.
 
@@ -170,7 +169,6 @@ class RRefTable:
             entry.handles += 1
             return Handle(rref_id, None, self.me)
 
-    @uninterruptible
     def create_user(self, owner: WorkerKey) -> Handle:
         """Start a remote creation, which ends with :meth:`confirmed` or :meth:`creation_failed`.
 
@@ -191,7 +189,6 @@ class RRefTable:
             self._held.add(rref_id, fork_id, owner)
             return Handle(rref_id, fork_id, owner)
 
-    @uninterruptible
     def confirmed(self, handle: Handle) -> Effects:
         """Note that the owner has answered the creation. After a failure of the same creation: no effect."""
         step = Effects()
@@ -205,7 +202,6 @@ class RRefTable:
                 step.add(handle.owner, UserDelete, (handle.rref_id, handle.fork_id))
         return step.done()
 
-    @uninterruptible
     def creation_failed(self, handle: Handle, error: BaseException, *, reached: bool = True) -> Effects:
         """Note that the creation was not answered. ``reached``: whether the owner may have heard of it."""
         step = Effects()
@@ -230,7 +226,6 @@ class RRefTable:
         if os.getpid() == self._pid and not self._closed:
             self._drops.append(handle)
 
-    @uninterruptible
     def collect(self) -> Effects:
         """Carry out the queued drops; one message per owner for up to 100 of them."""
         step = Effects()
@@ -240,7 +235,6 @@ class RRefTable:
 
     # -- the owner's side of calls ---------------------------------------------------------------
 
-    @uninterruptible
     def creation_arrived(self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey) -> bool:
         """Register a creation before its function runs. ``False``: nobody wants the result any more, or it was given up.
 
@@ -252,7 +246,6 @@ class RRefTable:
         with self._lock:
             return not self._closed and self._values.arrived(rref_id, fork_id, from_)
 
-    @uninterruptible
     def creation_given_up(
         self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey, error: BaseException
     ) -> Effects:
@@ -271,12 +264,10 @@ class RRefTable:
                 self._values.given_up(rref_id, fork_id, from_, error, step)
         return step.done()
 
-    @uninterruptible
     def set_value(self, rref_id: RRefId, value: object) -> Effects:
         """Give an RRef its value. Without effect if it has a value or an error, or was released."""
         return self._set(rref_id, Outcome(value))
 
-    @uninterruptible
     def set_error(self, rref_id: RRefId, error: BaseException) -> Effects:
         """Give an RRef an error for good. Without effect if it has a value or an error, or was released."""
         return self._set(rref_id, Outcome(error=error))
@@ -298,7 +289,6 @@ class RRefTable:
         entry = self._values.entries.get(rref_id)  # type: ignore[arg-type]
         return None if entry is None else entry.outcome
 
-    @uninterruptible
     def fetch(self, rref_id: RRefId, waiter: Callable[[Outcome], object]) -> Outcome | None:
         """Give what :meth:`outcome` would, or keep ``waiter`` until there is an outcome.
 
@@ -318,7 +308,6 @@ class RRefTable:
                 entry.waiters.append(waiter)
             return entry.outcome
 
-    @uninterruptible
     def cancel_fetch(self, rref_id: RRefId, waiter: Callable[[Outcome], object]) -> Effects:
         """Forget the very object that was given to :meth:`fetch`."""
         step = Effects()
@@ -331,7 +320,6 @@ class RRefTable:
 
     # -- RRefs in messages -----------------------------------------------------------------------
 
-    @uninterruptible
     def fork(self, handle: Handle, to: WorkerKey, type_name: str = "") -> ForkData:
         """Make a fork for a message to ``to``, which may be any worker, this one too.
 
@@ -363,7 +351,6 @@ class RRefTable:
             f"an RRef without a value cannot be sent to other workers: {line_of(failed)}"
         ) from failed
 
-    @uninterruptible
     def rollback(self, forks: Iterable[ForkData]) -> Effects:
         """Undo forks made for a message that certainly does not arrive (pickling or sending failed).
 
@@ -378,7 +365,6 @@ class RRefTable:
                     self._held.child_settled(data.fork_id, step)
         return step.done()
 
-    @uninterruptible
     def receive(
         self, forks: Sequence[ForkData], from_: WorkerKey, *, into: Pending | None = None
     ) -> ReceivedFork:
@@ -408,7 +394,6 @@ class RRefTable:
                     handles.append(Handle(data.rref_id, data.fork_id, data.owner))
         return ReceivedFork(handles, pending, step.done())
 
-    @uninterruptible
     def refuse(self, forks: Sequence[ForkData], from_: WorkerKey) -> Effects:
         """Settle the forks of a message that is not decoded (late, cancelled, or it cannot be).
 
@@ -428,7 +413,6 @@ class RRefTable:
                         step.add(from_, UserDelete, (data.rref_id, data.fork_id))
         return step.done()
 
-    @uninterruptible
     def wait_confirmed(self, handles: Iterable[Handle]) -> Pending:
         """Give a Pending for handles of this worker, newly created ones for example."""
         pending = Pending(self._lock)
@@ -454,7 +438,6 @@ class RRefTable:
 
     # -- messages and deaths ---------------------------------------------------------------------
 
-    @uninterruptible
     def handle(self, from_: WorkerKey, message: Message) -> Effects:
         """Act on a message of another worker. Each may come twice, late, or from a worker that is dead."""
         step = Effects()
@@ -478,7 +461,6 @@ class RRefTable:
                         self._held.child_settled(fork_id, step)
         return step.done()
 
-    @uninterruptible
     def worker_died(self, worker: WorkerKey, error: BaseException) -> Effects:
         """Release all that ``worker`` held, and fail all that it owned with ``error``, for good."""
         step = Effects()
@@ -492,7 +474,6 @@ class RRefTable:
 
     # -- leaving, and looking --------------------------------------------------------------------
 
-    @uninterruptible
     def delete_all_users(self) -> Effects:
         """Let go of every handle on other workers' values, those still to come included."""
         step = Effects()
@@ -501,7 +482,6 @@ class RRefTable:
             self._held.drop_all(step)
         return step.done()
 
-    @uninterruptible
     def close(self) -> Effects:
         """Release everything and fall silent: later drops and messages have no effect. Wakes the threads that wait."""
         step = Effects()
