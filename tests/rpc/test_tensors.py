@@ -14,6 +14,7 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
+from actorrpc.agent.peers import NUMBERS_KEPT
 from tests.announced import ODD_TENSORS, OUTSIDE_OF_A_CONTEXT, TORCH_RPC
 from tests.ranks import rpc_group, run_group, unused_path
 
@@ -468,15 +469,15 @@ def _flat(rank: int, world_size: int) -> list[tuple[int, int]]:
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in (4 << 10, 128 << 10)]
 
     def calls() -> list[tuple[int, int]]:
-        for number in range(_CALLS):
-            rpc.rpc_sync("worker1", back, (tensors[number % 2],))
+        for _ in range(_CALLS):
+            rpc.rpc_sync("worker1", back, (tensors,))
         return [_kept(), rpc.rpc_sync("worker1", _kept)]
 
     calls()
     return [(late[0] - early[0], late[1] - early[1]) for early, late in zip(calls(), calls(), strict=True)]
 
 
-_CALLS = 3_000
+_CALLS = NUMBERS_KEPT  # what is remembered of the numbers of calls is as much after each round
 
 
 @pytest.mark.slow
