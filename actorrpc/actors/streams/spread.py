@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from actorrpc._exception_text import say
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
-from actorrpc.errors import CancelledError
+from actorrpc.errors import ActorError, CancelledError, PeerDiedError, ShutdownError
 from actorrpc.futures import Future, InnerFuture, Progress
 
 __all__ = ["spread", "take_each"]
@@ -18,6 +18,8 @@ __all__ = ["spread", "take_each"]
 T = TypeVar("T")
 
 _log = logging.getLogger("actorrpc.actors")
+# The generator has raised none of these: its worker or actor has ended. That matters to nobody who has the values.
+_ENDED: Final = (ActorError, CancelledError, PeerDiedError, ShutdownError)
 
 
 def take_each(
@@ -66,11 +68,12 @@ class _Parts(Progress):
         try:
             future = self._left.popleft()
         except IndexError:  # one more than was asked for: nobody wants it, nor what is behind it
-            if came.error is not None:
+            error = came.error
+            if error is not None and not isinstance(error, _ENDED):
                 _log.error(
                     "%s has given %d values (num_returns), and then raised %s",
                     *self._said,
-                    say(came.error, repr),
+                    say(error, repr),
                 )
             return False
         if came.error is not None:

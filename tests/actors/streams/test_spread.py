@@ -122,3 +122,15 @@ def test_the_end_of_the_group(runtime: Runtime) -> None:
     _open.set()
     with pytest.raises(errors.RpcError):
         get(second)
+
+
+def _gated(_: int) -> Iterator[int]:
+    yield from range(2)
+    assert _open.wait(20)
+    yield 2
+
+
+def test_the_end_of_the_group_behind_its_values_is_not_logged(runtime: Runtime) -> None:
+    assert get(spread(here(_gated, 0, 0), 2)) == [0, 1]
+    runtime.streams.close()
+    _open.set()
