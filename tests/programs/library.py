@@ -112,6 +112,8 @@ def _open(value: Any) -> Any:
 async def _open_async(value: Any) -> Any:
     if isinstance(value, actorrpc.ObjectRef):
         return await _open_async(await value)
+    if isinstance(value, rpc.RRef):
+        return await _open_async(await asyncio.to_thread(value.to_here))
     if isinstance(value, list | tuple):
         return type(value)([await _open_async(item) for item in value])
     if isinstance(value, dict):
