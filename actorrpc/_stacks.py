@@ -1,9 +1,10 @@
 """Look at the stack of another thread without a crash of the interpreter.
 
-CPython makes the object of a frame when somebody first asks for the frame. In 3.11 this may start the garbage collector. The
-collector runs finalisers, and between their instructions another thread may run, which may be the one that is looked at. When it
-returns from the frame meanwhile, the interpreter goes on with memory that is no frame any more: it crashes, or writes into the
-next frame of that thread. So no collection starts while we make these objects. Later versions collect between two instructions.
+CPython makes the Python object of a frame when code first asks for it. In version 3.11, making the object may start the garbage
+collector. The collector runs finalisers, and other threads may run between the instructions of a finaliser. If thread B returns
+from a frame at that moment while thread A is making the frame's object, the interpreter in A uses memory that B has released: it
+crashes, or writes into B's next frame. The functions here therefore switch the collector off while they make these objects. Later
+versions of Python start the collector between two instructions only, where this cannot happen.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any, Final
 
 __all__ = ["local", "top_frame", "top_frames", "without_collection"]
 
-# Held while the collector is off, so that only the thread that has turned it off turns it on again. A leaf. It is re-entrant
-# because a signal handler may look at a stack while the main thread does.
+# Guards the switch of the collector: the thread that switches it off holds the lock until it has switched it on again. A leaf.
+# It is re-entrant because a signal handler may look at a stack while the main thread does.
 _off: Final = threading.RLock()
 
 
@@ -71,5 +72,5 @@ def _make_all(frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-# A process is forked with the collector as its user has set it.
+# A fork waits until the collector is as the user has set it, so the child has it so.
 os.register_at_fork(before=_off.acquire, after_in_parent=_off.release, after_in_child=_off.release)

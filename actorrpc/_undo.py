@@ -1,4 +1,4 @@
-"""Take back what was begun if the rest of it fails."""
+"""Undo the first steps of an operation when a later step fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["undo_on_error"]
 
 @contextlib.contextmanager
 def undo_on_error(*undo: Callable[[], object]) -> Generator[None]:
-    """Call these functions, one after another, if the block raises anything, ``KeyboardInterrupt`` included."""
+    """Call the functions in order if the block raises an exception, ``KeyboardInterrupt`` included."""
     try:
         yield
     except BaseException:

@@ -39,34 +39,36 @@ TWO = [Member("torch"), Member("actorrpc")]
 def roundtrip(bench: Bench) -> None:
     """Time single calls without arguments."""
     calls = 500 if bench.quick else 3000
-    for place in bench.places("own", "one"):
-        with bench.groups(WITH_RAW, place) as rigs:
-            for _ in range(bench.rounds):
-                for member, rig in rigs.items():
-                    bench.record(
-                        "round trip",
-                        member,
-                        place.name,
-                        rig,
-                        lambda rig: rig.caller("roundtrip", calls=calls, warm=calls // 5),
-                        ("p50", "p99", "cpu"),
-                    )
+    _single_calls(bench, "round trip", WITH_RAW, bench.rounds, calls, calls // 5, ("p50", "p99", "cpu"))
 
 
 def longest(bench: Bench) -> None:
     """Time many single calls, for the slowest of them."""
     calls = 2000 if bench.quick else 100_000
+    _single_calls(bench, "longest call", TWO, 1, calls, calls // 10, ("p999", "longest", "full"))
+
+
+def _single_calls(
+    bench: Bench,
+    section: str,
+    members: list[Member],
+    rounds: int,
+    calls: int,
+    warm: int,
+    metrics: tuple[str, ...],
+) -> None:
     for place in bench.places("own", "one"):
-        with bench.groups(TWO, place) as rigs:
-            for member, rig in rigs.items():
-                bench.record(
-                    "longest call",
-                    member,
-                    place.name,
-                    rig,
-                    lambda rig: rig.caller("roundtrip", calls=calls, warm=calls // 10),
-                    ("p999", "longest", "full"),
-                )
+        with bench.groups(members, place) as rigs:
+            for _ in range(rounds):
+                for member, rig in rigs.items():
+                    bench.record(
+                        section,
+                        member,
+                        place.name,
+                        rig,
+                        lambda rig: rig.caller("roundtrip", calls=calls, warm=warm),
+                        metrics,
+                    )
 
 
 def pipelined(bench: Bench) -> None:

@@ -125,7 +125,7 @@ class HostedActor:
     under it, nothing else.
 
     Attributes:
-        on_imported: is called when the class of an actor that has its process to itself is there, and its instance is not yet.
+        on_imported: called after the class is imported and before the constructor, in a process that holds one actor only.
         on_shown: is told the ``repr`` of an actor that has its process to itself, where its class has one of its own.
     """
 

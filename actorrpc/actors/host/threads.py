@@ -138,7 +138,7 @@ def _interrupt_at(ident: int, place: object) -> bool:
     with _stacks.without_collection():
         try:
             return bool(next(map(_set_async_exc, idents, (Interrupted,))))
-        except KeyError:  # the thread is gone
+        except KeyError:  # the thread has ended
             return False
 
 

@@ -18,7 +18,7 @@ __all__ = ["spread", "take_each"]
 T = TypeVar("T")
 
 _log = logging.getLogger("actorrpc.actors")
-# The generator has raised none of these: its worker or actor has ended. That matters to nobody who has the values.
+# The errors of a stream whose worker or actor has ended. The caller has its values already, so these are not logged.
 _ENDED: Final = (ActorError, CancelledError, PeerDiedError, ShutdownError)
 
 
