@@ -470,7 +470,8 @@ class Agent:
                 raise self._shut_down(call)
             raise peer.died(f"cannot call {call.label}", maybe_executed=False)
         call.conn = conn
-        idle = not peer.pending
+        # The message of a reserved call leaves at once: the thread that has completed its argument may do something else next.
+        idle = not peer.pending or (bool(call.awaits) and encoded != b"")
         remaining = call.deadline - _time.now() if call.deadline != INFINITE else INFINITE
         packed = outbound.pack(
             self,

@@ -6,7 +6,7 @@ call that is cancelled, times out or loses an argument before that has certainly
 
 from __future__ import annotations
 
-from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actorrpc._exception_text import is_of_handler
@@ -47,16 +47,15 @@ class ReservedCall:
         call: the call, which has reserved its place.
     """
 
-    __slots__ = ("_call", "_claim", "_context", "_future", "_left", "_queue", "_template")
+    __slots__ = ("_call", "_free", "_future", "_left", "_queue", "_template")
 
     def __init__(
         self, queue: ReservingQueue, future: ResultFuture, template: CallTemplate, call: Call
     ) -> None:
         self._queue, self._future, self._template, self._call = queue, future, template, call
-        self._context = copy_context()
-        awaits = dict.fromkeys(call.awaits)
+        awaits = call.awaits if len(call.awaits) == 1 else dict.fromkeys(call.awaits)
         self._left = [None] * len(awaits)
-        self._claim = [None]
+        self._free = None
         for argument in awaits:
             argument.listen()
             argument.add_waiter(self)
@@ -67,21 +66,21 @@ class ReservedCall:
         if self._left and argument.error is None:
             return
         try:
-            self._claim.pop()  # exactly one thread sends the call: it completed the last argument, or failed one first
-        except IndexError:
+            # Exactly one thread sends the call: it completed the last argument, or failed one first.
+            del self._free
+        except AttributeError:
             return
         pending, awaits = self._future._pending, self._call.awaits
-        is_quick = (
-            pending is not None
-            and type(pending.arguments) is tuple
-            and all(
-                each.completed and each.error is None and type(each.value_or_none) in ATOMS for each in awaits
-            )
+        if pending is None:  # the call has ended
+            return
+        context = pending.context.copy()  # the context itself is in use where the queue is being sent
+        is_quick = type(pending.arguments) is tuple and all(
+            each.completed and each.error is None and type(each.value_or_none) in ATOMS for each in awaits
         )
         if is_quick:
-            self._context.run(self._send)  # sending such arguments runs no user code
+            context.run(self._send)  # sending such arguments runs no user code
         else:
-            self._queue.agent.submit(lambda: self._context.run(self._send))
+            self._queue.agent.submit(partial(context.run, self._send))
 
     def _send(self) -> None:
         queue, future, call, template = self._queue, self._future, self._call, self._template
@@ -98,7 +97,6 @@ class ReservedCall:
             queue.agent.call(
                 call.peer, None, args, kwargs, 0.0, future=future, label=label, mail=mail, place=call
             )
-            queue.agent.flush()
         except PeerDiedError:
             # The connection of its reservation has ended. The thread that then ends the peer may not have found the call yet.
             self._take_back()

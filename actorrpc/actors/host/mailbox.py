@@ -21,6 +21,7 @@ collector may run a finaliser that makes a call to this very actor at any alloca
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import threading
@@ -94,6 +95,14 @@ class Wakeups:
 NOTHING: Final = Wakeups()  # most steps leave nothing to be done; never changed
 
 
+def _hold(held: deque[Entry], entry: Entry) -> None:
+    """Put an entry among those that are held, in order: behind all others, unless it comes again."""
+    if not held or held[-1] < entry:
+        held.append(entry)
+    else:
+        bisect.insort(held, entry)
+
+
 class GroupQueue:
     """The queue of one concurrency group. Its mailbox's lock guards it.
 
@@ -118,8 +127,8 @@ class GroupQueue:
         self.idle: list[Any] = []
         self.fresh: deque[Entry] = deque()  # what has come in the plain order; Mailbox.put adds to it
         self._heap: list[Entry] = []  # what is not in the plain order any more
-        # By caller and priority, a heap: an entry that is not ready comes first, and holds the caller's later ones.
-        self._held: dict[tuple[object, int], list[Entry]] = {}
+        # By caller and priority, in order: an entry that is not ready comes first, and holds the caller's later ones.
+        self._held: dict[tuple[object, int], deque[Entry]] = {}
         self._parked: set[Entry] = set()
         self.waiting = 0  # entries in here that have neither been handed out nor cancelled
         self._of_chain: dict[
@@ -201,7 +210,7 @@ class GroupQueue:
             if self._held and not entry.loose:
                 held = self._held.get((entry.caller, entry.priority))
                 if held is not None and held[0] < entry:
-                    heapq.heappush(held, entry)
+                    _hold(held, entry)
                     continue
             if entry.ready:
                 entry.state = TAKEN
@@ -215,7 +224,7 @@ class GroupQueue:
                 self._parked.add(entry)
             else:
                 # An entry that comes again may go before one that is held already, and holds that.
-                heapq.heappush(self._held.setdefault((entry.caller, entry.priority), []), entry)
+                _hold(self._held.setdefault((entry.caller, entry.priority), deque()), entry)
 
     def release(self, entry: Entry) -> None:
         """Note that an entry which was not ready now is, or is over.
@@ -226,7 +235,7 @@ class GroupQueue:
         held = self._held.get(key)
         if held is not None and held[0] is entry:
             while held and (held[0].ready or held[0].state is not NEW):
-                each = heapq.heappop(held)
+                each = held.popleft()
                 if each.state is NEW:
                     heapq.heappush(self._heap, each)
             if not held:
