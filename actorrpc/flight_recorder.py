@@ -189,6 +189,7 @@ class FlightRecorder:
             what = name_of(what)
         numbers = self._names.numbers
         self._last = number = self._next()
+        now = _time.now()
         _pack(
             self._ring,
             (number & self._mask) * _SIZE,
@@ -200,8 +201,8 @@ class FlightRecorder:
             numbers.get(what) or self._names.add(what),
             0 if actor is None else numbers.get(actor.title) or self._names.add(actor.title),
             execution.arrived,
-            execution.begun,
-            _time.now(),
+            execution.begun or now,
+            now,
             execution.id,
             execution.chain,
             execution.thread,

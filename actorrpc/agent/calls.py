@@ -83,9 +83,10 @@ class Nested(Protocol):
 
 
 class Execution:
-    """A call that is being executed here: what nested calls inherit from it.
+    """A call that is being executed here, or is to be: what is known of it, and what nested calls inherit from it.
 
     Attributes:
+        conn: the connection that the answer goes over; None for a call of this worker to itself.
         peer: who called.
         id: the call's number on that peer's connection.
         deadline: when it must be over, on this process's monotonic clock; infinite if unbounded.
@@ -96,55 +97,55 @@ class Execution:
             a time-out, as they would a moment later. Set before ``cancelled``.
         given_up: an entry for each time that its nested calls were given up: whether what runs for them is interrupted.
             Replaced by a longer one each time. A thread that makes a call compares it before and after.
-        arrived: when its request was read; ``begun``: when its turn came, and ``thread`` the number of the one that it began on.
+        arrived: when its request was read; ``begun``: when its turn came (0.0: it is still to come), and ``thread`` the number
+            of the one that it began on.
         header: what interceptors put along, or ``None``.
         path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
-            them where there is one.
+            them where there is one. A call of an actor that has begun is the last one itself.
         actor: whose mailbox it came through, or ``None`` for a plain call.
         what: the function, or the name of the actor's method, for messages.
         deferred: the function has returned: a future will be the answer.
     """
 
-    __slots__ = (
-        "actor",
-        "arrived",
-        "begun",
-        "cancelled",
-        "chain",
-        "deadline",
-        "deferred",
-        "given_up",
-        "header",
-        "id",
-        "late",
-        "nested",
-        "path",
-        "peer",
-        "thread",
-        "what",
-    )
+    # Of the class, as one is made for each call, and most differ in few things.
+    begun = 0.0
+    thread = 0
+    cancelled = False
+    late = False
+    given_up: tuple[bool, ...] = ()
+    header: Header | None = None
+    path: tuple[int, ...] = ()
+    actor: Any = None
+    what: Any = None
+    deferred = False
 
     def __init__(
-        self, peer: Peer, id: int, deadline: float, chain: int, arrived: float = 0.0, begun: float = 0.0
+        self,
+        conn: Connection | None,
+        peer: Peer,
+        id: int,
+        deadline: float,
+        chain: int,
+        arrived: float = 0.0,
+        begun: float = 0.0,
     ) -> None:
-        self.begun = begun or _time.now()
-        self.arrived = arrived or self.begun
-        self.thread = get_ident()
+        self.conn = conn
         self.peer = peer
         self.id = id
         self.deadline = deadline
         self.chain = chain
-        self.cancelled = False
+        self.begun = begun or _time.now()
+        self.arrived = arrived or self.begun
+        self.thread = get_ident()
         self.nested: dict[Nested, None] = {}
-        self.late = False
-        self.given_up: tuple[bool, ...] = ()
-        self.header: Header | None = None
-        self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
-        self.actor: Any = None
-        self.what: Any = None
-        self.deferred = False
+        if chain >> FRAME_BIT:
+            self.path = (chain,)
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
+        """Give the call up, as its caller wants; see :meth:`give_up`. Runs on a pool thread."""
+        self.give_up(stop, late)
+
+    def give_up(self, stop: bool = False, late: bool = False) -> None:
         """Record that the caller gave up, and give up the calls that this one waits for.
 
         Args:

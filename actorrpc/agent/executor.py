@@ -146,7 +146,7 @@ class Executor:
         elif begun > deadline:
             self._refuse_late(conn, frame)
         else:
-            execution = Execution(peer, id, deadline, frame[4], arrived, begun)
+            execution = Execution(conn, peer, id, deadline, frame[4], arrived, begun)
             peer.running[id] = execution
             # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
             if peer.cancelled and id in peer.cancelled:
@@ -176,16 +176,16 @@ class Executor:
                             value = function(*args, **kwargs)
                         opened = args = kwargs = None  # shared memory goes back with the answer
                         if type(value) is Later or getattr(function, ASYNC_MARK, None) is not None:
-                            self._answer_later(conn, id, value, function, execution)
+                            self._answer_later(execution, value, function)
                             answered = False
                     except BaseException as error:
                         opened = args = kwargs = None
-                        self._raised(conn, frame, error, execution)
+                        self._raised(frame, error, execution)
                     else:
                         if agent.abandoned:
                             agent.end_fork("a call", None)
                         if answered and not frame[1] & POST:
-                            self.answer(conn, id, value, execution)
+                            self.answer(execution, value)
                 finally:
                     CURRENT.reset(token)
                     if answered:
@@ -211,7 +211,7 @@ class Executor:
         while posts:
             conn, frame, _ = posts.popleft()
             peer = conn.peer
-            execution = Execution(peer, frame.id, INFINITE, frame.chain)
+            execution = Execution(conn, peer, frame.id, INFINITE, frame.chain)
             opened = self._open_post(conn, frame, execution)
             if opened is None:
                 continue
@@ -261,14 +261,14 @@ class Executor:
         )
         self.refuse(conn, frame, error)
 
-    def _raised(self, conn: Any, frame: Frame, error: BaseException, execution: Execution) -> None:
+    def _raised(self, frame: Frame, error: BaseException, execution: Execution) -> None:
         if self._agent.abandoned:
             self._agent.end_fork("a call", error)
         cut_frames(error, __file__)
         if frame.flags & POST:
             report(_log, error, "what %r has posted here failed", execution.peer.name)
         else:
-            self.fail(conn, frame.id, error, execution)
+            self.fail(execution, error)
 
     def _learn(self, peer: Peer, introduced: tuple[Any, ...]) -> Any:
         if self._agent.record.data_only:
@@ -289,25 +289,24 @@ class Executor:
         if "path" in header:
             execution.path = path_of(header, frame.chain)
 
-    def _answer_later(self, conn: Any, id: int, value: Any, function: Any, execution: Execution) -> None:
-        running = execution.peer.running
+    def _answer_later(self, execution: Execution, value: Any, function: Any) -> None:
+        running, id = execution.peer.running, execution.id
 
         def answer(result: Any) -> None:
-            self.answer(conn, id, result, execution)
+            self.answer(execution, result)
             running.pop(id, None)
 
         def fail(error: BaseException) -> None:
-            self.fail(conn, id, error, execution)
+            self.fail(execution, error)
             running.pop(id, None)
 
         execution.deferred = True
         future = value.future if type(value) is Later else future_of(value, function)
-        self.when_done(future, conn, execution, answer, fail)
+        self.when_done(future, execution, answer, fail)
 
     def when_done(
         self,
         future: Any,
-        conn: Any,
         execution: Execution,
         answer: Callable[[Any], object],
         fail: Callable[[BaseException], object],
@@ -325,26 +324,21 @@ class Executor:
                     answer(value)
             finally:
                 CURRENT.reset(token)
-            if conn is not None:
-                conn.flush()
+            if execution.conn is not None:
+                execution.conn.flush()
 
         future.add_done_callback(ready)
 
     # -- answering -----------------------------------------------------------------------------------
 
     def answer(
-        self,
-        conn: Any,
-        id: int,
-        value: Any,
-        execution: Execution,
-        keep: Callable[[Any, int, Peer], Any] | None = None,
+        self, execution: Execution, value: Any, keep: Callable[[Any, int, Peer], Any] | None = None
     ) -> None:
         """Send a value back; if it cannot travel, send that error back.
 
         ``keep(value, size, peer)`` may give something else to be sent in place of a value of ``size`` packed bytes.
         """
-        agent = self._agent
+        agent, conn = self._agent, execution.conn
         if (
             type(value) in _PLAIN
             and conn is not None
@@ -353,8 +347,8 @@ class Executor:
             and execution.peer.same_main is not None
         ):
             if conn.credits:
-                conn.credits.pop(id, None)
-            conn.outbox.append(outbound.pack(agent, conn, REPLY, id, _dumps(value, 5)))
+                conn.credits.pop(execution.id, None)
+            conn.outbox.append(outbound.pack(agent, conn, REPLY, execution.id, _dumps(value, 5)))  # type: ignore[arg-type]
             if agent.flights is not None:
                 agent.flights.executed(execution, False)
             return
@@ -373,7 +367,7 @@ class Executor:
                 header = recorded(agent.recorder, header, encoded, execution.peer)
             if message.sent or message.objects:
                 header = agent.announce(message, header)
-            if not self._send(conn, REPLY, id, encoded, header, execution, message):
+            if not self._send(conn, REPLY, execution.id, encoded, header, execution, message):
                 agent.roll_back(message)
             if agent.flights is not None:
                 agent.flights.executed(execution, False)
@@ -388,10 +382,11 @@ class Executor:
                 error = wrapped
             elif is_a(error, LimitError):
                 error.maybe_executed = True  # it is its result for which there is no room
-            self.fail(conn, id, error, execution)
+            self.fail(execution, error)
 
-    def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
+    def fail(self, execution: Execution, error: BaseException) -> None:
         """Send an error back. Never raises."""
+        conn, id = execution.conn, execution.id
         try:
             name, shown = self._agent.name, getattr(execution.actor, "shown", "")
             data = pack_error(
@@ -412,22 +407,21 @@ class Executor:
             conn.outbox.append(pack_frame(FAILURE, id, self._short))
         _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
 
-    def refuse(self, conn: Any, frame: Frame, error: RpcError, *, sealed: bool = True) -> None:
-        """Answer a request that is not executed with an error. Never raises.
+    def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
+        """Answer a request that is neither opened nor executed with an error: what is in it goes back. Never raises."""
+        self._agent.inbox.discard(conn, frame)
+        if not frame.flags & POST:
+            self.refuse_opened(conn, frame.id, error)
 
-        ``sealed``: it has not been opened: what is in it goes back.
-        """
-        if sealed:
-            self._agent.inbox.discard(conn, frame)
-        if frame.flags & POST:
-            return
+    def refuse_opened(self, conn: Any, id: int, error: RpcError) -> None:
+        """Answer a request that has been opened, but is not executed, with an error. Never raises."""
         peer = self._agent.self_peer if conn is None else conn.peer
         try:
             dumps = codec.dumper(peer.same_main)
             data = exceptions.dump(error, worker=self._agent.name, dumps=dumps, executed=False)
-            self._send(conn, FAILURE, frame.id, data, None)
+            self._send(conn, FAILURE, id, data, None)
         except MemoryError as failure:
-            self._fail_shortly(conn, frame.id, peer.name, failure)
+            self._fail_shortly(conn, id, peer.name, failure)
 
     def refuse_stuck(self, task: tuple[Any, Frame, float], why: str) -> None:
         """Answer a request that no thread will ever take: every one that may exist is blocked."""

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, Final
 
 from actorrpc.actors.host.actor import HostedActor
-from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.executor import ActorExecutor
 from actorrpc.actors.host.threads import bears_interruption
 from actorrpc.agent.calls import CURRENT, Execution
@@ -164,11 +163,10 @@ class Debugger:
 
     def _runs(self, execution: Execution) -> bool:
         """Whether a call has still to be answered, or produces a stream."""
-        found = execution.peer.running.get(execution.id)
-        if found is execution or (type(found) is Envelope and found.execution is execution):
+        if execution.peer.running.get(execution.id) is execution:
             return True
         streams = () if self._actors is None else self._actors.streams.all()
-        return any(getattr(each.entry, "execution", None) is execution for each in streams)
+        return any(each.entry is execution for each in streams)
 
     def _look(self) -> bool:
         """Take out the sessions whose calls are over."""
@@ -203,10 +201,9 @@ class Debugger:
             return
         call.deadline += seconds
         for each in (self._agent.self_peer, *self._agent.peers()):
-            for entry in list(each.running.values()):
-                execution = entry if isinstance(entry, Execution) else getattr(entry, "execution", None)
-                if execution is not None and call in execution.nested:
-                    self.put_off(execution, seconds)
+            for running in list(each.running.values()):
+                if isinstance(running, Execution) and call in running.nested:
+                    self.put_off(running, seconds)
                     return
 
     # -- front ends ----------------------------------------------------------------------------------------------

@@ -157,14 +157,13 @@ def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
             what = (call.id, peer.name, call.chain, _text(call.label), call.thread)
             rows.append((UNDER_WAY, CALLED, call.made, now, *what, False, call.future is None, size, 0))
         for each in list(peer.running.values()):
-            run = each.execution if isinstance(each, Envelope) else each
-            if isinstance(run, Execution):
-                title = "" if run.actor is None else run.actor.title
-                what = (run.id, peer.name, run.chain, _name_of(run.what), run.thread)
-                rows.append((UNDER_WAY, EXECUTED, run.arrived, run.begun, now, *what, False, title))
+            if isinstance(each, Execution) and each.begun:
+                title = "" if each.actor is None else each.actor.title
+                what = (each.id, peer.name, each.chain, _name_of(each.what), each.thread)
+                rows.append((UNDER_WAY, EXECUTED, each.arrived, each.begun, now, *what, False, title))
             elif isinstance(each, Envelope):
                 title = "" if each.hosted is None else each.hosted.title
-                what = (each.frame.id, peer.name, 0, _text(each.header.get("method", "__init__")), 0)
+                what = (each.id, peer.name, 0, _text(each.header.get("method", "__init__")), 0)
                 rows.append((UNDER_WAY, EXECUTED, each.arrived, now, now, *what, False, title))
     for producer in [] if worker.actors is None else worker.actors.streams.all():
         if (since := producer.since) is not None:
@@ -507,14 +506,13 @@ def _awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
 
 
 def _call(entry: Envelope, now: float, thread: int, waits_for: list[Call | Stall]) -> dict[str, Any]:
-    execution = entry.execution
     return {
         "method": _text(entry.header.get("method", "__init__")),
         "caller": entry.peer.name,
         "since": max(0.0, now - entry.arrived),
         "left": _left(entry.deadline, now),
-        "execution": "" if execution is None else f"{execution.chain:016x}",
-        "chain": [f"{each:016x}" for each in entry.path],
+        "execution": f"{entry.chain:016x}" if entry.begun else "",
+        "chain": [f"{each:016x}" for each in (entry.path[:-1] if entry.begun else entry.path)],
         "thread": thread,
         "waits_for": [_say_awaited(each) for each in waits_for[:10]],
     }

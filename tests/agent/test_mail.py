@@ -44,9 +44,7 @@ class Router:
     def _open(self, conn: Any, peer: Any, frame: Frame) -> None:
         header = unpack_header(frame.extra)
         args, _ = outbound.opened(self.agent, conn, frame, peer, header)
-        self.agent.executor.answer(
-            conn, frame.id, (header["method"], len(args)), Execution(peer, frame.id, 0.0, 0)
-        )
+        self.agent.executor.answer(Execution(conn, peer, frame.id, 0.0, 0), (header["method"], len(args)))
         if conn is not None:
             conn.flush()
 
@@ -151,7 +149,7 @@ def test_the_path_of_executions_travels_with_nested_calls() -> None:
 
         assert ask() == ()
 
-        execution = Execution(a0.self_peer, 0, float("inf"), _EXECUTIONS[-1])
+        execution = Execution(None, a0.self_peer, 0, float("inf"), _EXECUTIONS[-1])
         execution.path = tuple(_EXECUTIONS)
         token = CURRENT.set(execution)
         try:

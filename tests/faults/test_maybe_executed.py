@@ -141,7 +141,7 @@ def test_a_call_that_ends_while_its_frame_is_made(way: str, monkeypatch: pytest.
     with agents(2) as (a, b):
         peer = a.peer("a1")
         assert a.ask(peer, _note, (0,), {}, 0.0) == 0
-        outer = Execution(a.self_peer, 0, float("inf"), a.next_chain())
+        outer = Execution(None, a.self_peer, 0, float("inf"), a.next_chain())
 
         def end() -> None:
             if way == "cancelled":

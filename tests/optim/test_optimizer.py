@@ -683,7 +683,7 @@ def _refused(_rank: int, _: int) -> None:
     tensor.grad = torch.ones(2)
     before = tensor.detach().clone()
     optimizer = DistributedOptimizer(SGD, tensor, lr=1.0)
-    execution = Execution(runtime().agent.self_peer, 1, float("inf"), 0)
+    execution = Execution(None, runtime().agent.self_peer, 1, float("inf"), 0)
     execution.cancelled = True
     token = CURRENT.set(execution)
     try:

@@ -175,7 +175,7 @@ class HostedActor:
         """
         if not held:
             entry.hosted = self
-            entry.peer.running[entry.frame.id] = entry
+            entry.peer.running[entry.id] = entry
             if self._intake is not None:
                 with self._lock:
                     if self._intake is not None:
@@ -212,7 +212,7 @@ class HostedActor:
     def construct(self, entry: Envelope) -> None:
         """Put the message that makes the actor into the mailbox, before all others."""
         entry.hosted = self
-        entry.peer.running[entry.frame.id] = entry
+        entry.peer.running[entry.id] = entry
         todo = self.mailbox.put(entry, self.mailbox.queues[""])
         if todo is not None:
             self.carry_out(todo)
@@ -269,9 +269,7 @@ class HostedActor:
             self.carry_out(self.mailbox.ready(entry))
 
         # What is fetched for the call belongs to it: its time, its chain, and what rides along with it.
-        execution = Execution(entry.peer, entry.frame.id, entry.deadline, entry.frame.chain)
-        execution.header, execution.path = entry.header, entry.path
-        token = CURRENT.set(execution)
+        token = CURRENT.set(entry)
         try:
             args, kwargs = self.executor.arguments(entry)
             future = resolve(args, kwargs)
@@ -405,7 +403,7 @@ class HostedActor:
         """
         queue = entry.queue
         # Set first: one that has had its turn in this moment, and that nobody runs yet, sees it when it is about to.
-        entry.given_up = stop or (queue is not None and queue.is_async)
+        entry.unwanted = stop or (queue is not None and queue.is_async)
         todo = self.mailbox.cancel(entry)
         if todo is not None:
             self.executor.refuse(
@@ -413,20 +411,20 @@ class HostedActor:
             )
             self.carry_out(todo)
             return
-        execution, loop = entry.execution, self.loop_of(queue)
+        loop = self.loop_of(queue)
         if queue is not None and queue.is_async:
             if entry.task is not None and loop is not None:
                 loop.submit(partial(self.executor.stop, entry, stop, late))
-            elif execution is not None:  # a plain method is never interrupted on the loop
-                execution.cancel(stop, late)
+            elif entry.begun:  # a plain method is never interrupted on the loop
+                entry.give_up(stop, late)
             return
         if stop:
             # Before the calls that it waits for are given up: it is told once, and not by their errors, too.
             self.interrupt(entry)
-        if execution is not None:
-            execution.cancel(stop, late)
-        # A stream may stand in its place since it was looked for. One that comes later looks at the execution, in that order.
-        stream = entry.peer.running.get(entry.frame.id)
+        if entry.begun:
+            entry.give_up(stop, late)
+        # A stream may stand in its place since it was looked for. One that comes later looks at the call, in that order.
+        stream = entry.peer.running.get(entry.id)
         if stream is not None and stream is not entry:
             stream.cancel(stop)
 
@@ -556,7 +554,7 @@ class HostedActor:
             runner is each.runner for each in list(self.loops.values())
         ):
             entry = runner.current
-        if entry is None or entry.execution is not execution:
+        if entry is not execution:
             self.agent.submit(partial(self.exited, None, why))
 
     def end(self, how: str, why: str) -> Future[None]:
@@ -671,8 +669,8 @@ class HostedActor:
                 # Whatever was to answer it, does not any more. One that has not been handed out is refused, as not
                 # executed, by the thread that has found the mailbox closed.
                 self.executor.fail(each, died(self, self.why))
-                if each.execution is not None:
-                    each.execution.cancel()
+                if each.begun:
+                    each.give_up()
             self.over.try_complete(state)
 
         over()

@@ -131,11 +131,10 @@ class DeadlockDetector:
             for running, found in _blocked(hosted):
                 busy = True  # also where it waits for no call yet: one to an actor that is being made comes later
                 calls = [each for each in found if not isinstance(each, Producer)]
-                if not isinstance(running, Envelope) or running.execution is None:
+                if not isinstance(running, Envelope) or not running.begun:
                     continue
-                chain = running.execution.chain
-                probe = Probe(self._runtime.references.me, hosted.id, chain, (_say(running),))
-                self._inquire(seen, (hosted.id, chain), calls, probe)
+                probe = Probe(self._runtime.references.me, hosted.id, running.chain, (_say(running),))
+                self._inquire(seen, (hosted.id, running.chain), calls, probe)
         return busy
 
     def _inquire(
@@ -205,8 +204,7 @@ def _holder(entry: Envelope, hosted: HostedActor) -> Envelope | None:
     if queue is not None and queue.is_async:
         # On a loop: what blocks that, unless this one runs inside of the wait.
         held = loop.runner.running if loop is not None else None
-        execution = held.execution if held is not None else None
-        if loop is None or execution is None or (held is not entry and loop.runner.may_run(entry, execution)):
+        if loop is None or held is None or (held is not entry and loop.runner.may_run(entry, held)):
             return None
         return held
     if entry.state is not NEW:
@@ -289,19 +287,18 @@ def _pursue(id: int, probe: Probe) -> None:
             _pursue_task(runtime, entry, probe)
         elif queue is not None and _is_serial(queue):
             for each, _task in _coroutines(hosted, queue):
-                if each.execution is not None and probe.began(runtime, hosted, each.execution.chain):
+                if each.begun and probe.began(runtime, hosted, each.chain):
                     _verdict(hosted, entry, probe)
                     return
                 _pursue_task(runtime, each, probe)
         return
-    execution = running.execution
-    if execution is None:
+    if not running.begun:
         return
-    if running is not entry and probe.began(runtime, hosted, execution.chain):
+    if running is not entry and probe.began(runtime, hosted, running.chain):
         _verdict(hosted, entry, probe)
         return
     on_loop, loop = queue is not None and queue.is_async, hosted.loop_of(queue)
-    slot: Any = hosted.mailbox.slot_of(execution.chain) if not on_loop else loop and loop.runner
+    slot: Any = hosted.mailbox.slot_of(running.chain) if not on_loop else loop and loop.runner
     if slot is None:
         return
     # What runs within it, on the same thread, has to end before it.
@@ -372,7 +369,7 @@ def _look_at_streams(runtime: Searched, before: set[int]) -> set[int]:
         if pause not in before:
             continue
         hosted, queue = entry.hosted, entry.queue
-        slot: Any = None if entry.execution is None else hosted.mailbox.slot_of(entry.execution.chain)
+        slot: Any = hosted.mailbox.slot_of(entry.chain)
         if slot is not None and slot.depth > 1:
             _begin(runtime, hosted, pause, _say_pause(producer), [producer])
         elif queue.waiting and queue not in looked:
@@ -407,7 +404,7 @@ def _holders(
     else:
         for runner in list(hosted.threads):
             running, targets = runner.running, runner.waits_for
-            if runner.queue is not queue or not isinstance(running, Envelope) or running.execution is None:
+            if runner.queue is not queue or not isinstance(running, Envelope) or not running.begun:
                 continue
             if not targets:
                 return None
@@ -415,7 +412,7 @@ def _holders(
             if isinstance(first, Producer):
                 found[first.pause] = _say_pause(first), targets
             else:
-                found[running.execution.chain] = _say(running), targets
+                found[running.chain] = _say(running), targets
     return found if found and len(found) >= queue.running else None
 
 
@@ -471,19 +468,13 @@ def _at_producer(stream: int, probe: Probe) -> None:
     runtime: Searched | None = current()
     producer = None if runtime is None else runtime.streams.find(stream)
     entry = None if producer is None else producer.entry
-    if (
-        runtime is None
-        or producer is None
-        or entry is None
-        or entry.execution is None
-        or entry.hosted is None
-    ):
+    if runtime is None or producer is None or entry is None or entry.hosted is None:
         return
     if producer.pause:  # it has items
         return
     if _pursue_task(runtime, entry, probe):
         return
-    slot: Any = entry.hosted.mailbox.slot_of(entry.execution.chain)
+    slot: Any = entry.hosted.mailbox.slot_of(entry.chain)
     if slot is not None and slot.waiting:
         for target in slot.waits_for[:_BRANCHES]:
             _follow(runtime, target, probe.past(_say(entry)))
@@ -572,7 +563,7 @@ def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelop
         advice = f"get() blocks the event loop of {hosted.title}: await there"
     error = DeadlockError(
         f"{_say(entry)} can never {'run' if entry.state is NEW else 'end'}: {circle} wait for each other in a circle. {advice}",
-        maybe_executed=entry.execution is not None,
+        maybe_executed=entry.begun > 0,
         worker=hosted.agent.name,
     )
     hosted.registry.deadlocks.note(error)

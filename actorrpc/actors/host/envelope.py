@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import _time
 from actorrpc.actors.host.mailbox import Entry
-from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
+from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT, Execution
+from actorrpc.agent.executor import path_of
 from actorrpc.wire.frames import MAIL
 from actorrpc.wire.headers import Header
 
@@ -13,44 +15,39 @@ if TYPE_CHECKING:
     import asyncio
 
     from actorrpc.actors.host.actor import HostedActor
-    from actorrpc.agent.calls import Execution
     from actorrpc.agent.peers import Peer
     from actorrpc.agent.timers import Timer
+    from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
-__all__ = ["GRACE_S", "UNUSUAL", "Envelope"]
+__all__ = ["GRACE_S", "Envelope"]
 
 GRACE_S: Final = 5.0
 """How long a coroutine that is cancelled may take to clean up, and make calls for it."""
 
-UNUSUAL: Final = frozenset({"place", "priority", "unordered", "unresolved"})
+_UNUSUAL: Final = frozenset({"place", "priority", "unordered", "unresolved"})
 """The fields of a header that say how a call is treated in its mailbox."""
 
 _CALLER: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
 
 
-class Envelope(Entry):
-    """A call in a mailbox.
+class Envelope(Entry, Execution):
+    """A call of an actor: it waits in the mailbox, is executed and is answered.
 
     Attributes:
+        frame: the message, until somebody has won the right to open it.
         whole: the whole message has arrived; otherwise its body, or its larger part, follows.
         opened: ``(args, kwargs)`` where they had to be looked at before their turn, or the error of an argument.
     """
 
-    # Most have few things of their own, and take the rest from the class. ActorRegistry.take makes them.
-    conn: Any
-    peer: Peer
+    # Most have few things of their own, and take the rest from the class.
     frame: Frame
     header: Header
     hosted: HostedActor | None = None
-    arrived: float
-    deadline: float
     whole = True
-    sealed: bool
     opened: Any = None
-    execution: Execution | None = None
     task: asyncio.Task[Any] | None = None
-    given_up = False  # it is not to run, if it does not yet
+    unwanted = False  # it is not to run, if it does not yet
     grace: Timer | None = None  # its coroutine was cancelled, and is cancelled again at the end of this time
     sole = False  # nobody but us has the result
     circles: dict[int, float] | None = None  # see deadlocks
@@ -59,28 +56,40 @@ class Envelope(Entry):
     @property
     def caller(self) -> object:
         """Who called; calls of equal callers keep their order."""
-        return self.peer, self.frame.chain >> CALLER_BIT & _CALLER
+        return self.peer, self.chain >> CALLER_BIT & _CALLER
 
     @property
     def reserved(self) -> bool:
         """Whether only the place is here: the caller sends the message when its arguments are complete."""
         return not self.whole and self.frame.flags == MAIL
 
+    def __init__(self, conn: Connection | None, peer: Peer, frame: Frame, header: Header) -> None:
+        self.conn = conn
+        self.peer = peer
+        self.frame = frame
+        self.header = header
+        self.id = self.place = frame.id
+        self.chain = frame.chain
+        self.arrived = arrived = _time.now()
+        self.deadline = arrived + frame.remaining
+        self.nested = {}
+        if frame.chain >> FRAME_BIT:
+            self.path = path_of(header, frame.chain)
+        if not _UNUSUAL.isdisjoint(header):
+            self.heed(header)
+
     def heed(self, header: Header) -> None:
-        """Take from the header what few have: see :data:`UNUSUAL`."""
+        """Take from the header what few have: see :data:`_UNUSUAL`."""
         self.ready = self.ready and "unresolved" not in header
         self.priority = int(header.get("priority", 0))
         self.loose = bool(header.get("unordered"))
         if "place" in header:
             self.place, self.again = int(header["place"]), True
 
-    def unseal(self) -> bool:
-        """Win the right to open the message, or to give back what is in it; exactly one caller ever does."""
-        try:
-            del self.sealed
-        except AttributeError:
-            return False
-        return True
+    def unseal(self) -> Frame | None:
+        """Take the message out, to open it or to give back what is in it; None for all but one caller."""
+        frame: Frame | None = self.__dict__.pop("frame", None)
+        return frame
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
         """Give the call up: its caller wants it no more. Runs on a pool thread.

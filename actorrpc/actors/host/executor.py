@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
+from threading import get_ident
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +30,7 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
-from actorrpc.agent.calls import CALLER_BIT, CURRENT, FRAME_BIT, Execution
+from actorrpc.agent.calls import CALLER_BIT, CURRENT, FRAME_BIT
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
 from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted, riding
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
@@ -81,23 +82,20 @@ class ActorExecutor:
         agent, hosted, running = self.agent, self.hosted, self.mailbox.running
         if not agent.pool.idle:
             agent.pool.ensure_reader()
-        peer, frame, header = entry.peer, entry.frame, entry.header
         runner.depth += 1
         try:
-            if entry.deadline != INFINITE and _time.now() > entry.deadline:
-                self._refuse_late(entry)
-            elif runner.depth > _MAX_DEPTH:
+            if runner.depth > _MAX_DEPTH:
                 self.fail(entry, self._too_deep())
-            else:
-                execution = self._begin(entry, runner)
-                token = CURRENT.set(execution)
+            elif self._may_start(entry):
+                self._begin(entry, runner)
+                token = CURRENT.set(entry)
                 try:
                     try:
                         runner.under_way[entry] = RUNS
                         runner.running = entry
-                        if entry.given_up:
+                        if entry.unwanted:
                             raise Interrupted
-                        value = self._call(entry, execution, runner)
+                        value = self._call(entry, runner)
                     finally:
                         if agent.abandoned:  # before a lock that another thread held as this one forked
                             agent.end_fork(self.label(entry), sys.exc_info()[1])
@@ -105,7 +103,7 @@ class ActorExecutor:
                         if found is not RUNS or runner.hunted:
                             runner.leave(entry, found)
                         runner.running = None
-                        running.pop(execution.chain, None)
+                        running.pop(entry.chain, None)
                     if value is not _NOTHING:
                         if (
                             type(value) is torch.Tensor
@@ -113,11 +111,7 @@ class ActorExecutor:
                             and _has_own_memory(value)
                         ):
                             entry.sole = True
-                        if "num_returns" in header:
-                            self.answer(entry, value)
-                        elif peer.running.pop(frame.id, None) is entry:
-                            kept = (_keep_itself if entry.sole else keep_large) if "keep" in header else None
-                            agent.executor.answer(entry.conn, frame.id, value, execution, kept)
+                        self.answer(entry, value)
                         value = None
                 except BaseException as error:
                     self._raised(entry, error)
@@ -147,14 +141,10 @@ class ActorExecutor:
         """Answer a call whose method has raised, and see to the actor's end where that is what it means."""
         if self.agent.abandoned:
             self.agent.end_fork(self.label(entry), error)
-        spec, execution = self.hosted.spec, entry.execution
+        spec = self.hosted.spec
         if spec is not None and spec.options.on_error == "debug" and self.agent.on_failure is not None:
-            if (
-                execution is not None
-                and isinstance(error, Exception)
-                and not is_a(error, (RpcError, ActorExit))
-            ):
-                self.agent.on_failure(execution, error)
+            if isinstance(error, Exception) and not is_a(error, (RpcError, ActorExit)):
+                self.agent.on_failure(entry, error)
         if type(error) is NameError:
             _explain_missing_name(error)
         if is_a(error, ActorExit):
@@ -171,31 +161,26 @@ class ActorExecutor:
             f"actor {self.hosted.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
         )
 
-    def _begin(self, entry: Envelope, runner: ActorThread | None) -> Execution:
+    def _begin(self, entry: Envelope, runner: ActorThread | None) -> None:
         """Begin the execution of a call: what descends from it may run within it from now on."""
         caller = self.hosted.caller
         if caller is None:
             caller = self.hosted.registry.new_caller()
         id = _OF_ACTOR | caller << CALLER_BIT | next(self._numbers) & _NUMBER  # no other worker has it
-        execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id, entry.arrived)
-        if entry.path:
-            execution.path = (*entry.path, id)
-        execution.actor = self.hosted
-        execution.header = entry.header
-        execution.what = entry.header.get("method", "__init__")
+        entry.path = (*entry.path, id)
+        entry.chain = id
+        entry.actor = self.hosted
+        entry.what = entry.header.get("method", "__init__")
+        entry.thread = get_ident()
+        entry.begun = _time.now()
         self.mailbox.running[id] = runner
-        return execution
 
     def _may_start(self, entry: Envelope) -> bool:
-        if entry.deadline != INFINITE and _time.now() > entry.deadline:
-            self._refuse_late(entry)
-            return False
-        return True
-
-    def _refuse_late(self, entry: Envelope) -> None:
-        name = self.agent.name
+        if entry.deadline == INFINITE or _time.now() <= entry.deadline:
+            return True
         text = f"{self.label(entry)} reached its turn too late to be started"
-        self.refuse(entry, RpcTimeoutError(text, maybe_executed=False, worker=name))
+        self.refuse(entry, RpcTimeoutError(text, maybe_executed=False, worker=self.agent.name))
+        return False
 
     def label(self, entry: Envelope) -> str:
         return f"the call of {self.hosted.title}.{entry.header.get('method', '__init__')}()"
@@ -204,19 +189,18 @@ class ActorExecutor:
         """Return the ``args`` and ``kwargs`` of a call, opening its message if that was not opened before its turn."""
         opened, entry.opened = entry.opened, None
         if opened is None:
-            if not entry.unseal():
+            frame = entry.unseal()
+            if frame is None:
                 raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
-            frame = entry.frame
-            execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
             try:
-                opened = outbound.opened(self.agent, entry.conn, frame, entry.peer, entry.header, execution)
+                opened = outbound.opened(self.agent, entry.conn, frame, entry.peer, entry.header, entry)
             except LimitError as error:
                 raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
         elif isinstance(opened, BaseException):
             raise opened
         return opened  # type: ignore[no-any-return]
 
-    def _call(self, entry: Envelope, execution: Execution, runner: ActorThread | None = None) -> Any:
+    def _call(self, entry: Envelope, runner: ActorThread | None = None) -> Any:
         """Run the method; return its result, or ``_NOTHING`` where the answer comes later or has been given."""
         header = entry.header
         name = header.get("method")
@@ -232,7 +216,7 @@ class ActorExecutor:
             and not self.agent.interceptors
         ):
             return self._returned(entry, method, method(*args, **kwargs), True, runner)
-        call = self._intercepted(execution, method, args, kwargs)
+        call = self._intercepted(entry, method, args, kwargs)
         if kind == "generator" or ("window" in header and kind == "sync"):
             items = call()
             if isinstance(items, AsyncGenerator):
@@ -249,13 +233,13 @@ class ActorExecutor:
         return self._returned(entry, method, call(), runner=runner)
 
     def _intercepted(
-        self, execution: Execution, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: Envelope, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any]:
         """Return what to run in place of ``method(*args, **kwargs)``: spans are the outermost."""
         interceptors: Sequence[Interceptor] = self.agent.interceptors
-        if execution.header and not RIDERS.keys().isdisjoint(execution.header):
-            interceptors = riding(interceptors, execution.header)
-        return intercepted(interceptors, execution, method, args, kwargs)
+        if not RIDERS.keys().isdisjoint(entry.header):
+            interceptors = riding(interceptors, entry.header)
+        return intercepted(interceptors, entry, method, args, kwargs)
 
     def _returned(
         self,
@@ -335,8 +319,8 @@ class ActorExecutor:
             producer.close()
             generator.close()
             return
-        producer.serves(entry.frame.id)
-        if entry.execution is not None and entry.execution.cancelled:  # as a call, before it was a stream
+        producer.serves(entry.id)
+        if entry.cancelled:  # as a call, before it was a stream
             producer.close()
         if entry.conn is not None:
             entry.conn.flush(True)
@@ -355,10 +339,9 @@ class ActorExecutor:
         return error
 
     def _answer_later(self, entry: Envelope, future: Any) -> None:
-        assert entry.execution is not None
         self.answered_later[entry] = None
         self.agent.executor.when_done(
-            future, entry.conn, entry.execution, partial(self.answer, entry), partial(self._raised, entry)
+            future, entry, partial(self.answer, entry), partial(self._raised, entry)
         )
 
     # -- on an event loop ------------------------------------------------------------------------------
@@ -378,33 +361,32 @@ class ActorExecutor:
             return
         self._task(entry, queue, loop, partial(self._run_async, entry))
 
-    def _task(
-        self, entry: Envelope, queue: GroupQueue, loop: EventLoop, run: Callable[[Execution], Any]
-    ) -> None:
-        """Begin the execution of a call on the loop, as a task that runs ``run(execution)`` in its turn."""
-        execution = entry.execution or self._begin(entry, None)
-        loop.runner.entries[execution.chain] = entry
+    def _task(self, entry: Envelope, queue: GroupQueue, loop: EventLoop, run: Callable[[], Any]) -> None:
+        """Begin the execution of a call on the loop, as a task that runs ``run()`` in its turn."""
+        if not entry.begun:
+            self._begin(entry, None)
+        loop.runner.entries[entry.chain] = entry
         context = loop.runner.fresh_context()
-        context.run(CURRENT.set, execution)
-        task = loop.task(run(execution), context)
+        context.run(CURRENT.set, entry)
+        task = loop.task(run(), context)
         entry.task = task
-        if entry.given_up:  # it has to begin: what has not cannot answer
+        if entry.unwanted:  # it has to begin: what has not cannot answer
             loop.submit(partial(self.stop, entry, False))
 
         def over(_: Any) -> None:
             entry.task = None
-            self._over(entry, queue, loop, execution)
+            self._over(entry, queue, loop)
 
         task.add_done_callback(over)
 
-    def _over(self, entry: Envelope, queue: GroupQueue, loop: EventLoop, execution: Execution) -> None:
+    def _over(self, entry: Envelope, queue: GroupQueue, loop: EventLoop) -> None:
         """Go on after a call that has run on the loop."""
         entry.opened = None
         if entry.grace is not None:
             entry.grace.cancel()
-        loop.runner.entries.pop(execution.chain, None)
+        loop.runner.entries.pop(entry.chain, None)
         try:
-            self.mailbox.running.pop(execution.chain, None)
+            self.mailbox.running.pop(entry.chain, None)
             if entry.conn is not None and entry.conn.outbox:
                 entry.conn.flush()
             self.hosted.finished(queue, self.mailbox.done(queue))
@@ -417,21 +399,21 @@ class ActorExecutor:
 
         Its handlers may make calls, which the grace bounds; the caller hears when they have ended, or the grace is over.
         """
-        task, execution = entry.task, entry.execution
-        if task is None or execution is None or entry.grace is not None:
+        task = entry.task
+        if task is None or entry.grace is not None:
             return
-        over = partial(self._grace_over, entry, task, execution, stop)
+        over = partial(self._grace_over, entry, task, stop)
         entry.grace = self.agent.clock.after(GRACE_S, lambda: self.agent.submit(over))
         task.cancel()
         # First the bound of the calls that are made from now on, by its threads too: each call has it or is given up.
-        execution.deadline = _time.now() + GRACE_S
-        execution.late = late
-        execution.give_up_nested(stop)  # before the coroutine goes on and makes others
+        entry.deadline = _time.now() + GRACE_S
+        entry.late = late
+        entry.give_up_nested(stop)  # before the coroutine goes on and makes others
 
-    def _grace_over(self, entry: Envelope, task: asyncio.Task[Any], execution: Execution, stop: bool) -> None:
+    def _grace_over(self, entry: Envelope, task: asyncio.Task[Any], stop: bool) -> None:
         if task.done():
             return
-        execution.cancel(stop)
+        entry.give_up(stop)
         self.fail(
             entry,
             CancelledError(
@@ -460,9 +442,9 @@ class ActorExecutor:
         """
         queue, loop = entry.queue, runner.loop
         assert queue is not None
-        execution = self._begin(entry, None)
-        runner.entries[execution.chain] = entry
-        run = partial(self._run_plain, entry, execution, runner, within)
+        self._begin(entry, None)
+        runner.entries[entry.chain] = entry
+        run = partial(self._run_plain, entry, runner, within)
         outer, runner.plain = runner.plain, entry
         runner.depth += 1
         try:
@@ -474,20 +456,20 @@ class ActorExecutor:
             runner.depth -= 1
             runner.plain = outer
         if value is _NOTHING or within:
-            self._over(entry, queue, loop, execution)
+            self._over(entry, queue, loop)
         else:  # its state is to be kept first, and the loop goes on meanwhile
             self._task(entry, queue, loop, partial(self._answer_when_kept, entry, value))
 
-    def _run_plain(self, entry: Envelope, execution: Execution, runner: LoopThread, within: bool) -> Any:
+    def _run_plain(self, entry: Envelope, runner: LoopThread, within: bool) -> Any:
         if self.mailbox.closed:
             raise HostedActorGoneError(self.hosted.id, self.hosted.why)
-        if entry.given_up:
+        if entry.unwanted:
             raise CancelledError(f"{self.label(entry)} was cancelled before it started", maybe_executed=False)
         if runner.depth > _MAX_DEPTH:
             raise self._too_deep()
-        CURRENT.set(execution)
+        CURRENT.set(entry)
         if within or not self.checkpoints.wanted:
-            value = self._call(entry, execution)
+            value = self._call(entry)
             if self.agent.abandoned:
                 self.agent.end_fork(self.label(entry), None)
             if value is not _NOTHING:
@@ -496,9 +478,9 @@ class ActorExecutor:
         args, kwargs = self.arguments(entry)
         self.hosted.calls += 1
         method, _ = self._method(entry.header["method"])
-        return method, self._intercepted(execution, method, args, kwargs)()
+        return method, self._intercepted(entry, method, args, kwargs)()
 
-    async def _answer_when_kept(self, entry: Envelope, found: tuple[Any, Any], execution: Execution) -> None:
+    async def _answer_when_kept(self, entry: Envelope, found: tuple[Any, Any]) -> None:
         method, value = found
         try:
             await self.checkpoints.save_from_loop()
@@ -508,14 +490,14 @@ class ActorExecutor:
         except BaseException as error:
             self._raised_async(entry, error)
 
-    async def _run_async(self, entry: Envelope, execution: Execution) -> None:
+    async def _run_async(self, entry: Envelope) -> None:
         try:
             if self.mailbox.closed:  # it was started in the moment in which its actor has ended
                 raise HostedActorGoneError(self.hosted.id, self.hosted.why)
             args, kwargs = self.arguments(entry)
             self.hosted.calls += 1
             method, kind = self._method(entry.header["method"])
-            call = self._intercepted(execution, method, args, kwargs)
+            call = self._intercepted(entry, method, args, kwargs)
             if kind != "async":
                 producer = self.hosted.streams.open(
                     int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
@@ -523,7 +505,7 @@ class ActorExecutor:
                 items = call()
                 generator = items if isinstance(items, AsyncGenerator) else _stepwise(items)
                 if self.answer(entry, producer.ticket(), keep=False):
-                    producer.serves(entry.frame.id)
+                    producer.serves(entry.id)
                     if entry.conn is not None:
                         entry.conn.flush()
                     kept = self.checkpoints.behind_async(generator)
@@ -555,30 +537,24 @@ class ActorExecutor:
         if not self._claim(entry):
             return False
         header = entry.header
-        execution = entry.execution
-        assert execution is not None
-        count = header.get("num_returns", 1)
-        if count != 1:
+        if "num_returns" in header and header["num_returns"] != 1:
             keep = False  # each part is kept by itself
             try:
                 if "rref" in header:
                     self.runtime.references.keep(header["rref"], entry.peer.key, value)
                     value = None
                 else:
-                    value = self._split(entry, value, count)
+                    value = self._split(entry, value, header["num_returns"])
             except BaseException as error:
-                self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
+                self.agent.executor.fail(entry, error)
                 return True
-        wants_kept = None
-        if keep and header.get("keep"):
-            wants_kept = _keep_itself if entry.sole else keep_large
-        self.agent.executor.answer(entry.conn, entry.frame.id, value, execution, wants_kept)
+        kept = (_keep_itself if entry.sole else keep_large) if keep and "keep" in header else None
+        self.agent.executor.answer(entry, value, kept)
         return True
 
     def _split(self, entry: Envelope, value: Any, count: int) -> list[Any]:
         """Return the parts of a result, each packed by itself: the caller's references share no object."""
-        assert entry.execution is not None
-        name = named(entry.execution)
+        name = named(entry)
         try:
             values = list(value)
         except TypeError:
@@ -598,29 +574,31 @@ class ActorExecutor:
         if not self._claim(entry):  # nobody wants to hear of it any more
             let_frames_go(error)
             return
-        execution = entry.execution or Execution(
-            entry.peer, entry.frame.id, entry.deadline, entry.frame.chain
-        )
-        if entry.unseal():  # it never came to its arguments
-            self.agent.inbox.discard(entry.conn, entry.frame)
+        frame = entry.unseal()
+        if frame is not None:  # it never came to its arguments
+            self.agent.inbox.discard(entry.conn, frame)
         if self.hosted.on_error is not None:
             try:
                 error = self.hosted.on_error(error)
             except BaseException as failure:  # what explains it asks the error for its text
                 error = failure
         cut_frames(error, __file__)
-        self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
+        self.agent.executor.fail(entry, error)
 
     def refuse(self, entry: Envelope, error: RpcError) -> None:
         if self._claim(entry):
-            self.agent.executor.refuse(entry.conn, entry.frame, error, sealed=entry.unseal())
+            frame = entry.unseal()
+            if frame is not None:
+                self.agent.executor.refuse(entry.conn, frame, error)
+            else:
+                self.agent.executor.refuse_opened(entry.conn, entry.id, error)
             if entry.conn is not None:
                 entry.conn.flush()
 
     def _claim(self, entry: Envelope) -> bool:
         if self.answered_later:
             self.answered_later.pop(entry, None)
-        return entry.peer.running.pop(entry.frame.id, None) is entry
+        return entry.peer.running.pop(entry.id, None) is entry
 
     def pump(self, queue: GroupQueue) -> None:
         """Start what the queue has, in portions between which the loop goes on. Runs on the thread of the queue's loop."""

@@ -168,9 +168,7 @@ class LoopThread:
             self._run_within(entry)
             return
         for each in self._awaited():
-            if not (
-                self._hosted.mailbox.reentrant and self._hosted.is_plain(each) and each.execution is None
-            ):
+            if each.begun or not (self._hosted.mailbox.reentrant and self._hosted.is_plain(each)):
                 # A plain method still has its arguments to get.
                 error = self._circle(each)
                 self._hosted.registry.deadlocks.note(error)
@@ -222,7 +220,7 @@ class LoopThread:
         return DeadlockError(
             f"{title}.{entry.header.get('method')}() can never end: {waiter} waits for it with get(), which blocks the event "
             f"loop of {title} that it needs. Await it instead",
-            maybe_executed=entry.execution is not None,
+            maybe_executed=entry.begun > 0,
             worker=self._hosted.agent.name,
         )
 

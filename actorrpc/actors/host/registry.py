@@ -19,10 +19,10 @@ from actorrpc.actors.context import current, runtime
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.deadlock_detector import DeadlockDetector
-from actorrpc.actors.host.envelope import UNUSUAL, Envelope
+from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
-from actorrpc.agent.executor import Later, path_of
+from actorrpc.agent.executor import Later
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
 from actorrpc.wire.frames import MAIL, RESERVED, Frame
@@ -83,21 +83,9 @@ class ActorRegistry:
         header = self._headers.get(frame.extra)
         if header is None:
             header = self._new_header(frame)
-        entry = Envelope()
-        entry.conn = conn
-        entry.peer = peer
-        entry.frame = frame
-        entry.header = header
-        entry.place = frame.id
-        entry.arrived = arrived = _time.now()
-        entry.deadline = arrived + frame.remaining
-        entry.sealed = True
+        entry = Envelope(conn, peer, frame, header)
         if not whole:
             entry.whole = entry.ready = False
-        if frame.chain >> FRAME_BIT:
-            entry.path = path_of(header, frame.chain)
-        if not UNUSUAL.isdisjoint(header):
-            entry.heed(header)
         hosted = self._table.get(header["mailbox"])
         if hosted is not None:
             hosted.post(entry)
@@ -156,7 +144,7 @@ class ActorRegistry:
         elif entry.whole or entry.reserved:
             error = HostedActorGoneError(instance_id, self._ended.get(instance_id, ""))
             # A worker that is to leave when nothing runs answers it before.
-            entry.peer.running[entry.frame.id] = entry
+            entry.peer.running[entry.id] = entry
             self._agent.submit(partial(self._refuse, entry, error))
 
     def _refuse(self, entry: Envelope, error: HostedActorGoneError) -> None:
@@ -166,7 +154,7 @@ class ActorRegistry:
             if conn is not None:
                 conn.flush()
         finally:
-            entry.peer.running.pop(entry.frame.id, None)
+            entry.peer.running.pop(entry.id, None)
 
     def new_caller(self) -> int:
         """Return a number for one of those here who make calls, which are kept in order for each: an actor, or a task.

@@ -108,7 +108,7 @@ class _Consumer(Stall, Progress):
         self._arrival: Future[None] | None = None  # for wait(), which takes nothing
         self._finished: Future[None] | None = None
         # Pulls belong to the stream, not to the call in which somebody happens to take an item.
-        self._apart = Execution(self._agent.self_peer, 0, _INFINITE, 0)
+        self._apart = Execution(None, self._agent.self_peer, 0, _INFINITE, 0)
         self._follow(call, self._called)
 
     # -- what is under way ---------------------------------------------------------------------------------

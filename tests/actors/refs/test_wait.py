@@ -367,7 +367,7 @@ def test_what_ends_together_with_the_call_that_waits_is_not_reported(
 ) -> None:
     work = _Work(1)
     agent = rpc.api._require().agent  # type: ignore[attr-defined]
-    token = CURRENT.set(Execution(agent.self_peer, 1, 0.0, 1))
+    token = CURRENT.set(Execution(None, agent.self_peer, 1, 0.0, 1))
     try:
         with pytest.raises((errors.RpcTimeoutError, IndexError)):
             look(work.refs)
@@ -417,7 +417,7 @@ def test_time_outs_that_make_no_sense(wrong: Any) -> None:
 def test_the_time_of_the_call_that_waits_bounds_it() -> None:
     work = _Work(2)
     agent = rpc.api._require().agent  # type: ignore[attr-defined]
-    token = CURRENT.set(Execution(agent.self_peer, 1, 0.0, 1))
+    token = CURRENT.set(Execution(None, agent.self_peer, 1, 0.0, 1))
     try:
         for refs in (work.refs, work.refs[0]):
             with pytest.raises(errors.RpcTimeoutError, match="the time of the call"):
