@@ -335,7 +335,7 @@ def get_runtime_context() -> RuntimeContext:
     in_force = runtime()
     execution, spec = CURRENT.get(), _spec()
     return RuntimeContext(
-        worker=in_force.agent.info,
+        worker=in_force.agent.self_peer.info,
         namespace=in_force.names.namespace,
         actor_id=None if spec is None else spec.actor_id,
         actor_name=None if spec is None else spec.card.name,

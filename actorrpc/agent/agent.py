@@ -31,7 +31,15 @@ from actorrpc.agent.calls import CURRENT, Call, Execution, LostArgumentError
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Executor
-from actorrpc.agent.hooks import Interceptor, MessageFilter, NoRecorder, Recorder, recorded
+from actorrpc.agent.hooks import (
+    Interceptor,
+    MessageFilter,
+    NoRecorder,
+    NoReferences,
+    Recorder,
+    References,
+    recorded,
+)
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.mail import MailHeader, MailRouter, NullRouter
 from actorrpc.agent.peers import MAX_PENDING, MessageContext, Peer, PeerTable
@@ -61,7 +69,7 @@ from actorrpc.transport.signals import state as _interrupts
 from actorrpc.wire import frames, keys
 from actorrpc.wire.frames import Frame, pack_frame
 from actorrpc.wire.headers import Header, pack_header
-from actorrpc.wire.identity import WorkerInfo, WorkerRecord
+from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
 __all__ = ["Agent"]
@@ -109,7 +117,6 @@ class Agent:
     ) -> None:
         self.record = record
         self.name = record.name
-        self.info = WorkerInfo(record.name, record.rank)
         self.settings = settings
         self.pid = os.getpid()
         self.clock = Clock()
@@ -132,11 +139,7 @@ class Agent:
         self.on_failure: Callable[[Execution, Exception], None] | None = None
         self.on_peer_end: list[Callable[[Peer], None]] = []
         self.post: MailRouter = NullRouter(self.name, self.pool.submit, self.executor.refuse)
-        self.confirm: Callable[[list[Any], Execution], None] = lambda received, execution: None
-        self.roll_back: Callable[[MessageContext], None] = lambda message: None
-        self.on_forks: Callable[[MessageContext, bytes], None] = lambda message, forks: None
-        self.refuse_forks: Callable[[Peer, bytes], None] = lambda peer, forks: None
-        self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
+        self.references: References = NoReferences()
         self._closing = False
         self.closed_down = False
         #: this process is a fork of the one that the agent belongs to
@@ -161,10 +164,8 @@ class Agent:
             members=members,
             replaced=self._replaced,
         )
-        self.known = self.peer_table.known
         self.peer = self.peer_table.peer
         self.peers = self.peer_table.peers
-        self.adopt = self.peer_table.adopt
         #: numbers what is called outside of executions; from ``CALLER_BIT`` on it says by whom
         self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
         self.self_peer = self.peer_table.own
@@ -330,7 +331,7 @@ class Agent:
                     peer.pending.pop(call.id, None)
                     peer.release(call)
                 if message.sent:
-                    self.roll_back(message)
+                    self.references.roll_back(message)
             raise
         if current is not None and current.given_up is not given_up:
             call.cancel(current.given_up[-1], current.late)  # while it was being made, nobody could cancel it
@@ -417,7 +418,7 @@ class Agent:
             outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
         except BaseException:
             if message.sent:
-                self.roll_back(message)
+                self.references.roll_back(message)
             raise
         conn.flush()
 
@@ -634,7 +635,7 @@ class Agent:
         """Name what a message carries in its header, where it can be seen without opening it: references, and shared memory."""
         header = {} if header is None else header
         if message.sent:
-            header["references"] = self.pack_forks(message.sent)
+            header["references"] = self.references.pack(message.sent)
         if message.objects:
             header["objects"] = message.objects
         return header

@@ -59,7 +59,7 @@ from actorrpc.wire.keys import Key
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from actorrpc.agent.peers import Peer
+    from actorrpc.agent.peers import Peer, PeerTable
     from actorrpc.agent.scheduler import Scheduler
     from actorrpc.transport.connection import Events
     from actorrpc.transport.object_store import ObjectStore
@@ -82,8 +82,8 @@ class _ConnectingAgent(AdmittingAgent, Protocol):
 
     scheduler: Scheduler
     objects: ObjectStore
+    peer_table: PeerTable
 
-    def adopt(self, record: WorkerRecord) -> Peer: ...
     def peer_ended(self, peer: Peer, state: str, cause: str) -> None: ...
     def dismiss(self, conns: Collection[Connection]) -> None: ...
     def shut_down_error(self) -> ShutdownError: ...
@@ -432,7 +432,7 @@ class Connector:
         record = WorkerRecord.from_bytes(body)
         if record.name != session.peer_name or record.incarnation != session.peer_incarnation:
             raise ProtocolError(f"{session.peer_name!r} introduced itself as {record.name!r}")
-        peer = self._agent.adopt(record)
+        peer = self._agent.peer_table.adopt(record)
         if peer.state != "alive":
             # It opened two connections, and its end was read from the other one first; or it was silent for too long, and
             # lives. Then it hears that it is taken for dead: it would wait for answers as long again.

@@ -360,7 +360,7 @@ class Executor:
                 size = len(encoded) if isinstance(encoded, bytes) else encoded.nbytes
                 kept = keep(value, size, execution.peer)
                 if kept is not value:
-                    agent.roll_back(message)
+                    agent.references.roll_back(message)
                     message = MessageContext(execution.peer)
                     encoded = agent.encode(kept, message, answer=True)
             if not isinstance(encoded, bytes) and encoded.grad:
@@ -368,11 +368,11 @@ class Executor:
             if message.sent or message.objects:
                 header = agent.announce(message, header)
             if not self._send(conn, REPLY, execution.id, encoded, header, execution, message):
-                agent.roll_back(message)
+                agent.references.roll_back(message)
             if agent.flights is not None:
                 agent.flights.executed(execution, False)
         except BaseException as error:
-            agent.roll_back(message)
+            agent.references.roll_back(message)
             if is_a(error, SerializationError) or not is_a(error, RpcError):
                 remedy = _OF_GENERATORS.get(type(value), "") if execution.actor is not None else ""
                 wrapped = SerializationError(

@@ -26,7 +26,9 @@ __all__ = [
     "Interceptor",
     "MessageFilter",
     "NoRecorder",
+    "NoReferences",
     "Recorder",
+    "References",
     "answer_header",
     "intercepted",
     "reach",
@@ -137,6 +139,45 @@ class NoRecorder:
         """Do nothing."""
 
     def forwarded(self, tag: Any, peer: Peer) -> None:
+        """Do nothing."""
+
+
+class References(Protocol):
+    """Counts the references that travel in messages. One per agent. Thread-safe."""
+
+    def pack(self, sent: list[Any]) -> bytes:
+        """Return what the header says of the references in a message that has been packed."""
+
+    def roll_back(self, context: MessageContext) -> None:
+        """Take back the references of a message that is not sent."""
+
+    def arrived(self, context: MessageContext, packed: bytes) -> None:
+        """Take up the references of a message that is about to be opened."""
+
+    def refuse(self, peer: Peer, packed: bytes) -> None:
+        """Give back the references of a message that will not be opened."""
+
+    def confirm(self, received: list[Any], execution: Execution) -> None:
+        """Have a call that is executed wait until the owners know of the references that it has received."""
+
+
+class NoReferences:
+    """The counts of an agent whose messages carry no references."""
+
+    def pack(self, sent: list[Any]) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def roll_back(self, context: MessageContext) -> None:
+        """Do nothing."""
+
+    def arrived(self, context: MessageContext, packed: bytes) -> None:
+        """Do nothing."""
+
+    def refuse(self, peer: Peer, packed: bytes) -> None:
+        """Do nothing."""
+
+    def confirm(self, received: list[Any], execution: Execution) -> None:
         """Do nothing."""
 
 

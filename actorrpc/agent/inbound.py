@@ -303,7 +303,7 @@ class Inbox:
                 peer = self._agent.self_peer if conn is None else conn.peer
                 forks = header.get("references")
                 if isinstance(forks, bytes):
-                    self._agent.refuse_forks(peer, forks)
+                    self._agent.references.refuse(peer, forks)
             except ProtocolError as error:
                 if conn is not None:
                     conn.close(error)

@@ -13,7 +13,7 @@ after that changes nothing for the peer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -32,7 +32,7 @@ from actorrpc.wire.headers import Header, pack_header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Execution
-    from actorrpc.agent.hooks import Interceptor, Recorder
+    from actorrpc.agent.hooks import Interceptor, Recorder, References
     from actorrpc.agent.scheduler import Scheduler
     from actorrpc.config import Settings
     from actorrpc.flight_recorder import FlightRecorder
@@ -140,8 +140,7 @@ class _OpeningAgent(Protocol):
     interceptors: list[Interceptor]
     recorder: Recorder
     scheduler: Scheduler
-    on_forks: Callable[[MessageContext, bytes], None]
-    confirm: Callable[[list[Any], Execution], None]
+    references: References
 
 
 class Packed(NamedTuple):
@@ -434,7 +433,7 @@ def _open_whole(
     message, body = MessageContext(peer), frame.body
     forks = header.get("references")
     if isinstance(forks, bytes):
-        agent.on_forks(message, forks)  # before the message is opened
+        agent.references.arrived(message, forks)  # before the message is opened
     message.objects = frame.objects
     views: Sequence[memoryview] = ()
     if frame.flags & ~_MEANING:
@@ -450,7 +449,7 @@ def _open_whole(
             conn.credits[frame.id] = None
             agent.scheduler.soon(conn)
         if message.received:
-            agent.confirm(message.received, execution)
+            agent.references.confirm(message.received, execution)
     if frame.kind == frames.REPLY:
         for interceptor in agent.interceptors:
             value = interceptor.reply_received(header, peer, value)

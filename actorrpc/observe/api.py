@@ -66,7 +66,7 @@ class _Inquiry:
     def begin(self, until: float) -> None:
         """Ask; returns at once."""
         try:
-            peer = self._agent.adopt(self.record) if not self._is_own else self._agent.self_peer
+            peer = self._agent.peer_table.adopt(self.record) if not self._is_own else self._agent.self_peer
         except RpcError as error:
             self._over(str(error))
             return
@@ -127,7 +127,7 @@ class _Inquiry:
     @property
     def heard(self) -> float:
         """When its process has sent something last, or was asked."""
-        conns = () if self._is_own else self._agent.adopt(self.record).conns
+        conns = () if self._is_own else self._agent.peer_table.adopt(self.record).conns
         return max([self._begun, *(each.heard for each in list(conns))])
 
     def found(self) -> dict[str, Any] | Silent:
@@ -140,7 +140,7 @@ class _Inquiry:
             if state == "busy" and "threads" in self._parts:
                 silent.dump(self.record.pid, time.monotonic() + _DUMP_S)
             return silent
-        peer = self._agent.adopt(self.record)
+        peer = self._agent.peer_table.adopt(self.record)
         if peer.state != "alive":
             return Silent(peer.state, peer.cause or "it has left the group")
         return Silent("silent", self.ended or "it has not answered in time, and runs on another host")
@@ -327,7 +327,7 @@ def _members(worker: Worker, until: float) -> list[WorkerRecord]:
 
 
 def _is_alive(agent: Agent, record: WorkerRecord) -> bool:
-    return record.incarnation == agent.record.incarnation or agent.adopt(record).state == "alive"
+    return record.incarnation == agent.record.incarnation or agent.peer_table.adopt(record).state == "alive"
 
 
 def _told(worker: Worker, driver: WorkerRecord, until: float) -> list[WorkerRecord]:

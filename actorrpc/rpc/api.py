@@ -481,7 +481,7 @@ def _prepare(
             if not isinstance(key, str):
                 raise TypeError(f"kwargs must have names for keys, not {say(key, repr)}")
     agent = worker.agent
-    peer = agent.known.get(to) if type(to) is str else None
+    peer = agent.peer_table.known.get(to) if type(to) is str else None
     if peer is None or peer.state != "alive":
         peer = agent.peer(to)
     return (
@@ -600,7 +600,7 @@ def get_worker_info(worker_name: str | WorkerInfo | None = None) -> WorkerInfo:
     """
     worker = _require()
     if worker_name is None:
-        return worker.agent.info
+        return worker.agent.self_peer.info
     return worker.agent.peer(worker_name).info
 
 

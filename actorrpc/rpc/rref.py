@@ -303,7 +303,7 @@ class RRef(Generic[T]):
     def owner(self) -> WorkerInfo:
         """Return the WorkerInfo of the worker on which the value lives."""
         if self._handle.owner == self._references.me:
-            return self._references.agent.info
+            return self._references.agent.self_peer.info
         return self._references.peer_of(self._handle.owner).info
 
     def owner_name(self) -> str:

@@ -295,7 +295,7 @@ def _call_one_that_is_full(rank: int, _size: int, directory: str) -> int:
             pair.say("free")
             pair.hear("done")
             return _open()
-        to = agent.adopt(WorkerRecord.from_bytes(pair.hear("there")))
+        to = agent.peer_table.adopt(WorkerRecord.from_bytes(pair.hear("there")))
         pair.hear("full")
         for _ in range(2):
             with pytest.raises(

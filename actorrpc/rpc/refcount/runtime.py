@@ -76,11 +76,7 @@ class References:
         agent.on_notice[RECEIPT] = self._noticed
         agent.on_notice[_GIVEN_UP] = self._creation_given_up
         agent.on_peer_end.append(self._peer_ended)
-        agent.confirm = self._confirm
-        agent.roll_back = self._roll_back
-        agent.on_forks = self._forks_arrived
-        agent.refuse_forks = self._refuse
-        agent.pack_forks = pack_forks
+        agent.references = self
 
     # -- carrying out what the table asks for ------------------------------------------------------
 
@@ -169,20 +165,23 @@ class References:
 
     # -- in messages ---------------------------------------------------------------------------------
 
-    def _roll_back(self, context: MessageContext) -> None:
+    def pack(self, sent: list[Any]) -> bytes:
+        return pack_forks(sent)
+
+    def roll_back(self, context: MessageContext) -> None:
         if context.sent:
             sent, context.sent = context.sent, None
             self.carry_out(self.table.rollback(sent))
 
-    def _forks_arrived(self, context: MessageContext, packed: bytes) -> None:
+    def arrived(self, context: MessageContext, packed: bytes) -> None:
         received = self.table.receive(unpack_forks(packed), context.peer.key)
         context.received = [received.pending, *(self._wrap(self, handle) for handle in received.handles)]
         self.carry_out(received.effects)
 
-    def _refuse(self, peer: Peer, packed: bytes) -> None:
+    def refuse(self, peer: Peer, packed: bytes) -> None:
         self.carry_out(self.table.refuse(unpack_forks(packed), peer.key))
 
-    def _confirm(self, received: list[Any], execution: Execution) -> None:
+    def confirm(self, received: list[Any], execution: Execution) -> None:
         """Wait until the owners know all RRefs that a call brought: user code may run only then."""
         pending: Pending = received[0]
         if pending.done:

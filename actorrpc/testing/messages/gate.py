@@ -357,7 +357,7 @@ class FaultGate:
         if fault.action == "delay":
             self._room(peer).put(make(fault), fault.seconds)
             return False
-        self._agent.roll_back(context)
+        self._agent.references.roll_back(context)
         self._expect(call)
         if fault.at_once or call.deadline == _INFINITE:
             if peer.pending.pop(call.id, None) is not None:
@@ -398,7 +398,9 @@ class FaultGate:
             header = {**(header or {}), **mail.header}
         flags = 0 if mail is None else frames.MAIL
         send = partial(self._send_call, call, whole, header, context, left, flags)
-        return HeldMessage(fault, send, partial(self._agent.roll_back, context), in_line=mail is not None)
+        return HeldMessage(
+            fault, send, partial(self._agent.references.roll_back, context), in_line=mail is not None
+        )
 
     def _send_call(
         self,
@@ -418,7 +420,7 @@ class FaultGate:
         try:
             self._send_request(peer, call.id, whole, header, left, call.chain, flags, call.label, call)
         except RpcError as error:
-            self._agent.roll_back(context)
+            self._agent.references.roll_back(context)
             if peer.pending.pop(call.id, None) is not None:
                 call.fail(error, self._agent.submit)
 
@@ -482,10 +484,10 @@ class FaultGate:
             self._reach("sent", message)
             return False
         if fault.action == "drop":
-            self._agent.roll_back(context)
+            self._agent.references.roll_back(context)
             raise _loss(f"a message of type {type}", peer, fault)
         send = partial(self._send_post, peer, copied(encoded), header, chain, context, type)
-        held = HeldMessage(fault, send, partial(self._agent.roll_back, context))
+        held = HeldMessage(fault, send, partial(self._agent.references.roll_back, context))
         self._room(peer).put(held, fault.seconds)
         return False
 
@@ -501,7 +503,7 @@ class FaultGate:
         try:
             self._send_request(peer, next(peer.ids), whole, header, _INFINITE, chain, frames.POST, type)
         except RpcError:
-            self._agent.roll_back(context)  # the peer is dead: others are told
+            self._agent.references.roll_back(context)  # the peer is dead: others are told
 
     def notice(self, peer: Peer, name: str, body: bytes) -> bool:
         """See :class:`actorrpc.agent.hooks.MessageFilter`."""
@@ -557,7 +559,7 @@ class FaultGate:
         message = Message(type, peer, called, _contents(encoded))
         self._reach("sending", message)
         fault = self._fault_for(message)
-        discard = _nothing if context is None else partial(agent.roll_back, context)
+        discard = _nothing if context is None else partial(agent.references.roll_back, context)
         if fault is None:
             if not self._waits_until_sent(message):
                 return True
