@@ -185,41 +185,16 @@ class _SpanClient:
                 name = _of_call(function, args)
             elif "creates" not in mail.header:
                 name = method_of("", label or mail.header.get("method", ""))
-        if not name:
-            return self._call(
-                peer,
-                function,
-                args,
-                kwargs,
-                timeout,
-                future=future,
-                keep=keep,
-                label=label,
-                mail=mail,
-                header=header,
-                awaits=awaits,
-                place=place,
-            )
-        span, header = self._begin(name, peer)
-        assert future is not None
-        self._watch(future, span)
+        span = None
+        if name and future is not None:
+            span, header = self._begin(name, peer)
+            self._watch(future, span)
         try:
             return self._call(
-                peer,
-                function,
-                args,
-                kwargs,
-                timeout,
-                future=future,
-                keep=keep,
-                label=label,
-                mail=mail,
-                header=header,
-                awaits=awaits,
-                place=place,
+                peer, function, args, kwargs, timeout, future, keep, label, mail, header, awaits, place
             )
         except BaseException as error:
-            if vars(future).pop("conclude", None) is not None:
+            if span is not None and vars(future).pop("conclude", None) is not None:
                 self._otel.end(span, error, time.time_ns())
             raise
 
@@ -242,7 +217,6 @@ class _SpanClient:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float,
-        *,
         keep: Any = None,
         label: str | None = None,
     ) -> Any:
@@ -250,10 +224,10 @@ class _SpanClient:
         current = self._current()
         name = "" if current is None or not self._sampled(current) else _of_call(function, args)
         if not name:
-            return self._ask(peer, function, args, kwargs, timeout, keep=keep, label=label)
+            return self._ask(peer, function, args, kwargs, timeout, keep, label)
         span, header = self._begin(name, peer)
         try:
-            value = self._ask(peer, function, args, kwargs, timeout, keep=keep, label=label, header=header)
+            value = self._ask(peer, function, args, kwargs, timeout, keep, label, header)
         except BaseException as error:
             self._otel.end(span, error, time.time_ns())
             raise
