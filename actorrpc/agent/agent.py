@@ -537,13 +537,16 @@ class Agent:
     def _use_place(call: Call) -> None:
         """Record that the message of a call follows the reservation of its place.
 
+        A thread that ends the call takes it out of ``pending``, and then gives the place back if ``awaits`` is not empty.
+        Therefore ``awaits`` stays as it is where the message is not sent.
+
         Raises:
             CancelledError: another thread has ended the call.
         """
-        call.awaits = ()
         if call.id not in call.peer.pending:
-            call.frame = b""
+            call.frame, call.sent = b"", False
             raise call.was_cancelled(False)
+        call.awaits = ()
 
     def loop_back(
         self,

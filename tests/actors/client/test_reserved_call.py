@@ -1,21 +1,27 @@
-"""Calls with pending arguments whose worker ends before the call is sent."""
+"""Calls with pending arguments that end before, or while, they are sent."""
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
 import actorrpc
-from actorrpc import errors
+from actorrpc import errors, rpc
 from actorrpc.actors.client.pending_call import CallState, ResultFuture
+from actorrpc.agent.calls import Call
 from actorrpc.agent.context import current_worker
 from actorrpc.testing import InProcessCluster
 from tests.actors.e2e.kit import until
 
 _released = threading.Event()
+_pickling: list[Callable[[], object]] = []
+_values: weakref.WeakSet[Value] = weakref.WeakSet()
 
 
 class Source:
@@ -25,7 +31,7 @@ class Source:
 
 
 class Target:
-    def note(self, value: int) -> int:
+    def note(self, value: int, *others: Any) -> int:
         return value
 
 
@@ -66,3 +72,66 @@ def test_a_reserved_call_whose_connection_has_closed_ends_as_an_ordinary_call(
             actorrpc.get(call, timeout=20)
         assert caught.value.maybe_executed is False
         del source, target, call, argument
+
+
+class Pickled:
+    """An argument that is pickled when its call is made, and again when the call is sent."""
+
+    def __reduce__(self) -> Any:
+        for each in _pickling:
+            each()
+        return Pickled, ()
+
+
+class Value:
+    def __init__(self) -> None:
+        _values.add(self)
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("where", ["worker0", "worker1"])
+def test_a_reserved_call_that_is_cancelled_while_it_is_sent_leaves_nothing_behind(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. Thread A encodes the message. 2. Thread B takes the call out. 3. A finds that, and does not send. 4. B goes on."""
+    _released.clear()
+    encoding, taken, unsent = threading.Event(), threading.Event(), threading.Event()
+    withdraw = Call.withdraw
+
+    def withdraw_later(call: Call) -> bool:
+        taken.set()
+        assert unsent.wait(20)
+        return withdraw(call)
+
+    with InProcessCluster(3, clock="real"):
+        source: Any = actorrpc.remote(Source).options(worker="worker2").remote()
+        target: Any = actorrpc.remote(Target).options(worker=where).remote()
+        assert actorrpc.get(target.note.remote(1), timeout=20) == 1
+        value = rpc.remote("worker2", Value)
+        worker = current_worker()
+        assert worker is not None
+        agent = worker.agent
+        send = agent.call
+
+        def sending(*args: Any, **given: Any) -> Any:
+            try:
+                return send(*args, **given)
+            finally:
+                if given.get("place") is not None:
+                    unsent.set()
+
+        argument = source.later.remote()
+        call = target.note.remote(argument, Pickled(), value)
+        monkeypatch.setattr(agent, "call", sending)
+        monkeypatch.setattr(Call, "withdraw", withdraw_later)
+        monkeypatch.setattr(sys.modules[__name__], "_pickling", [encoding.set, partial(taken.wait, 20)])
+        _released.set()
+        assert encoding.wait(20)
+        actorrpc.cancel(call)
+        monkeypatch.undo()
+        with pytest.raises(errors.CancelledError):
+            actorrpc.get(call, timeout=20)
+        assert actorrpc.get(target.note.remote(2), timeout=20) == 2
+        del value, call
+        until(lambda: not _values)
+        del source, target, argument
