@@ -403,7 +403,7 @@ class HostedActor:
         """
         queue = entry.queue
         # Set first: one that has had its turn in this moment, and that nobody runs yet, sees it when it is about to.
-        entry.unwanted = stop or (queue is not None and queue.is_async)
+        entry.start_forbidden = stop or (queue is not None and queue.is_async)
         todo = self.mailbox.cancel(entry)
         if todo is not None:
             self.executor.refuse(
@@ -423,10 +423,6 @@ class HostedActor:
             self.interrupt(entry)
         if entry.begun:
             entry.give_up(stop, late)
-        # A stream may stand in its place since it was looked for. One that comes later looks at the call, in that order.
-        stream = entry.peer.running.get(entry.id)
-        if stream is not None and stream is not entry:
-            stream.cancel(stop)
 
     def deadlocked(self, entry: Envelope, error: RpcError) -> None:
         """End a call that can never go on; does nothing if it is over."""

@@ -47,7 +47,8 @@ class Envelope(Entry, Execution):
     whole = True
     opened: Any = None
     task: asyncio.Task[Any] | None = None
-    unwanted = False  # it is not to run, if it does not yet
+    start_forbidden = False  # it was cancelled before it began: it must not begin
+    unwanted = False  # its caller has given it up
     grace: Timer | None = None  # its coroutine was cancelled, and is cancelled again at the end of this time
     sole = False  # nobody but us has the result
     circles: dict[int, float] | None = None  # see deadlocks
@@ -97,5 +98,9 @@ class Envelope(Entry, Execution):
         ``stop``: a method that runs is interrupted. It goes on where only its caller's time is over, or its caller is
         gone: then nobody has asked for an actor in the middle of something.
         """
+        self.unwanted = True  # before the look for its stream: a stream that comes later looks here
         if self.hosted is not None:
             self.hosted.cancel(self, stop, late)
+        stream = self.peer.running.get(self.id)
+        if stream is not None and stream is not self:
+            stream.cancel(stop)

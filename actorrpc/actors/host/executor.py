@@ -93,7 +93,7 @@ class ActorExecutor:
                     try:
                         runner.under_way[entry] = RUNS
                         runner.running = entry
-                        if entry.unwanted:
+                        if entry.start_forbidden:
                             raise Interrupted
                         value = self._call(entry, runner)
                     finally:
@@ -320,7 +320,7 @@ class ActorExecutor:
             generator.close()
             return
         producer.serves(entry.id)
-        if entry.cancelled:  # as a call, before it was a stream
+        if entry.unwanted:  # the call was given up before it was a stream
             producer.close()
         if entry.conn is not None:
             entry.conn.flush(True)
@@ -370,7 +370,7 @@ class ActorExecutor:
         context.run(CURRENT.set, entry)
         task = loop.task(run(), context)
         entry.task = task
-        if entry.unwanted:  # it has to begin: what has not cannot answer
+        if entry.start_forbidden:  # it has to begin: what has not cannot answer
             loop.submit(partial(self.stop, entry, False))
 
         def over(_: Any) -> None:
@@ -463,7 +463,7 @@ class ActorExecutor:
     def _run_plain(self, entry: Envelope, runner: LoopThread, within: bool) -> Any:
         if self.mailbox.closed:
             raise HostedActorGoneError(self.hosted.id, self.hosted.why)
-        if entry.unwanted:
+        if entry.start_forbidden:
             raise CancelledError(f"{self.label(entry)} was cancelled before it started", maybe_executed=False)
         if runner.depth > _MAX_DEPTH:
             raise self._too_deep()
@@ -506,6 +506,8 @@ class ActorExecutor:
                 generator = items if isinstance(items, AsyncGenerator) else _stepwise(items)
                 if self.answer(entry, producer.ticket(), keep=False):
                     producer.serves(entry.id)
+                    if entry.unwanted:
+                        producer.close()
                     if entry.conn is not None:
                         entry.conn.flush()
                     kept = self.checkpoints.behind_async(generator)

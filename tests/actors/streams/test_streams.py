@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+import actorrpc
 from actorrpc import errors, rpc
 from actorrpc.actors.context import Runtime, current
+from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import as_completed, get, wait
@@ -28,6 +31,7 @@ from actorrpc.agent.executor import Later
 from actorrpc.flight_recorder import NOTED
 from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec
+from actorrpc.testing import InProcessCluster
 from actorrpc.wire.frames import STOP
 from tests.actors.bare import alone, bare, begin, ended, here
 from tests.ranks import rpc_group
@@ -1021,3 +1025,66 @@ def test_a_producer_of_a_dead_consumer_is_closed_from_the_start(runtime: Runtime
     assert producer.closed
     produce(logged(3), producer)
     assert _log.take() == []
+
+
+_held: list[threading.Event] = []
+_values: weakref.WeakSet[Value] = weakref.WeakSet()
+
+
+class Value:
+    """Something that an item of a stream refers to."""
+
+    def __init__(self) -> None:
+        _values.add(self)
+
+
+class HeldUp:
+    """An argument that is opened when the test says so."""
+
+    def __reduce__(self) -> Any:
+        return _open_later, ()
+
+
+def _open_later() -> None:
+    opening, may_open = _held
+    opening.set()
+    assert may_open.wait(20)
+
+
+class Giver:
+    async def give(self, held_up: None) -> AsyncIterator[rpc.RRef[Value]]:
+        yield rpc.RRef(Value())
+        _log.add("gave")
+        await asyncio.sleep(60)
+
+    async def count(self) -> int:
+        return len(_values)
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("cancellation", ["behind the first item", "before the ticket"])
+def test_a_call_that_is_cancelled_as_it_becomes_a_stream_leaves_no_items(
+    cancellation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker finds the call, not yet the stream, when it is told of the cancellation."""
+    opening, may_open = _held[:] = threading.Event(), threading.Event()
+    cancel = Envelope.cancel
+
+    def cancel_later(entry: Envelope, *given: bool) -> None:
+        if cancellation == "behind the first item":
+            may_open.set()
+            _log.wait_for("gave")
+        cancel(entry, *given)
+        may_open.set()
+
+    with InProcessCluster(2, clock="real"):
+        giver: Any = actorrpc.remote(Giver).options(worker="worker1").remote()
+        assert actorrpc.get(giver.count.remote(), timeout=20) == 0
+        monkeypatch.setattr(Envelope, "cancel", cancel_later)
+        stream = giver.give.remote(HeldUp())
+        assert opening.wait(20)
+        stream.close()
+        assert may_open.wait(20)
+        while actorrpc.get(giver.count.remote(), timeout=20):
+            threading.Event().wait(0.005)
+        del giver, stream
