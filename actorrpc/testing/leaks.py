@@ -17,6 +17,8 @@ import contextlib
 import fcntl
 import gc
 import os
+import socket
+import struct
 import termios
 import threading
 import time
@@ -105,6 +107,52 @@ def _is_libuv_lock(target: str) -> bool:
     unread = array.array("i", [0])
     fcntl.ioctl(ends[0], termios.FIONREAD, unread)
     return unread[0] == 1
+
+
+def _about(target: str) -> str:
+    """Say what an open socket of this process is, and which objects have it; nothing of other descriptors."""
+    if not target.startswith("socket:"):
+        return ""
+    numbers = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") == target:
+                numbers.add(int(name))
+    for number in numbers:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
+            return f" ({_ends(sock)}; {_holders(numbers)})"
+    return ""
+
+
+def _ends(sock: socket.socket) -> str:
+    unread = array.array("i", [0])
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        said = ["listening"]
+    else:
+        try:
+            said = [f"peer {sock.getpeername()!r}"]
+        except OSError as error:
+            said = [f"no peer: {error.strerror}"]
+        fcntl.ioctl(sock, termios.FIONREAD, unread)
+        said.append(f"{unread[0]} bytes unread")
+    if sock.family == socket.AF_UNIX:
+        # The process that listens at the other end, or has connected, as it was then.
+        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        said.append(f"of process {pid}")
+    return f"{sock.family.name}, {sock.type.name}, at {sock.getsockname()!r}, {', '.join(said)}"
+
+
+def _holders(numbers: set[int]) -> str:
+    """Name the socket objects that have one of these descriptors, and what refers to them."""
+    # By its type: some objects of torch print a warning when they are asked for their class.
+    sockets = [each for each in gc.get_objects() if issubclass(type(each), socket.socket)]
+    found = [each for each in sockets if each.fileno() in numbers]
+    names = [f"{type(each).__name__} in {sorted(map(_name, gc.get_referrers(each)))}" for each in found]
+    return ", ".join(names) or "no socket object has it"
+
+
+def _name(holder: object) -> str:
+    return holder.f_code.co_qualname if isinstance(holder, FrameType) else type(holder).__qualname__
 
 
 def _leaked_descriptors(before: Counter[str], now: Counter[str]) -> list[str]:
@@ -216,7 +264,7 @@ class Leaks:
     def __str__(self) -> str:
         lines = [*self.threads, *map(processes.describe, sorted(self.processes))]
         lines += [
-            f"descriptor of {target}" + (f" ({count} of them)" if count > 1 else "")
+            f"descriptor of {target}" + (f" ({count} of them)" if count > 1 else "") + _about(target)
             for target, count in Counter(self.descriptors).items()
         ]
         lines += [f"file {path}" for path in self.files]
