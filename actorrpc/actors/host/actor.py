@@ -399,10 +399,11 @@ class HostedActor:
     def cancel(self, entry: Envelope, stop: bool, late: bool) -> None:
         """Give up a call: one that waits never runs; a method that runs is interrupted if that is wanted (``stop``).
 
-        ``late``: see :meth:`Execution.cancel`.
+        ``late``: see :class:`Execution`.
         """
         queue = entry.queue
-        # Set first: one that has had its turn in this moment, and that nobody runs yet, sees it when it is about to.
+        # Set first: a call that has had its turn, but does not run yet, sees both when it is about to run.
+        entry.late = entry.late or late
         entry.start_forbidden = stop or (queue is not None and queue.is_async)
         todo = self.mailbox.cancel(entry)
         if todo is not None:
@@ -414,7 +415,7 @@ class HostedActor:
         loop = self.loop_of(queue)
         if queue is not None and queue.is_async:
             if entry.task is not None and loop is not None:
-                loop.submit(partial(self.executor.stop, entry, stop, late))
+                loop.submit(partial(self.executor.stop, entry, stop))
             elif entry.begun:  # a plain method is never interrupted on the loop
                 entry.give_up(stop, late)
             return

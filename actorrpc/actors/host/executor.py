@@ -394,8 +394,8 @@ class ActorExecutor:
             self.hosted.broken(error)
         self.pump(queue)
 
-    def stop(self, entry: Envelope, stop: bool, late: bool = False) -> None:
-        """Cancel the coroutine of a call that was given up (``stop``, ``late``: see Execution.cancel). Runs on the loop.
+    def stop(self, entry: Envelope, stop: bool) -> None:
+        """Cancel the coroutine of a call that was given up (``stop``: see Execution.give_up). Runs on the loop.
 
         Its handlers may make calls, which the grace bounds; the caller hears when they have ended, or the grace is over.
         """
@@ -407,7 +407,6 @@ class ActorExecutor:
         task.cancel()
         # First the bound of the calls that are made from now on, by its threads too: each call has it or is given up.
         entry.deadline = _time.now() + GRACE_S
-        entry.late = late
         entry.give_up_nested(stop)  # before the coroutine goes on and makes others
 
     def _grace_over(self, entry: Envelope, task: asyncio.Task[Any], stop: bool) -> None:
