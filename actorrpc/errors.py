@@ -25,6 +25,7 @@ __all__ = [
     "ConfigError",
     "DeadlockError",
     "LimitError",
+    "LostArgumentError",
     "NameTakenError",
     "NotInitializedError",
     "ObjectStoreFullError",
@@ -133,6 +134,15 @@ class PeerDiedError(_CallEnded, ConnectionError):
     Remedy: the message says how the worker ended, with what it said last; where ``maybe_executed`` is ``False``, make the
     call again on another worker. An actor with ``max_restarts`` is made again by itself. Where a worker that was alive was
     taken for dead, raise ``heartbeat`` or ``heartbeat_misses``.
+    """
+
+
+class LostArgumentError(PeerDiedError):
+    """The call was not sent: the worker that holds the value of a reference among its arguments has ended.
+
+    The worker that was to be called may be alive: its own end is a ``PeerDiedError`` of just that class.
+
+    Remedy: make the value again, on another worker where its own has ended, and call again.
     """
 
 

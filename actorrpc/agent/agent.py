@@ -27,7 +27,7 @@ from actorrpc import _stacks, _time
 from actorrpc._exception_text import report
 from actorrpc._limits import memory_limit
 from actorrpc.agent import outbound
-from actorrpc.agent.calls import CURRENT, Call, Execution, LostArgumentError
+from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Executor
@@ -48,6 +48,7 @@ from actorrpc.agent.threads import Pool
 from actorrpc.agent.timers import Clock
 from actorrpc.config import Settings
 from actorrpc.errors import (
+    LostArgumentError,
     NotInitializedError,
     PeerDiedError,
     ProtocolError,

@@ -23,7 +23,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
-from actorrpc.errors import CancelledError, DeadlockError, PeerDiedError, RpcTimeoutError
+from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError
 from actorrpc.futures import (
     INTERRUPTED,
     QUEUED,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLER_BIT", "CURRENT", "FRAME_BIT", "Call", "Execution", "LostArgumentError", "Nested"]
+__all__ = ["CALLER_BIT", "CURRENT", "FRAME_BIT", "Call", "Execution", "Nested"]
 
 INFINITE: Final = float("inf")
 FRAME_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
@@ -57,13 +57,6 @@ CALLER_BIT: Final = (
     39  # from here up to that one a chain says for whom the call was made: calls keep their order for each
 )
 _MANY_NESTED: Final = 64  # more nested calls than that are searched for those that are over
-
-
-class LostArgumentError(PeerDiedError):
-    """A call was not sent, because the worker that a reference among its arguments leads to has died.
-
-    ``type(error) is PeerDiedError`` means that the called worker itself has died; that worker may be alive here.
-    """
 
 
 # The modules of these functions do not know of signals. The collector would discard an exception that leaves its callback.

@@ -30,13 +30,13 @@ from actorrpc.actors.client.supervisor_client import ask, peer_of
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
 from actorrpc.actors.spec.death_report import Restarting
-from actorrpc.agent.calls import LostArgumentError
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
     CancelledError,
     CheckpointError,
     DeadlockError,
+    LostArgumentError,
     NotInitializedError,
     PeerDiedError,
     RemoteError,
