@@ -491,7 +491,7 @@ class Streams:
         """
         producer = self._producers.get(stream)
         if producer is None:
-            raise _gone(stream)
+            raise _shut_down() if self._over else _gone(stream)
         return producer
 
     def find(self, stream: int) -> Producer | None:

@@ -1027,7 +1027,7 @@ def test_a_producer_of_a_dead_consumer_is_closed_from_the_start(runtime: Runtime
     assert _log.take() == []
 
 
-_held: list[threading.Event] = []
+_gates: list[threading.Event] = []
 _values: weakref.WeakSet[Value] = weakref.WeakSet()
 
 
@@ -1046,7 +1046,7 @@ class HeldUp:
 
 
 def _open_later() -> None:
-    opening, may_open = _held
+    opening, may_open = _gates
     opening.set()
     assert may_open.wait(20)
 
@@ -1067,7 +1067,7 @@ def test_a_call_that_is_cancelled_as_it_becomes_a_stream_leaves_no_items(
     cancellation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker finds the call, not yet the stream, when it is told of the cancellation."""
-    opening, may_open = _held[:] = threading.Event(), threading.Event()
+    opening, may_open = _gates[:] = threading.Event(), threading.Event()
     cancel = Envelope.cancel
 
     def cancel_later(entry: Envelope, *given: bool) -> None:
