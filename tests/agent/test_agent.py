@@ -161,9 +161,9 @@ def test_a_socket_that_is_reset_before_it_is_a_connection_is_closed(pair: list[A
 
 def test_workers_are_named_by_name_rank_and_info(pair: list[Agent]) -> None:
     a, b = pair
-    for to in ("a1", 1, b.info):
+    for to in ("a1", 1, b.self_peer.info):
         assert _sync(a, to, operator.add, 1, 2) == 3
-    assert a.peer("a1") is a.peer(1) is a.peer(b.info)
+    assert a.peer("a1") is a.peer(1) is a.peer(b.self_peer.info)
     for unknown in ("nobody", 9, -1):
         with pytest.raises(UnknownWorkerError, match="a0, a1"):
             a.peer(unknown)
