@@ -734,7 +734,7 @@ def test_shutdown_ends_producers_and_consumers() -> None:
             list(stream.values())
         ticket = begin(logged, 2, 100)
         assert isinstance(ended()[0], errors.ShutdownError)
-        with pytest.raises(errors.RpcError, match="not there any more"):
+        with pytest.raises(errors.ShutdownError):
             pull(ticket.stream, 0)
 
 
