@@ -289,8 +289,9 @@ class _DialledSocket(socket.socket):
     """A socket that an interruption may drop between any two steps of a handshake: it is closed then, without a warning."""
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # the system had no socket for it
-            self.close()
+        # Not its own close(), which needs attributes that an interrupted constructor has not set: the descriptor would stay open,
+        # as the interpreter closes no socket whose class has a __del__.
+        socket.SocketType.close(self)
 
 
 class Connector:

@@ -7,14 +7,18 @@ import functools
 import operator
 import select
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, cast
 
 import pytest
 
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
+from actorrpc.testing import leaks
 from actorrpc.transport import signals
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
@@ -233,6 +237,34 @@ def test_threads_that_wait_while_the_main_one_reads_are_no_handlers() -> None:
         assert one.ask(to, _pass, ("threads",), {}, 25.0) == "threads"
         thread.join()
     assert found == [[each + 2 for each in range(20)]]
+
+
+def test_a_call_that_is_interrupted_while_its_socket_is_made_leaves_no_descriptor() -> None:
+    """The handler raises when the system has made the socket, and before the constructor of the object is over."""
+    places: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        return at_line if frame.f_code is socket.socket.__init__.__code__ else None
+
+    def at_line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and socket.SocketType.fileno(frame.f_locals["self"]) >= 0:
+            sys.settrace(None)
+            places.append(frame.f_lineno)
+            signal.raise_signal(signal.SIGUSR1)
+        return at_line
+
+    with agents(2) as (one, other), raising():
+        before = leaks.LeakSnapshot.take(whole_session=False)
+        traced = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with pytest.raises(Interrupted):
+                _add(one, other)
+        finally:
+            sys.settrace(traced)
+        assert len(places) == 1
+        assert leaks.find_leaks(before).descriptors == []
+        assert _add(one, other) == 3
 
 
 @pytest.mark.slow
