@@ -62,7 +62,8 @@ class Envelope(Entry, Execution):
     @property
     def reserved(self) -> bool:
         """Whether only the place is here: the caller sends the message when its arguments are complete."""
-        return not self.whole and self.frame.flags == MAIL
+        frame: Frame | None = self.__dict__.get("frame")  # another thread may take it out
+        return not self.whole and frame is not None and frame.flags == MAIL
 
     def __init__(self, conn: Connection | None, peer: Peer, frame: Frame, header: Header) -> None:
         self.conn = conn
