@@ -179,7 +179,7 @@ class Agent:
         self._start(listeners)
 
     def _put_off(self) -> None:
-        self.clock.nudge(signals.ring)
+        self.clock.call_soon(signals.ring)
 
     @uninterruptible
     def _start(self, listeners: list[socket.socket]) -> None:
@@ -589,7 +589,7 @@ class Agent:
             self.post.take(None, peer, frame)
         elif kind == frames.REQUEST:
             self.pool.queue.append((None, frame, now))
-            self.pool.kick()
+            self.pool.wake()
         else:
             self.inbox.reply(peer, frame, True)
 
@@ -683,12 +683,12 @@ class Agent:
     def _look_after_objects(self) -> None:
         """Have what was let go of seen to soon. Runs where a finaliser does."""
         if not self.closed_down:
-            self.clock.nudge(self.scheduler.keep_objects)
+            self.clock.call_soon(self.scheduler.keep_objects)
 
     def _let_memory_go(self) -> None:
         """Have memory unmapped soon that is not to be kept. Runs where a finaliser does."""
         if not self.closed_down:
-            self.clock.nudge(lambda: self.submit(self.buffers.trim))
+            self.clock.call_soon(lambda: self.submit(self.buffers.trim))
 
     # -- the ends ---------------------------------------------------------------------------------------
 

@@ -333,7 +333,7 @@ class Call(Progress):
                         runner.serve()
                         continue
                 if agent.pool.queue and agent.pool.is_member():
-                    agent.pool.kick()  # what is queued must not wait for a thread that waits
+                    agent.pool.wake()  # what is queued must not wait for a thread that waits
                 foreign = None
                 if reads and conn is not None:
                     if conn.unattended and self.future is not None:

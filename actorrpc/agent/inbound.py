@@ -230,7 +230,7 @@ class Inbox:
                 conn.flush()
             if waiting:
                 for _ in range(min(count, 4)):
-                    pool.kick()
+                    pool.wake()
             elif count > 1:
                 pool.hand_out()
             return requests > 0 if waiting else count > 0

@@ -139,7 +139,7 @@ class Scheduler:
         """Hear, in a finaliser, that borrowed memory has died; it goes back soon, with whatever is sent or by itself."""
         if not self._ringing:
             self._ringing = True
-            self._agent.clock.nudge(self._hand_back.poke)
+            self._agent.clock.call_soon(self._hand_back.poke)
 
     def _hand_back_lanes(self) -> bool:
         self._ringing = False

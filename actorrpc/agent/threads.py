@@ -97,9 +97,9 @@ class Pool:
         self._denied = False  # the system had no thread for us when we last asked
         self._lock = _time.RLock()
         self._sources: dict[int, Callable[[], None]] = {}
-        self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Edge-triggered and never read: each write wakes one thread.
-        self.epoll.register(self._kick_fd, select.EPOLLIN | select.EPOLLET)
+        self.epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
         self.stopping = False
         self._mean = 0.0
         self._starvation_s = starvation_s
@@ -133,13 +133,13 @@ class Pool:
             pass
 
     @uninterruptible
-    def kick(self) -> None:
+    def wake(self) -> None:
         """Wake one thread for the queue; start one if none is there to be woken."""
         if self.idle:
             try:
-                os.eventfd_write(self._kick_fd, 1)
-            except BlockingIOError:  # the counter is full after 2^64 kicks: start over
-                os.eventfd_read(self._kick_fd)
+                os.eventfd_write(self._wake_fd, 1)
+            except BlockingIOError:  # the counter is full after 2^64 writes: start over
+                os.eventfd_read(self._wake_fd)
             except (OSError, ValueError):  # the pool was closed just now
                 pass
         else:
@@ -154,7 +154,7 @@ class Pool:
     @uninterruptible
     def _put(self, task: Callable[[], Any]) -> None:
         self.queue.append(task)
-        self.kick()
+        self.wake()
 
     def _settle(self) -> None:
         """Call back whom completed futures still have to, without threads; drop what else there is.
@@ -172,7 +172,7 @@ class Pool:
     def hand_out(self) -> None:
         """See to the queue, after messages were put there by a thread that will itself run the first of them."""
         if self._mean > _SLOW_S and not self._crowded:
-            self.kick()
+            self.wake()
         self._starvation.poke()
 
     # -- keeping a reader ------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Pool:
             if not self._crowded or now - self._asked >= _PATIENCE_S:
                 self._asked = now
                 self._width = max(self._width, len(self.threads) - len(self.idle) + 1)
-                self.kick()
+                self.wake()
             if not self._can_grow():
                 self._help(now)
                 if now - self._since > _STUCK_S and self.finished == self._seen_finished:
@@ -425,7 +425,7 @@ class Pool:
                 break
             # Each write wakes one sleeper; those in user code end when they come back.
             for _ in left:
-                os.eventfd_write(self._kick_fd, 1)
+                os.eventfd_write(self._wake_fd, 1)
             left[0].join(0.02)
         with self._lock:
             leaving = [t for t in self._leaving if t is not threading.current_thread()]
@@ -462,13 +462,13 @@ class Pool:
         with self._lock:
             # Under it, as the last to leave closes the descriptor: its number is somebody else's then.
             # A thread that was being started may have come after the last had left: it finds out by itself.
-            if self.threads and self._kick_fd >= 0:
-                os.eventfd_write(self._kick_fd, 1)
+            if self.threads and self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def _close_descriptors(self) -> None:
         self.epoll.close()
         with self._lock:
-            fd, self._kick_fd = self._kick_fd, -1
+            fd, self._wake_fd = self._wake_fd, -1
         if fd >= 0:
             os.close(fd)
 
@@ -477,6 +477,6 @@ class Pool:
         self.stopping = True
         self.epoll.close()
         try:
-            os.close(self._kick_fd)
+            os.close(self._wake_fd)
         except OSError:
             pass

@@ -92,7 +92,7 @@ class Clock:
         self._sleeping_until = 0.0
         self._closed = False
         # Put in by signal handlers, which may interrupt a holder of the lock: taken up by the thread.
-        self._nudged: list[Callable[[], Any]] = []
+        self._soon: list[Callable[[], Any]] = []
         self._thread: threading.Thread | None = None
 
     def now(self) -> float:
@@ -127,9 +127,9 @@ class Clock:
         """Run ``run()`` in ``delay`` seconds."""
         return self.at(self.now() + delay, run)
 
-    def nudge(self, run: Callable[[], Any]) -> None:
+    def call_soon(self, run: Callable[[], Any]) -> None:
         """Run ``run()`` within some milliseconds; takes no lock, for signal handlers."""
-        self._nudged.append(run)
+        self._soon.append(run)
         self._ring()
 
     def close(self) -> None:
@@ -162,10 +162,10 @@ class Clock:
                 if run is not None:
                     self._do(run)
                 continue
-            if self._nudged:
+            if self._soon:
                 _time.pause(0.002)  # long enough for the interrupted section to end
-                while self._nudged:
-                    self._do(self._nudged.pop(0))
+                while self._soon:
+                    self._do(self._soon.pop(0))
                 continue
             _time.doze(self._wake, until, idle=True)
 

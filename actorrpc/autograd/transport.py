@@ -218,7 +218,7 @@ class AgentTransport:
         if left:
             pool = self._agent.pool
             pool.queue.extend(left)
-            pool.kick()
+            pool.wake()
 
     def attends_another(self, part: LocalPass) -> bool:
         """See :class:`actorrpc.autograd.messages.Transport`."""

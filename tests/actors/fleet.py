@@ -75,7 +75,7 @@ class Clock(VirtualClock):
         super().__init__()
         self._world = world
 
-    def nudge(self, run: Callable[[], Any]) -> None:
+    def call_soon(self, run: Callable[[], Any]) -> None:
         self._world.tasks.append((None, run))
 
     @property

@@ -36,7 +36,7 @@ class _House:
 
     def call(self, function: Callable[[], Any], name: object = None) -> None:
         self.pool.queue.append((function, name))
-        self.pool.kick()
+        self.pool.wake()
 
     def close(self) -> None:
         assert self.pool.close() == []
@@ -89,7 +89,7 @@ def test_work_behind_blocked_work_is_done(build: Callable[[int], _House]) -> Non
         gate, entered = threading.Event(), threading.Semaphore(0)
         for _ in range(40):
             house.pool.queue.append((lambda e=entered, g=gate: (e.release(), g.wait()), None))
-        house.pool.kick()
+        house.pool.wake()
         for _ in range(40):
             entered.acquire()
         gate.set()
@@ -110,7 +110,7 @@ def _rush(house: _House) -> int:
         for _ in range(200):
             for _ in range(10):
                 pool.queue.append((work, None))
-            pool.kick()
+            pool.wake()
 
     callers = [threading.Thread(target=caller) for _ in range(4)]
     for each in callers:

@@ -62,7 +62,7 @@ def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered(
             a0.call(a0.peer("a1"), operator.add, (2, 2), {}, 20.0, future=later)
             a0.flush()
         conn.answering.reply()  # unless a pool thread was faster
-        a1.pool.kick()
+        a1.pool.wake()
         assert later.wait(20) == 4
 
 

@@ -523,7 +523,7 @@ class ActorThread(Carrier):
                 if state == _STRUCK:
                     self.under_way[entry] = RUNS
                     # The collector may run anywhere: no lock is taken.
-                    agent.clock.nudge(partial(agent.submit, partial(self.interrupt, entry)))
+                    agent.clock.call_soon(partial(agent.submit, partial(self.interrupt, entry)))
 
     def _settle(self, entry: Entry, state: str) -> None:
         self.under_way[entry] = state

@@ -523,7 +523,7 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
             consumer = self._consumer
             if not consumer.over:
                 agent = consumer._agent
-                agent.clock.nudge(partial(agent.submit, consumer.close))
+                agent.clock.call_soon(partial(agent.submit, consumer.close))
         except AttributeError:  # construction failed, or the interpreter is shutting down
             pass
 

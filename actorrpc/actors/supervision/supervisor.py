@@ -521,7 +521,7 @@ class Supervisor:
         self._dropped.append(actor_id)
         if not self._agent.closed_down:
             submit = self._agent.submit
-            self._agent.clock.nudge(lambda: submit(self._sweep))
+            self._agent.clock.call_soon(lambda: submit(self._sweep))
 
     def _sweep(self) -> None:
         while self._dropped:

@@ -208,7 +208,7 @@ class References:
         self.table.drop_later(handle)
         if not self._collecting:
             self._collecting = True
-            self.agent.clock.nudge(self._schedule)
+            self.agent.clock.call_soon(self._schedule)
 
     def _schedule(self) -> None:
         self.agent.clock.after(_BATCH_S, self._collect_soon)
