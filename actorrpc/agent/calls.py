@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLER_BIT", "CURRENT", "FRAME_BIT", "Call", "Execution", "Nested"]
+__all__ = ["CALLER_BIT", "CURRENT", "MAILBOX_BIT", "Call", "Execution", "Nested"]
 
 INFINITE: Final = float("inf")
-FRAME_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
+MAILBOX_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
 CALLER_BIT: Final = (
     39  # from here up to that one a chain says for whom the call was made: calls keep their order for each
 )
@@ -131,7 +131,7 @@ class Execution:
         self.arrived = arrived or self.begun
         self.thread = get_ident()
         self.nested: dict[Nested, None] = {}
-        if chain >> FRAME_BIT:
+        if chain >> MAILBOX_BIT:
             self.path = (chain,)
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:

@@ -21,7 +21,7 @@ import torch
 from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
 from actorrpc.agent import outbound
-from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
+from actorrpc.agent.calls import CURRENT, MAILBOX_BIT, Execution
 from actorrpc.agent.hooks import RIDERS, answer_header, intercepted, recorded, riding
 from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import (
@@ -70,7 +70,7 @@ def path_of(header: Header, chain: int) -> tuple[int, ...]:
         ProtocolError: the header makes no sense.
     """
     path = header.get("path", ())
-    if not chain >> FRAME_BIT:
+    if not chain >> MAILBOX_BIT:
         return ()
     if not isinstance(path, (list, tuple)) or not all(isinstance(each, int) for each in path):
         raise ProtocolError("the path of a request cannot be read")

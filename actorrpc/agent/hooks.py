@@ -22,11 +22,11 @@ __all__ = [
     "POINTS",
     "RECEIPT",
     "RIDERS",
-    "Bystander",
     "Interceptor",
     "MessageFilter",
     "NoRecorder",
     "NoReferences",
+    "NoopInterceptor",
     "Recorder",
     "References",
     "answer_header",
@@ -64,7 +64,7 @@ class Interceptor(Protocol):
         """See, and maybe replace, a value that has come back."""
 
 
-class Bystander:
+class NoopInterceptor:
     """An interceptor that leaves everything as it is: the base of those that see to one or two things."""
 
     def request_header(self, header: Header, peer: Peer) -> None:

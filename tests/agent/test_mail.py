@@ -14,7 +14,7 @@ import torch
 
 from actorrpc.agent import outbound
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
+from actorrpc.agent.calls import CURRENT, MAILBOX_BIT, Execution
 from actorrpc.agent.executor import path_of
 from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import ProtocolError, RpcError
@@ -132,7 +132,7 @@ def test_plain_calls_do_not_go_to_the_office() -> None:
         assert router.places == []
 
 
-_EXECUTIONS = [1 << FRAME_BIT | 5, 1 << FRAME_BIT | 7]
+_EXECUTIONS = [1 << MAILBOX_BIT | 5, 1 << MAILBOX_BIT | 7]
 
 
 def _path_here() -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.actors.host.mailbox import Entry
-from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT, Execution
+from actorrpc.agent.calls import CALLER_BIT, MAILBOX_BIT, Execution
 from actorrpc.agent.executor import path_of
 from actorrpc.wire.frames import MAIL
 from actorrpc.wire.headers import Header
@@ -28,7 +28,7 @@ GRACE_S: Final = 5.0
 _UNUSUAL: Final = frozenset({"place", "priority", "unordered", "unresolved"})
 """The fields of a header that say how a call is treated in its mailbox."""
 
-_CALLER: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
+_CALLER: Final = (1 << MAILBOX_BIT - CALLER_BIT) - 1
 
 
 class Envelope(Entry, Execution):
@@ -75,12 +75,12 @@ class Envelope(Entry, Execution):
         self.arrived = arrived = _time.now()
         self.deadline = arrived + frame.remaining
         self.nested = {}
-        if frame.chain >> FRAME_BIT:
+        if frame.chain >> MAILBOX_BIT:
             self.path = path_of(header, frame.chain)
         if not _UNUSUAL.isdisjoint(header):
-            self.heed(header)
+            self.apply_header(header)
 
-    def heed(self, header: Header) -> None:
+    def apply_header(self, header: Header) -> None:
         """Take from the header what few have: see :data:`_UNUSUAL`."""
         self.ready = self.ready and "unresolved" not in header
         self.priority = int(header.get("priority", 0))
@@ -88,7 +88,7 @@ class Envelope(Entry, Execution):
         if "place" in header:
             self.place, self.again = int(header["place"]), True
 
-    def unseal(self) -> Frame | None:
+    def claim_frame(self) -> Frame | None:
         """Take the message out, to open it or to give back what is in it; None for all but one caller."""
         frame: Frame | None = self.__dict__.pop("frame", None)
         return frame

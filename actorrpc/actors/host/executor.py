@@ -30,7 +30,7 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
-from actorrpc.agent.calls import CALLER_BIT, CURRENT, FRAME_BIT
+from actorrpc.agent.calls import CALLER_BIT, CURRENT, MAILBOX_BIT
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
 from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted, riding
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
@@ -50,7 +50,7 @@ _MAX_DEPTH: Final = 60  # calls nested on one thread
 _NOTHING: Final = object()
 _TEXTS: Final = frozenset({str, bytes})
 _FIXED: Final = frozenset({int, float, bool, str, bytes, type(None)})
-_OF_ACTOR: Final = 1 << FRAME_BIT
+_OF_ACTOR: Final = 1 << MAILBOX_BIT
 _NUMBER: Final = (1 << CALLER_BIT) - 1  # of an execution
 _use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -189,7 +189,7 @@ class ActorExecutor:
         """Return the ``args`` and ``kwargs`` of a call, opening its message if that was not opened before its turn."""
         opened, entry.opened = entry.opened, None
         if opened is None:
-            frame = entry.unseal()
+            frame = entry.claim_frame()
             if frame is None:
                 raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
             try:
@@ -575,7 +575,7 @@ class ActorExecutor:
         if not self._claim(entry):  # nobody wants to hear of it any more
             let_frames_go(error)
             return
-        frame = entry.unseal()
+        frame = entry.claim_frame()
         if frame is not None:  # it never came to its arguments
             self.agent.inbox.discard(entry.conn, frame)
         if self.hosted.on_error is not None:
@@ -588,7 +588,7 @@ class ActorExecutor:
 
     def refuse(self, entry: Envelope, error: RpcError) -> None:
         if self._claim(entry):
-            frame = entry.unseal()
+            frame = entry.claim_frame()
             if frame is not None:
                 self.agent.executor.refuse(entry.conn, frame, error)
             else:

@@ -21,7 +21,7 @@ from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.deadlock_detector import DeadlockDetector
 from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
-from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
+from actorrpc.agent.calls import CALLER_BIT, MAILBOX_BIT
 from actorrpc.agent.executor import Later
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
@@ -38,7 +38,7 @@ __all__ = ["ActorRegistry", "HostedActorState", "end", "states"]
 _END_S: Final = 5.0
 _AT_LEAST_S: Final = 0.25
 
-_CALLERS: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
+_CALLERS: Final = (1 << MAILBOX_BIT - CALLER_BIT) - 1
 _HEADERS = 16384
 _SHORT = 128  # bytes; longer headers have something of their own
 _REMEMBERED = 1000  # actors that have ended, with the reason
