@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+# The first test runs the script, several of whose processes import torch._dynamo at the same time.
+pytestmark = pytest.mark.limit(240)
+
 _PROGRAM = Path(__file__).parent / "programs" / "main_script.py"
 
 
@@ -23,7 +26,7 @@ def found() -> dict[str, Any]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=230,
     )
     assert (done.returncode, done.stderr) == (0, "")
     results: dict[str, Any] = json.loads(done.stdout)
