@@ -338,8 +338,8 @@ class HostedActor:
         """Return the loop that runs the calls of a queue; None where they run on threads, or there is none (any more)."""
         return self.loops.get(queue.name) if queue is not None and queue.is_async else None
 
-    def finished(self, queue: GroupQueue, todo: Wakeups) -> None:
-        """Go on after an entry of a queue is over."""
+    def finished(self, todo: Wakeups) -> None:
+        """Go on after an entry of the mailbox is over."""
         if todo is not NOTHING:
             self.carry_out(todo)
         ending = self.ending
@@ -356,6 +356,7 @@ class HostedActor:
             assert isinstance(entry, Envelope)
             text = f"{self.executor.label(entry)} was not executed, as {why}"
             self.executor.refuse(entry, LimitError(text))
+        self.finished(NOTHING)
 
     def broken(self, error: BaseException, entry: Entry | None = None) -> None:
         """End the actor, as one of its threads has ended that was not to; ``entry``: the call that it was at, if any.
@@ -405,12 +406,8 @@ class HostedActor:
         # Set first: a call that has had its turn, but does not run yet, sees both when it is about to run.
         entry.late = entry.late or late
         entry.start_forbidden = stop or (queue is not None and queue.is_async)
-        todo = self.mailbox.cancel(entry)
-        if todo is not None:
-            self.executor.refuse(
-                entry, CancelledError(f"{self.executor.label(entry)} was cancelled before it started")
-            )
-            self.carry_out(todo)
+        text = f"{self.executor.label(entry)} was cancelled before it started"
+        if self.withdraw(entry, CancelledError(text)):
             return
         loop = self.loop_of(queue)
         if queue is not None and queue.is_async:
@@ -441,7 +438,7 @@ class HostedActor:
         todo = self.mailbox.cancel(entry)
         if todo is not None:
             self.executor.refuse(entry, error)
-            self.carry_out(todo)
+            self.finished(todo)
         return todo is not None
 
     def interrupt(self, entry: Entry) -> None:

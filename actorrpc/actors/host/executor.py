@@ -351,7 +351,7 @@ class ActorExecutor:
         if loop is None:  # its actor has ended in this moment
             self.refuse(entry, HostedActorGoneError(self.hosted.id, self.hosted.why))
         if loop is None or not self._may_start(entry):
-            self.hosted.finished(queue, self.mailbox.done(queue))
+            self.hosted.finished(self.mailbox.done(queue))
             return
         if self.hosted.is_plain(entry):
             loop.runner.due[entry] = None
@@ -389,7 +389,7 @@ class ActorExecutor:
             self.mailbox.running.pop(entry.chain, None)
             if entry.conn is not None and entry.conn.outbox:
                 entry.conn.flush()
-            self.hosted.finished(queue, self.mailbox.done(queue))
+            self.hosted.finished(self.mailbox.done(queue))
         except BaseException as error:
             self.hosted.broken(error)
         self.pump(queue)

@@ -346,6 +346,8 @@ class Mailbox:
         with self._lock:
             if self.closed:
                 return None
+            if entry.state is not NEW:  # cancelled while its actor was being made
+                return NOTHING
             if not entry.number:
                 entry.number = next(self._numbers)
             if entry.path and self.reentrant and entry.ready:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 import actorrpc
+from actorrpc import rpc
 from actorrpc.actors import host
+from actorrpc.actors.host import registry
 from actorrpc.actors.host.mailbox import Mailbox
 from actorrpc.actors.host.registry import ActorRegistry
 from actorrpc.futures import Future
@@ -204,3 +206,30 @@ def test_a_cancelled_call_keeps_its_arguments_no_longer_than_it_runs() -> None:
             until(lambda: tracemalloc.get_traced_memory()[0] < count * len(data) // 2)
         finally:
             tracemalloc.stop()
+
+
+_may_end = threading.Event()
+
+
+@actorrpc.remote
+class Source:
+    def later(self) -> list[float]:
+        assert _may_end.wait(20)
+        return []
+
+
+def test_an_actor_that_is_to_end_when_it_is_idle_ends_with_the_cancellation_of_its_last_call() -> None:
+    with InProcessCluster(2, clock="real"):
+        source = Source.options(worker="worker0").remote()
+        keeper = Keeper.options(worker="worker1").remote([])
+        call = keeper.fill.remote(source.later.remote())  # it waits in the mailbox for its argument
+        until(lambda: [each.waiting for each in rpc.rpc_sync("worker1", registry.states)] == [1])
+        (state,) = rpc.rpc_sync("worker1", registry.states)
+        over = rpc.rpc_async("worker1", registry.end, (state.instance_id, "drain", "it is not needed"))
+        until(lambda: [each.state for each in rpc.rpc_sync("worker1", registry.states)] == ["ending"])
+        actorrpc.cancel(call)
+        with pytest.raises(actorrpc.CancelledError):
+            actorrpc.get(call, timeout=20)
+        over.wait(20)
+        _may_end.set()
+        del source, keeper, call
