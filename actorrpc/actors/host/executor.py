@@ -599,7 +599,10 @@ class ActorExecutor:
     def _claim(self, entry: Envelope) -> bool:
         if self.answered_later:
             self.answered_later.pop(entry, None)
-        return entry.peer.running.pop(entry.id, None) is entry
+        running = entry.peer.running
+        if running.get(entry.id) is not entry:
+            return False  # a stream may have taken its place, and stays there: a cancellation finds it by the number
+        return running.pop(entry.id, None) is entry
 
     def pump(self, queue: GroupQueue) -> None:
         """Start what the queue has, in portions between which the loop goes on. Runs on the thread of the queue's loop."""

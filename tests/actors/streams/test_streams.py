@@ -19,6 +19,7 @@ from hypothesis import given, settings
 import actorrpc
 from actorrpc import errors, rpc
 from actorrpc.actors.context import Runtime, current
+from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -1062,7 +1063,9 @@ class Giver:
 
 
 @pytest.mark.limit(60)
-@pytest.mark.parametrize("cancellation", ["behind the first item", "before the ticket"])
+@pytest.mark.parametrize(
+    "cancellation", ["behind the first item", "before the ticket", "until its coroutine has ended"]
+)
 def test_a_call_that_is_cancelled_as_it_becomes_a_stream_leaves_no_items(
     cancellation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1070,17 +1073,26 @@ def test_a_call_that_is_cancelled_as_it_becomes_a_stream_leaves_no_items(
     opening, may_open = _gates[:] = threading.Event(), threading.Event()
     cancel = Envelope.cancel
 
+    cancel_in_mailbox = HostedActor.cancel
+
     def cancel_later(entry: Envelope, *given: bool) -> None:
-        if cancellation == "behind the first item":
+        if cancellation != "before the ticket":
             may_open.set()
             _log.wait_for("gave")
         cancel(entry, *given)
         may_open.set()
 
+    def cancel_and_wait(hosted: HostedActor, entry: Envelope, *given: bool) -> None:
+        cancel_in_mailbox(hosted, entry, *given)
+        while entry.task is not None:
+            threading.Event().wait(0.001)
+
     with InProcessCluster(2, clock="real"):
         giver: Any = actorrpc.remote(Giver).options(worker="worker1").remote()
         assert actorrpc.get(giver.count.remote(), timeout=20) == 0
         monkeypatch.setattr(Envelope, "cancel", cancel_later)
+        if cancellation == "until its coroutine has ended":
+            monkeypatch.setattr(HostedActor, "cancel", cancel_and_wait)
         stream = giver.give.remote(HeldUp())
         assert opening.wait(20)
         stream.close()
