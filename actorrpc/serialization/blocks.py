@@ -212,7 +212,7 @@ def _rectangles(view: View, step: int, first: int) -> Iterator[tuple[int, int, i
     width, rows = view.item, 1
     outer: list[range] = []
     for stride, n in view.steps:
-        if stride <= width and rows == 1 and not outer:
+        if stride <= width and (stride < step or not step) and rows == 1 and not outer:
             width += stride * (n - 1)
         elif stride == step * rows and not outer:
             rows *= n

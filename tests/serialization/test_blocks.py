@@ -98,6 +98,14 @@ def test_only_used_bytes_arrive_and_overlapping_views_share_memory(
                 assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("column", range(8))
+def test_a_turned_view_shares_memory_with_a_column_of_its_rows(column: int) -> None:
+    rows = torch.zeros(8 * 32, dtype=torch.uint8).view(8, 32)
+    (turned, part), _ = trip([rows[0:2].t(), rows[1:6, column : column + 1]])
+    part.fill_(5)
+    assert turned[column, 1] == 5
+
+
 @pytest.mark.parametrize("rows", [range(0, 64, 2), [5, 3], range(0, 64, 40)])
 def test_of_rows_that_lie_apart_no_others_are_sent(rows: Any) -> None:
     base = torch.arange(64 * 2048, dtype=torch.float32).view(64, 2048)
