@@ -1,4 +1,4 @@
-"""A generator with ``num_returns=n``: n ObjectRefs, each of one item, in place of a stream."""
+"""Calls of generators with ``num_returns=n``: the caller gets n ObjectRefs, one for each item, in place of a stream."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ENDED: Final = (ActorError, CancelledError, PeerDiedError, ShutdownError)
 def take_each(
     stream: ObjectRefGenerator[Any], item: Callable[[ObjectRef[Any]], bool], end: Callable[[], None]
 ) -> None:
-    """Take the items of a stream as they come, on the threads that bring them; returns at once.
+    """Pass each item of a stream to ``item`` when it arrives. Returns at once; the thread that receives an item calls ``item``.
 
     Args:
-        item: is given each; False: no more are wanted, and the stream is closed.
-        end: called when there are no more.
+        item: called with the ObjectRef of each item. If it returns False, the stream is closed.
+        end: called after the last item of a stream that ended.
     """
     while True:
         arrival = stream._arrival()
@@ -63,11 +63,11 @@ class _Parts(Progress):
         self._left = deque(self.futures)
 
     def item(self, ref: ObjectRef[Any]) -> bool:
-        """Give an item to the next future; say whether the stream is still wanted."""
+        """Complete the next future with an item; return False if the stream can be closed."""
         came = ref._ask()
         try:
             future = self._left.popleft()
-        except IndexError:  # one more than was asked for: nobody wants it, nor what is behind it
+        except IndexError:  # no future is left: discard the item, and have the stream closed
             error = came.error
             if error is not None and not isinstance(error, _ENDED):
                 _log.error(
@@ -80,14 +80,14 @@ class _Parts(Progress):
             self._fail(came.error, future)
         else:
             future.try_complete(came.value_or_none)
-        return True  # also behind the last one: the generator is to come to its end
+        return True  # after the last future, too: the generator may run to its end
 
     @property
     def _said(self) -> tuple[str, int]:
         return self._stream._consumer.label, self._count
 
     def end(self) -> None:
-        """Fail what the stream has not given."""
+        """Fail the futures for which the stream had no item."""
         label, count = self._said
         left = len(self._left)
         if left:
@@ -100,19 +100,19 @@ class _Parts(Progress):
         while self._left:
             try:
                 failed.append(self._left.popleft())
-            except IndexError:  # it was cancelled in this moment
+            except IndexError:  # another thread removed the last future after this thread had checked `_left`
                 break
         for future in failed:
-            future.follow(failed[0], error)  # one failure: looking at any of them will do
+            future.follow(failed[0], error)  # retrieving the error from one future marks it as seen for all
 
     # -- as the source of the futures ----------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send what is still gathered."""
+        """Send the messages that are gathered."""
         self._stream._consumer.flush()
 
     def cancel(self) -> bool:
-        """Give the call up, and with it all values that are not there."""
+        """Close the stream, and fail the futures of all items that have not arrived; False if all have arrived."""
         if not self._left:
             return False
         self._fail(CancelledError(f"{self._said[0]} was cancelled"))
@@ -121,10 +121,10 @@ class _Parts(Progress):
 
 
 def spread(stream: ObjectRefGenerator[T], count: int) -> list[ObjectRef[T]]:
-    """Return ObjectRefs of a stream's first items, at once; each is complete when its item is there.
+    """Return ObjectRefs of the first ``count`` items of a stream, at once. Each completes when its item arrives.
 
-    What the generator raises, all raise that it has not given; so with the ValueError of one that ends too early. One that gives
-    more is closed at the first of those.
+    If the generator raises an exception, the ObjectRefs of all items that it had not yielded raise that exception. If it ends
+    before ``count`` items, they raise a ValueError. If it yields more, the stream is closed at item ``count + 1``.
     """
     parts = _Parts(stream, count)
     take_each(stream, parts.item, parts.end)
