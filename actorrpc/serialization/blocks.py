@@ -21,9 +21,8 @@ __all__ = ["Block", "View", "plan", "repitch"]
 # sent.
 _GAP: Final = 4 << 10
 _WASTE: Final = 2
-_MAX_RECTANGLES: Final = (
-    1 << 16
-)  # of views in one block; of more it is not computed which bytes they use together
+# If the views of a block have more rectangles than this, the number of bytes that they use together is not computed.
+_MAX_RECTANGLES: Final = 1 << 16
 
 
 class View:
@@ -37,7 +36,7 @@ class View:
         steps: (stride, size) of each dimension, in the order of strides. Dimensions of one element or stride 0 are left out.
         gap: the length of its longest gap.
         step: the distance between two contiguous runs of its bytes; 0 if it uses all bytes from low to high.
-        used: how many bytes it uses; 0 if its dimensions overlap in a way for which this is not computed.
+        used: how many bytes it uses; 0 if its dimensions overlap in a way for which the number is not computed.
     """
 
     __slots__ = ("gap", "high", "item", "low", "number", "step", "steps", "tensor", "used")
@@ -97,7 +96,7 @@ class Block:
         self.used = used
 
     def absorbs(self, other: Block) -> bool:
-        """Merge ``other``, a block that starts later, into this block if the rule allows it; return whether it was merged."""
+        """Merge ``other``, a block that starts later, if ``_GAP`` and ``_WASTE`` allow it; return whether it was merged."""
         gap = other.low - self.high
         used = self.used + other.used
         if self.pitch or other.pitch or self.is_compact or other.is_compact:
@@ -196,7 +195,7 @@ def _columns(cluster: Sequence[View], step: int) -> list[tuple[int, int, list[Vi
             groups[-1] = before, max(reach, end), views
         else:
             groups.append((first, end, [view]))
-    while len(groups) > 1 and groups[0][0] + step < groups[-1][1]:  # the last continues in the next row
+    while len(groups) > 1 and groups[0][0] + step < groups[-1][1]:  # the last group continues in the next row
         (_, end, views), (first, reach, more) = groups.pop(0), groups.pop()
         groups.append((first, max(reach, end + step), more + views))
     if any(end - first > step for first, end, _ in groups):
@@ -226,8 +225,8 @@ def _rectangles(view: View, step: int, first: int) -> Iterator[tuple[int, int, i
 def _union(views: list[View], step: int, first: int) -> tuple[int, list[View], list[list[View]]]:
     """Return how many bytes the views use together, the parts that are copied, and the views in groups that do not overlap.
 
-    The other arguments are those of :func:`_cheapest`. With more than ``_MAX_RECTANGLES`` rectangles the first result is a lower
-    bound, and all views are in one group.
+    ``step`` and ``first`` have the same meaning as in :func:`_cheapest`. With more than ``_MAX_RECTANGLES`` rectangles the first
+    result is a lower bound, and all views are in one group.
     """
     outer = [
         [n for stride, n in view.steps if view.step and stride >= view.step and stride > step]
@@ -247,7 +246,7 @@ def _union(views: list[View], step: int, first: int) -> tuple[int, list[View], l
 
     used = begun = 0
     parts: list[View] = []
-    active: list[tuple[int, int, int, int]] = []  # column, column after the last, view, row after the last
+    active: list[tuple[int, int, int, int]] = []  # first column, end of the columns, view, end of the rows
     for row, until in pairwise(sorted({row for each in rectangles for row in each[:2]})):
         active = [each for each in active if each[3] > row]
         while begun < len(rectangles) and rectangles[begun][0] == row:
@@ -280,7 +279,7 @@ def _union(views: list[View], step: int, first: int) -> tuple[int, list[View], l
 
 
 def _cheapest(views: list[View], step: int, first: int, end: int) -> list[Block]:
-    """Return the blocks of views that may overlap. They keep their strides if the rule allows it; else the shortest form is sent.
+    """Return the blocks of views that may overlap: with the sender's strides if the rule allows it, else in the shortest form.
 
     ``step``: the views lie in rows of this length, between the columns ``first`` and ``end``; 0: there are no such rows.
     """
