@@ -1,4 +1,4 @@
-"""Caches of what was read from classes: an entry is valid until a program assigns or deletes an attribute of its class."""
+"""Caches of values computed from classes: an entry is valid until a program assigns or deletes an attribute of its class."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ T = TypeVar("T")
 class ClassCache(Generic[T]):
     """Values that were computed from classes, each with the attributes that its class had before the computation.
 
-    An entry holds its class and the attributes: an attribute that was freed could have the address of a later one. A class is
-    part of reference cycles, so only Python's collector frees classes. Therefore each full collection empties all caches
-    before it starts, and the caches keep no class alive.
+    An entry holds references to its class and to the attributes. Without them, a new object could have the address of a freed
+    attribute, and the comparison by identity would miss the change. A class is part of reference cycles, so only Python's
+    collector frees classes. Therefore each full collection empties all caches before it starts, and the caches keep no class
+    alive.
 
     Thread-safe without a lock: each operation on the table is one step under the interpreter's lock.
     """
@@ -29,7 +30,7 @@ class ClassCache(Generic[T]):
         _tables.append(self._entries)
 
     def get(self, cls: type) -> T | None:
-        """Return the value of a class; None if the cache has none, or if the class has changed."""
+        """Return the value of a class; None if the cache has no entry for it, or if the class has changed."""
         entry = self._entries.get(id(cls))
         if entry is None:
             return None
@@ -50,7 +51,10 @@ class ClassCache(Generic[T]):
 
 
 def _attributes(cls: type, bases: tuple[type, ...]) -> list[Any]:
-    """Return the names and values of the attributes of classes. They are compared by identity: no user's code runs."""
+    """Return the classes in the MRO of ``cls``, and the names and values of the attributes of ``bases``.
+
+    Callers compare the results by identity, which runs no user code.
+    """
     found: list[Any] = [*cls.__mro__]
     for each in bases:
         own = vars(each).copy()

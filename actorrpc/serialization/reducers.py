@@ -85,7 +85,10 @@ def _reduce_operator(operator: OpOverload | OpOverloadPacket) -> _Reduced:
 
 
 def make_operator(name: str, overload: str | None, _custom: CustomOpDef | None) -> Any:
-    """Return an operator of ``torch.ops`` (wire format). Reading the third argument has registered a custom operator."""
+    """Return an operator of ``torch.ops`` (wire format).
+
+    The third argument is not used here: unpickling it registers a custom operator in this process.
+    """
     namespace, _, operator = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), operator)
     return packet if overload is None else getattr(packet, overload)
@@ -114,7 +117,7 @@ def make_custom_operator(
     gradient: tuple[Any, Any],
     by_key: tuple[Mapping[Any, Any], Mapping[Any, Any]],
 ) -> Any:
-    """Register a custom operator, unless this process has an operator of its name (wire format)."""
+    """Return the custom operator of this name; register it first if this process does not have it (wire format)."""
     found = OPDEFS.get(name)
     if found is not None:
         return found
@@ -136,15 +139,16 @@ def make_custom_operator(
     return made
 
 
-# -- what typing makes ---------------------------------------------------------------------------------
+# -- objects of typing ---------------------------------------------------------------------------------
 
 _PARAMETERS: Final = ("bound", "covariant", "contravariant", "infer_variance")
 
 
 def complete_model(cls: type) -> None:
-    """Have pydantic build a model whose annotations it could not resolve when the class was made, as its first use would.
+    """Have pydantic finish a model class whose annotations it could not resolve when the class was made.
 
-    Pickles of unfinished models cannot be loaded, and the receiver does not have the names that the annotations mention.
+    The first use of the class would finish it, too. But pickles of unfinished models cannot be loaded, and the receiver does not
+    have the names that the annotations mention.
     """
     if vars(cls).get("__pydantic_complete__") is False and hasattr(cls, "model_rebuild"):
         cls.model_rebuild(raise_errors=False)
@@ -168,13 +172,13 @@ def _tracked(obj: Any, make: type, args: tuple[Any, ...], options: dict[str, Any
 
 
 def make_tracked(id: str, make: Any, args: tuple[Any, ...], options: dict[str, Any], module: str) -> Any:
-    """Make an object, or return the object that this process made of the same original (wire format)."""
+    """Return the object that this process made earlier from the same original; make it if there is none (wire format)."""
     made = make(*args, **options)
     made.__module__ = module
     return _cloudpickle._lookup_class_or_track(id, made)
 
 
-# -- what functools makes ------------------------------------------------------------------------------
+# -- objects of functools ------------------------------------------------------------------------------
 
 _OF_CACHES: Final = frozenset({"__wrapped__", "cache_parameters"})  # lru_cache sets them
 
@@ -191,7 +195,7 @@ def make_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: boo
 
 
 def reduce_cached_property(found: functools.cached_property[Any]) -> _Reduced:
-    """Reduce a cached property to its class and its attributes, without the lock that Python 3.11 has there."""
+    """Reduce a cached property to its class and its attributes, without the lock that it has in Python 3.11."""
     state = {name: value for name, value in vars(found).items() if name != "lock"}
     return make_cached_property, (type(found),), state, None, None, fill_cached_property
 
@@ -202,7 +206,7 @@ def make_cached_property(kind: Any) -> Any:
 
 
 def fill_cached_property(made: Any, state: dict[str, Any]) -> None:
-    """Give a cached property its attributes, and a lock of its own where Python has one (wire format)."""
+    """Set the attributes of a cached property, and in Python 3.11 a new lock (wire format)."""
     vars(made).update(vars(functools.cached_property(bool)) | state)
 
 
@@ -215,9 +219,9 @@ REDUCERS: Final[dict[type, Callable[[Any], _Reduced]]] = {
     typing.ParamSpec: _reduce_type_parameter,
     typing.TypeVarTuple: _reduce_type_parameter,
 }
-"""The reducers of objects that a module may have under their own name."""
+"""Reducers that are called only if the receiver cannot import the object under its module and name."""
 
-# -- functions that a decorator made -------------------------------------------------------------------
+# -- functions made by decorators ----------------------------------------------------------------------
 
 _DISPATCHER: Final = cast(FunctionType, functools.singledispatch(bool)).__code__
 
@@ -236,16 +240,16 @@ def reduce_function(function: FunctionType) -> _Reduced | None:
 
 
 def _variable(function: FunctionType, name: str) -> Any:
-    """Return what a function has captured under a name."""
+    """Return the value of a captured variable of a function."""
     assert function.__closure__ is not None
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def make_dispatcher(name: str) -> Any:
-    """Make a ``singledispatch`` function that has nothing to dispatch to yet (wire format)."""
+    """Make a ``singledispatch`` function without implementations, for :func:`fill_dispatcher` (wire format)."""
 
     def placeholder(_arg: object) -> None:
-        """Be replaced by :func:`fill_dispatcher`."""
+        """The default implementation until :func:`fill_dispatcher` replaces it."""
 
     placeholder.__name__ = name
     return functools.singledispatch(placeholder)
@@ -260,5 +264,5 @@ def fill_dispatcher(made: Any, state: tuple[dict[type, Callable[..., Any]], Call
 
 
 def apply_context(context: Callable[[Any], Any], function: Any) -> Any:
-    """Compile a function, or disable its compilation, as the sender's context does (wire format)."""
+    """Wrap a function with the context of ``torch.compile`` or ``torch.compiler.disable`` (wire format)."""
     return context(function)
