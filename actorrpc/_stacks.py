@@ -1,4 +1,4 @@
-"""Look at the stack of another thread without a crash of the interpreter.
+"""Inspect the stack of another thread without crashing the interpreter.
 
 CPython makes the Python object of a frame when code first asks for it. In version 3.11, making the object may start the garbage
 collector. The collector runs finalisers, and other threads may run between the instructions of a finaliser. If thread B returns
@@ -21,8 +21,8 @@ from typing import Any, Final
 
 __all__ = ["local", "top_frame", "top_frames", "without_collection"]
 
-# Guards the switch of the collector: the thread that switches it off holds the lock until it has switched it on again. A leaf.
-# It is re-entrant because a signal handler may look at a stack while the main thread does.
+# The thread that switches the collector off holds this lock until it has switched it on again. No other lock is taken under it.
+# It is re-entrant because a signal handler may inspect a stack while the main thread does.
 _off: Final = threading.RLock()
 
 
@@ -39,7 +39,7 @@ def _collector_off() -> Generator[None]:
 
 
 def without_collection() -> AbstractContextManager[None]:
-    """Return a context in which no collection starts by itself, where the version of Python makes that necessary."""
+    """Return a context that switches the collector off on Python 3.11, and has no effect on later versions."""
     return _collector_off() if sys.version_info < (3, 12) else contextlib.nullcontext()
 
 
@@ -72,5 +72,5 @@ def _make_all(frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-# A fork waits until the collector is as the user has set it, so the child has it so.
+# A fork waits for a thread that has switched the collector off. Otherwise the collector would stay off in the child.
 os.register_at_fork(before=_off.acquire, after_in_parent=_off.release, after_in_child=_off.release)
