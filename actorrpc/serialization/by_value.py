@@ -1,28 +1,30 @@
-"""Functions and classes by value: what the other side cannot import travels as a definition.
+"""Functions and classes by value: a function or class that the receiver cannot import is sent as a definition.
 
-A definition is the cloudpickle of one function or class, named by its hash: a peer is sent it once and reads
-the hash from then on. Classes keep their identity: the same local class sent twice arrives as one class,
-and it comes home as the class that it was. A function whose captured state could change (a list in its
-closure, a tensor, an RRef) is no definition: it travels whole in each message, as its state is at the time.
-A class is read again when it is sent after one of its attributes, or an attribute of a base class that goes by value, was
-assigned or deleted. It is also read again after each call of :func:`look_again`, which the creation of an actor makes: other
-changes, as of a global that its methods mention, are not looked for when a message is sent. If the class has changed, its
-definition has another hash and is sent once more; a process that already has the class keeps it as it was received first.
+A definition is the cloudpickle of one function or class. Its name is its hash. A worker sends a definition to each peer once, and
+later messages contain only the hash. Classes keep their identity: the same local class sent twice is one class at the receiver,
+and if the receiver sends it back, the sender gets its own class. A function whose captured state could change (a list in its
+closure, a tensor, an RRef) has no definition: each message contains the function with its state at that time.
 
-Functions and classes of some modules go by value although they could be imported: those of the main module (to workers that run
-another script), and those of modules registered with ``cloudpickle.register_pickle_by_value(module)`` and of their submodules.
-Most messages contain none of these, and the fast pickler encodes such messages. While modules are registered, the fast pickler
-calls :func:`stop` for each function, class and bound method. At the first that goes by value, :func:`stop` raises
+The sender pickles a class again if one of its attributes, or an attribute of a base class that is sent by value, was assigned or
+deleted since. It also does so after each call of :func:`look_again`, which the creation of an actor makes. Other changes, for
+example of a global that a method reads, are not detected when a message is sent. If the class has changed, its definition has
+another hash and is sent once more; a process that already has the class keeps the class as it was received first.
+
+Functions and classes of two kinds of modules are sent by value although receivers could import them: the main module (to workers
+that run another script), and modules registered with ``cloudpickle.register_pickle_by_value(module)``, with their submodules.
+Most messages contain no such function or class, and the fast pickler encodes these messages. While modules are registered, the
+fast pickler calls :func:`stop` for each function, class and bound method. If an object must be sent by value, :func:`stop` raises
 GoesByValueError, and :class:`ByValuePickler` encodes the message anew. As in cloudpickle, the module of an object decides.
 
 Workers that run the same script send the functions and classes of the main module by name. A function or class that the script
 defines after it has joined its group is *late*: other workers may not have reached its definition yet, or may never reach it
-(``if rank == 0:``). A late object is sent as a name and a definition. The receiver uses its own object of that name, so that its
-class is the one that the receiver's script knows. If the receiver's script is about to assign the name, threads other than the
-main thread wait for that, for at most 5 s. Otherwise the receiver loads the definition, and sends the object on in the same way.
+(``if rank == 0:``). A late object is sent as a name and a definition. If the receiver's main module has an object of that name,
+the receiver uses this object, so that ``isinstance`` works in the receiver's script. If the script will assign the name further
+down, a thread that decodes the message waits for the assignment, for at most 5 s, unless it is the main thread. Otherwise the
+receiver loads the definition, and sends the object on in the same way.
 
-The thread that encodes or decodes a message runs this code; other threads may register modules meanwhile. An object is judged by
-the modules that are registered when the pickler reaches it. Nothing here does I/O, loads or pickles under a lock.
+The thread that encodes or decodes a message runs this code; other threads may register modules meanwhile. The modules that are
+registered when the pickler reaches an object decide about the object. No I/O, loading or pickling happens under a lock.
 """
 
 from __future__ import annotations
@@ -85,10 +87,10 @@ __all__ = [
     "stop",
 ]
 
-# cloudpickle's own, of names. What adds to it takes out what it has added.
+# The names of the registered modules: cloudpickle's own set. Code that adds a name here also removes it again.
 modules: Final[set[str]] = _cloudpickle._PICKLE_BY_VALUE_MODULES
 find_main: Final = re.compile(b"__(?:mp_)?main__").search
-_LONG: Final = 64 << 10  # from here on the C pickler hands bytes and texts over as they are
+_LONG: Final = 64 << 10  # the C pickler writes bytes and texts of at least this length in a call of their own
 _STARTS: Final = (0x80, 0x95)  # protocol, frame
 _MAX_NAMES: Final = 4096
 _NAMED: Final = (type, ModuleType)
@@ -97,11 +99,11 @@ _lineages: dict[str, tuple[str, ...]] = {}  # "a.b.c" -> "a", "a.b", "a.b.c"
 
 
 class GoesByValueError(pickle.PicklingError):
-    """Raised out of the fast pickler: it has come upon something that goes by value."""
+    """Raised by :func:`stop`, through the fast pickler: the message contains an object that must be sent by value."""
 
 
 def is_by_value(name: str) -> bool:
-    """Say whether a module of this name goes by value: it is registered, or a package that it is in. Thread-safe."""
+    """Return whether the module of this name, or a package that contains it, is registered. Thread-safe."""
     lineage = _lineages.get(name)
     if lineage is None:
         parts = name.split(".")
@@ -113,20 +115,20 @@ def is_by_value(name: str) -> bool:
 
 
 def goes_by_value(obj: Any) -> bool:
-    """Say whether a function, a class or a type variable is of such a module, or perhaps of none that is known.
+    """Return whether a function, a class or a type variable is of a registered module, or of a module not in ``sys.modules``.
 
-    What counts is the name that the module has now, not the one under which the object looks for it. Where an object
-    is not found under its name at all the fast pickler finds out by itself.
+    The module's present ``__name__`` decides, which may differ from the object's ``__module__``. The case that the module does
+    not have the object is left to the fast pickler, which fails then.
     """
     module = sys.modules.get(obj.__module__)
     return module is None or is_by_value(module.__name__)
 
 
 def names_main(chunks: Iterable[Any]) -> bool:
-    """Say whether a pickle, as the C pickler wrote it in pieces, may name the main module.
+    """Return whether a pickle may contain the name of the main module. ``chunks``: what the C pickler wrote, call by call.
 
-    Long bytes, texts and buffers are pieces of their own, and are not searched. The pickler's own pieces are bytes; those
-    as long start with a frame, the first with the protocol before it.
+    A long value of the message (bytes, text or buffer) is a chunk of its own and is not searched. The pickler's other chunks are
+    bytes; if such a chunk is long, it begins with the opcode FRAME, or with PROTO if it is the first.
     """
     for chunk in chunks:
         if (
@@ -139,18 +141,18 @@ def names_main(chunks: Iterable[Any]) -> bool:
 
 
 def stop(pickler: Any, obj: Any) -> Any:
-    """Be the ``reducer_override`` of a pickler that writes by reference only.
+    """The ``reducer_override`` of the fast pickler, which writes functions and classes by reference only.
 
-    When nothing is registered any more it has the pickler ask no more, by its ``unwatch``.
+    If no module is registered, it calls the pickler's ``unwatch()``, after which the pickler has no ``reducer_override``.
 
     Raises:
-        GoesByValueError: the object goes by value.
+        GoesByValueError: the object must be sent by value.
     """
     if not modules:
         pickler.unwatch()
         return NotImplemented
     kind = type(obj)
-    # A method would go as its object and a name, under which its class need not have this very function.
+    # A method is checked by its function: pickled as object and name, it could become another function at the receiver.
     if kind is FunctionType or issubclass(kind, _NAMED) or kind is TypeVar:
         if goes_by_value(obj):
             raise GoesByValueError
@@ -159,15 +161,15 @@ def stop(pickler: Any, obj: Any) -> Any:
     return NotImplemented
 
 
-MAIN: Final = ("__main__", "__mp_main__")  # multiprocessing's children call their main module the latter
+MAIN: Final = ("__main__", "__mp_main__")  # children of multiprocessing have the second name
 _MAX_CACHED: Final = 1024
-_LARGE: Final = 512 << 10  # a larger definition travels in each message that needs it, and no peer keeps it
+_LARGE: Final = 512 << 10  # a larger definition is part of each message that needs it, and no peer keeps it
 
 
 class UnknownDefinitionError(ProtocolError):
-    """A message names definitions that this side does not have (any more).
+    """A message names definitions that this process does not have, or has evicted from its store.
 
-    Raised before anything of the message is unpickled, so decoding may simply be tried again.
+    Raised before any part of the message is unpickled, so the message can be decoded again later.
     """
 
     def __init__(self, hashes: Iterable[bytes]) -> None:
@@ -187,7 +189,7 @@ def hash_of(data: bytes) -> bytes:
 
 
 class _MainUnpickler(pickle.Unpickler):
-    """Finds in the main module what a child of multiprocessing calls ``__mp_main__``."""
+    """Reads ``__mp_main__``, the main module's name in multiprocessing's children, as ``__main__``."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__mp_main__":
@@ -196,9 +198,9 @@ class _MainUnpickler(pickle.Unpickler):
 
 
 def loads_here(data: Any, buffers: Iterable[Any] = ()) -> Any:
-    """Unpickle; ``__main__`` and ``__mp_main__`` are the main module that this process has.
+    """Unpickle bytes. Both ``__main__`` and ``__mp_main__`` mean the main module of this process.
 
-    The C unpickler finds classes by itself, which is why a subclass is used only where the name occurs.
+    A pickle that contains ``__mp_main__`` is read by a subclass of the unpickler; other pickles are read faster without it.
     """
     if _find_mp_main(data) is None or sys.modules.get("__mp_main__") is sys.modules["__main__"]:
         return pickle.loads(data, buffers=buffers)
@@ -215,11 +217,11 @@ _UNLOADED: Final = object()
 
 
 class DefinitionStore:
-    """The definitions that peers sent to this process: hash -> object, loaded when first used.
+    """The definitions that peers sent to this process, by hash. A definition is loaded when it is first used.
 
-    Keeps the most recently used ones within its bounds. Thread-safe. Its lock guards the table, nothing
-    is loaded or destroyed under it, and no other lock is taken under it; it is reentrant because the garbage
-    collector may run a finalizer, which may decode a message, at any allocation.
+    Above its bounds, the store evicts the least recently used definitions. Thread-safe. The lock guards the table; no object is
+    loaded or destroyed under it, and no other lock is taken under it. It is re-entrant because the garbage collector may run a
+    finalizer at any allocation, and the finalizer may decode a message.
     """
 
     def __init__(self, *, max_definitions: int = 4096, max_bytes: int = 256 << 20) -> None:
@@ -236,10 +238,10 @@ class DefinitionStore:
         return key in self._entries
 
     def add(self, key: bytes, data: bytes) -> None:
-        """Keep a definition that came from a peer.
+        """Keep a definition that a peer has sent.
 
         Raises:
-            ProtocolError: ``data`` is not what ``key`` names.
+            ProtocolError: ``key`` is not the hash of ``data``.
         """
         if hash_of(data) != key:
             raise ProtocolError(f"a definition does not have the hash {key.hex()} under which it came")
@@ -256,25 +258,25 @@ class DefinitionStore:
                 _, entry = self._entries.popitem(last=False)
                 self._bytes -= len(entry[0])
                 dropped.append(entry)
-        # Objects die here, outside of the lock: a class may have weak references with callbacks.
+        # Evicted objects are destroyed here, outside of the lock: a class may have weak references with callbacks.
         del dropped
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return those of ``keys`` that are not here."""
+        """Return the keys that are not in the store."""
         return [key for key in keys if key not in self._entries]
 
     def data(self, key: bytes) -> bytes | None:
-        """Return a definition as it came, or ``None``: to pass it on."""
+        """Return the bytes of a definition, to send them on; None if the store does not have it."""
         entry = self._entries.get(key)
         return None if entry is None else entry[0]
 
     def get(self, key: bytes) -> Any:
         """Return the function or class, loading it if this is its first use.
 
-        Two threads may load the same definition at once; both get the object of whichever ends first.
+        If two threads load the same definition at once, both get the object of the thread that finishes first.
 
         Raises:
-            UnknownDefinitionError: it is not here.
+            UnknownDefinitionError: the store does not have the definition.
         """
         with self._lock:
             entry = self._entries.get(key)
@@ -298,14 +300,14 @@ def _load(key: bytes, data: bytes) -> Any:
     return loaded
 
 
-# -- classes, and where they are known ------------------------------------------------------------
+# -- classes that are sent by value ---------------------------------------------------------------
 
-# Classes whose definition is complete here, and whether this process received it: False says that the class was made here.
-# cloudpickle gives a class that comes home its own self, but would also write all its attributes again.
+# Classes that are complete: True if this process received the class, False if the class was made in this process. If a peer
+# returns such a class, cloudpickle finds the existing class, but would also set all its attributes again.
 _complete: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
-# Both tables hold definitions by whether these may name the main module.
-# The definitions of classes as this process read them.
+# The first key of both tables: whether the definition may contain the name of the main module.
+# The definitions of classes as this process pickled them.
 _read: Final[dict[bool, ClassCache[tuple[bytes, bytes]]]] = {True: ClassCache(), False: ClassCache()}
 # The definitions of classes as they were received.
 _received: Final[dict[bool, weakref.WeakKeyDictionary[type, tuple[bytes, bytes]]]] = {
@@ -313,13 +315,16 @@ _received: Final[dict[bool, weakref.WeakKeyDictionary[type, tuple[bytes, bytes]]
     False: weakref.WeakKeyDictionary(),
 }
 
-# The definitions of functions that were made here; bounded. Each operation on it is one step under the interpreter's
-# lock: keys may hold classes, whose metaclass may say how they compare, and that may not happen under ours.
+# The definitions of functions that this process pickled; bounded. The table has no lock of its own, because comparing keys may
+# run the ``__eq__`` of a user's metaclass. Each operation on it is one step under the interpreter's lock.
 _functions: dict[Any, tuple[bytes, bytes]] = {}
 
 
 def _remember(cls: type, key: bytes, data: bytes) -> None:
-    """Send a received class on, or back, under the same name. A class that was made here may have changed since it was sent."""
+    """Keep the definition of a received class, so that this process sends the class on, or back, under the same hash.
+
+    A class that was made in this process is pickled anew, because it may have changed since it was sent.
+    """
     if not _complete.get(cls):
         return
     _received[True].setdefault(cls, (key, data))
@@ -328,19 +333,19 @@ def _remember(cls: type, key: bytes, data: bytes) -> None:
 
 
 def look_again() -> None:
-    """Have each class read again when it is sent next, in case it has changed."""
+    """Discard the kept definitions of all classes, so that each class is pickled again when it is sent next."""
     for remote_main in (True, False):
         _read[remote_main].clear()
         _received[remote_main].clear()
 
 
 class DefinedClass:
-    """A class of the main module, and its definition at the moment at which this object was made.
+    """Stands in a message for a class of the main module, with the class's definition at the time when this object was made.
 
-    Receivers that do not have the class under its name get that definition, even if the class has changed when it is sent.
+    Receivers that do not have the class under its name get this definition, even if the class has changed since.
 
     Args:
-        definition: hash and bytes; None has the class read when it is sent.
+        definition: hash and bytes; None: the class is pickled when it is sent.
     """
 
     __slots__ = ("cls", "definition")
@@ -358,7 +363,7 @@ def _same(obj: Any) -> Any:
 
 
 def fill_class(cls: type, state: Any) -> Any:
-    """Give a class made here its attributes, once (wire format)."""
+    """Set the attributes of a class that was made from a definition, unless the class is complete (wire format)."""
     if cls not in _complete:
         _cloudpickle._class_setstate(cls, state)
         _complete[cls] = True
@@ -368,19 +373,21 @@ def fill_class(cls: type, state: Any) -> Any:
 # -- what a script defines after it has joined its group ----------------------------------------------
 
 _KINDS: Final = (type, FunctionType)
-_before: frozenset[str] | None = None  # the names that the main module had when the process joined its group
-#: what :func:`has_late` says as long as the main module's names are these, and so many
+# The names that the main module had when the process joined its group; None if no object can be late.
+_before: frozenset[str] | None = None
+#: The namespace of the main module, the number of its names, and whether :func:`has_late` found a late object among them. Valid
+#: while both are the same.
 late_seen: tuple[dict[str, Any], int, bool] = ({}, 0, False)
 _PATIENCE_S: Final = 5.0
-_stalled = -1  # where the script was when it did not come to a name in time: nobody waits for it there again
-_adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late ones of others, which our main module does not have
+_stalled = -1  # the script's position when a wait for a name timed out; there, threads do not wait again
+_adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late objects of other workers, made from messages
 
 
 def note_main(one_script: bool = True) -> None:
-    """Note what the main module has now, as all others that run the same script have it: what comes later is late.
+    """Record the names that the main module has now. Functions and classes with other names are late.
 
     Args:
-        one_script: False says that the processes of the group do not all run the same script: nothing is late.
+        one_script: False if the processes of the group run different scripts; then no object is late.
     """
     global _before, late_seen, _stalled
     space = vars(sys.modules["__main__"])
@@ -388,12 +395,12 @@ def note_main(one_script: bool = True) -> None:
 
 
 def runs_one_script() -> bool:
-    """Say whether all processes of the group run the same script."""
+    """Return whether all processes of the group run the same script."""
     return _before is not None
 
 
 def has_late() -> bool:
-    """Say whether anything in the main module is late."""
+    """Return whether the main module has a late function or class."""
     global late_seen
     if _before is None:
         return False
@@ -424,13 +431,13 @@ def _found_in(module: Any, name: str) -> Any:
 
 
 def _own(name: str) -> Any:
-    """Return what our main module has under a name, where that is a function or a class of its own."""
+    """Return the function or class that the main module defines under a name; None if there is none."""
     found = _found_in(sys.modules["__main__"], name)
     return found if isinstance(found, _KINDS) and getattr(found, "__module__", None) in MAIN else None
 
 
 def _ahead(name: str) -> int | None:
-    """Return where the script is, on the main thread, if it assigns a name further down; else None."""
+    """Return the position of the script, which the main thread runs, if it assigns the name further down; else None."""
     frame = _stacks.top_frame(threading.main_thread().ident)
     space = vars(sys.modules["__main__"])
     while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is space):
@@ -443,14 +450,17 @@ def _ahead(name: str) -> int | None:
 
 
 def _own_soon(name: str) -> Any:
-    """As :func:`_own`; wait for the script where it is about to come to the name. Bounded, and once for each place."""
+    """As :func:`_own`, but if the script assigns the name further down, wait for that; at most ``_PATIENCE_S``.
+
+    The main thread does not wait. After a wait has timed out, threads do not wait again until the script has moved on.
+    """
     global _stalled
     until = time.monotonic() + _PATIENCE_S
     top = name.partition(".")[0]
     while (found := _own(name)) is None and threading.current_thread() is not threading.main_thread():
         at = _ahead(top)
         if at is None or at == _stalled:
-            return _own(name)  # it may have come to it between the two looks
+            return _own(name)  # the script may have assigned the name after the first check
         if time.monotonic() > until:
             _stalled = at
             return None
@@ -459,7 +469,7 @@ def _own_soon(name: str) -> Any:
 
 
 def late(_main: str, name: str, key: bytes) -> Any:
-    """Return our own function or class of this name, or else what the definition says (wire format)."""
+    """Return the main module's function or class of this name; load the definition if it has none (wire format)."""
     found = _own_soon(name)
     if found is None:
         found = definition(key)
@@ -468,7 +478,7 @@ def late(_main: str, name: str, key: bytes) -> Any:
 
 
 def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """As :func:`late`, of one that stands where it is used; it is filled next (wire format)."""
+    """As :func:`late`, for a late object that has no definition: make it empty, for :func:`fill_late` (wire format)."""
     found = _own_soon(name)
     if found is None:
         found = make(*args)
@@ -477,7 +487,7 @@ def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any,
 
 
 def fill_late(found: Any, state: Any) -> Any:
-    """Fill what :func:`begin_late` has made, where it is not our own (wire format)."""
+    """Set the state of the object that :func:`begin_late` returned, unless it is the main module's own (wire format)."""
     if in_main(found):
         return found
     if isinstance(found, type):
@@ -495,7 +505,7 @@ class _MutableError(Exception):
 
 
 def captured(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
-    """Yield what a function carries along: closure, defaults, globals of its code, attributes."""
+    """Yield a description and the value of all that is sent with a function: closure, defaults, globals, attributes."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -513,15 +523,15 @@ def captured(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
 
 @lru_cache(maxsize=_MAX_CACHED)
 def _names_in_classes(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that the bodies of classes in a function may take from its globals.
+    """Return the names that the bodies of classes in a function may read from the function's globals.
 
-    Such a body looks a name up among the class's attributes first, by instructions that cloudpickle does not look at. A name that
-    the body has assigned before is the class's own.
+    A class body reads a name with instructions of its own (``_LOADS_OF_CLASSES``), which search the class's attributes first.
+    cloudpickle does not examine these instructions. Names that the body has assigned before are left out.
     """
     found: dict[str, None] = {}
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            assigned = {"__name__"}  # which each function's globals have
+            assigned = {"__name__"}  # present in the globals of every function
             if not inner.co_flags & inspect.CO_OPTIMIZED:
                 for each in dis.get_instructions(inner):
                     if each.opname == "STORE_NAME":
@@ -537,7 +547,7 @@ _rebinding: dict[types.CodeType, bool] = {}
 
 
 def _rebinds(code: types.CodeType) -> bool:
-    """Say whether code assigns to globals or to variables of an enclosing function, as counters do."""
+    """Return whether code assigns to globals or to variables of an enclosing function, as counters do."""
     found = _rebinding.get(code)
     if found is None:
         found = any(
@@ -552,7 +562,7 @@ def _rebinds(code: types.CodeType) -> bool:
 
 
 def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
-    """Return a hashable that tells an immutable value from all others; ``pure`` is cleared where it cannot.
+    """Return a hashable key that no other immutable value has. If there is no such key, set ``pure[0]`` to False.
 
     Raises:
         _MutableError: the value may change.
@@ -578,7 +588,7 @@ def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
                 _state_key(each, seen, pure)
         return None
     if isinstance(value, type):
-        # Held by the key's cache, a local class would live for ever.
+        # A key in the cache would keep a local class alive.
         if not _cloudpickle._should_pickle_by_reference(value):
             pure[0] = False
         return type, value
@@ -586,7 +596,7 @@ def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
 
 
 def _function_key(function: types.FunctionType, remote_main: bool) -> Any:
-    """Return a key under which the function's definition may be found again, or ``None``.
+    """Return the key of a function's definition in ``_functions``; None if the definition is not kept.
 
     Raises:
         _MutableError: the function's captured state may change.
@@ -609,7 +619,8 @@ def reduce_method(method: types.MethodType) -> tuple[Any, ...]:
 
     Raises:
         PicklingError: the object does not have the method under this name (it was bound by hand, or its decorator kept
-            the name of a function of its own): it goes the slow way, as object and function.
+            the name of a function of its own). :class:`ByValuePickler` then encodes the message, and the method as object and
+            function.
     """
     name, owner = method.__func__.__name__, method.__self__
     if method != getattr(owner, name, None):
@@ -618,7 +629,11 @@ def reduce_method(method: types.MethodType) -> tuple[Any, ...]:
 
 
 def definition(key: bytes, _main: str = "") -> Any:
-    """Look a definition up while a message is decoded (wire format); ``key`` may be a large definition itself."""
+    """Return the function or class of a definition while a message is decoded (wire format).
+
+    Args:
+        key: the hash of the definition; or the definition itself, if it is larger than ``_LARGE``.
+    """
     if len(key) > _LARGE:
         return _load(hash_of(key), key)
     decoding = message.decoding
@@ -628,19 +643,20 @@ def definition(key: bytes, _main: str = "") -> Any:
 
 
 class _NotADefinitionError(Exception):
-    """What was to become a definition holds something that belongs to the message (a tensor, an RRef)."""
+    """A function or class cannot become a definition: it refers to an object that belongs to the message (a tensor, an RRef)."""
 
 
 def refuse(obj: Any) -> Any:
-    """Stand, in a definition's dispatch table, for the reducer of a type that belongs to the message."""
+    """The reducer, in the dispatch table for definitions, of each type whose objects belong to the message."""
     raise _NotADefinitionError(type(obj).__name__)
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """The slow path: importable things by reference, other functions and classes by value.
+    """The slow path: pickles importable functions and classes by reference, and all others by value.
 
-    With ``named`` a dictionary, functions and classes become definitions, gathered there; without one they
-    are written where they stand.
+    Args:
+        named: a dictionary that receives the definitions of functions and classes, by hash. None: functions and classes are
+            written into the pickle at the place of their first use.
     """
 
     def __init__(
@@ -680,7 +696,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return self._name(obj, *found)
             if self._by_reference(obj):
                 return NotImplemented
-            # type(None), the type of code: no module has them by their name.
+            # type(None), the type of code objects: ``builtins`` has no name for them.
             if getattr(obj, "__module__", None) == "builtins":
                 return _cloudpickle._class_reduce(obj)
             return self._reduce_class(obj)
@@ -706,7 +722,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _has_name(self, obj: Any) -> bool:
-        """Say whether the receiver finds an object under its module and name; the object's own reducer writes these then."""
+        """Return whether the receiver finds an object under its module and name. The object's own reducer writes these then."""
         module = getattr(obj, "__module__", None)
         name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
         if not isinstance(module, str) or not isinstance(name, str):
@@ -732,7 +748,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._inline(cls, (*reduced[:5], fill_class))
 
     def define_class(self, cls: type) -> tuple[bytes, bytes] | None:
-        """Return hash and definition of a class as it is now; None if it refers to an object that belongs to the message."""
+        """Return hash and definition of the class in its present state; None if it refers to an object of the message."""
         bases = tuple([each for each in cls.__mro__ if not self._by_reference(each)])
         try:
             return _read[self._remote_main].make(cls, bases, self._define)
@@ -740,7 +756,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return None
 
     def _prefers_own(self, obj: Any) -> bool:
-        """Say whether the peer may have this by its name, and is to take that."""
+        """Return whether the object is late, so that the receiver must prefer the object that its main module has."""
         ours = self._remote_main and getattr(obj, "__module__", None) in MAIN
         return ours and (obj in _adopted or in_main(obj))
 
@@ -752,12 +768,12 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _name(self, obj: Any, key: bytes, data: bytes) -> Any:
         assert self._named is not None
         if len(data) > _LARGE:
-            key = data  # it would not fit into a frame of its own; as a part of the message it is sent in chunks
+            key = data  # too large for a frame of its own; as a part of the message it is sent in chunks
         else:
             self._named[key] = data
         if self._prefers_own(obj):
             return late, (MAIN[0], obj.__qualname__, key)
-        # The name of the main module is written outside of the long bytes, where snapshots do not look for it.
+        # Snapshots search a message for the name of the main module, but not in long bytes. So the name is written here, too.
         return definition, (key, MAIN[0]) if key is data else (key,)
 
     def _define_function(self, function: types.FunctionType) -> tuple[bytes, bytes]:
@@ -779,7 +795,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         context = None if encoding is None else encoding.context
         try:
             if encoding is not None:
-                encoding.context = None  # other messages use the definition as well
+                encoding.context = None  # other messages use the definition, too
             ByValuePickler(sink, self._refusing, remote_main=self._remote_main).dump(obj)
         finally:
             if encoding is not None:
@@ -793,5 +809,5 @@ def _is_main_or_by_value(name: str) -> bool:
 
 
 def in_main(obj: Any) -> bool:
-    """Say whether something is a function or a class that the main module has, of its own, under its name."""
+    """Return whether an object is a function or class that the main module defines, under its own name."""
     return isinstance(obj, _KINDS) and _own(obj.__qualname__) is obj
