@@ -1,12 +1,12 @@
-"""Exceptions on the wire: what a called function raised, packed there and raised again here.
+"""Send the exception that a called function raised, and raise it again at the caller.
 
-:func:`dump` runs on the thread that executed the call, :func:`load` on the one that takes its result. An
-exception travels as its class, its ``args``, its C-level fields and slots and its ``__dict__``, and is
-rebuilt without calling its constructor, so that the constructor's signature does not matter; a class that
-says itself how to be pickled (``__reduce__``) is obeyed. What is raised at the caller is of a class made from
-the user's class and :class:`RemoteError`, with the remote traceback as ``__cause__``.
+:func:`dump` runs on the thread that executed the call, :func:`load` on the thread that receives the result. An exception is sent
+as its class, its ``args``, its C-level fields and slots and its ``__dict__``. It is rebuilt without calling its constructor, so
+the constructor's signature does not matter. If the class defines its own pickling (``__reduce__``), that is used instead. The
+exception raised at the caller has a class made from the user's class and :class:`RemoteError`; its ``__cause__`` is the remote
+traceback.
 
-Neither function ever raises, whatever the user's class does. No lock is held, so user code may run anywhere.
+Neither function raises, whatever the user's class does. Neither holds a lock, because both run user code.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 MAX_TEXT = 64 << 10  # characters of formatted traceback; the middle of a longer one is cut
-MAX_PICKLE = 16 << 20  # bytes of the pickled exception; what makes it larger is left behind
+MAX_PICKLE = 16 << 20  # bytes of the pickled exception; values that make it larger are left out
 _MAX_MESSAGE = 8 << 10
 _MAX_MEMBER_TEXT = 4 << 10
 _MAX_CACHE = 256
@@ -70,30 +70,30 @@ _ATOMS = frozenset({str, int, float, bool, bytes, type(None), complex})
 _BUILTIN = {id(object), *(id(c) for c in vars(builtins).values() if isinstance(c, type))}
 
 
-# -- what an exception's class looks like ----------------------------------------------------------------
+# -- the plan of an exception's class --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How to take an exception of one class apart and to make one without its constructor."""
+    """How to read the contents of exceptions of one class, and how to make such an exception without its constructor."""
 
     cls: type[BaseException]
-    fields: dict[str, tuple[Any, bool]]  # descriptor, made in C: then None means "not set"
-    custom: bool  # says itself how to be pickled
-    native: Any  # the class in C whose __new__ makes it; None: only its own __new__ can
+    fields: dict[str, tuple[Any, bool]]  # descriptor; whether it was made in C: then None means "not set"
+    custom: bool  # the class defines its own pickling
+    native: Any  # the base class in C whose __new__ makes it; None: only the class's own __new__ can
     group: bool
 
 
 _plans: dict[int, _Plan] = {}
 _raised_classes: dict[int, tuple[type[BaseException], type[BaseException] | None]] = {}
-# By the class that is mixed in: of other interfaces' names for what a called function raised.
+# The same caches for raised classes with one more base, such as RayTaskError; by this base. See :func:`raised_as`.
 _raised_classes_as: dict[type[RemoteError], dict[int, tuple[type[BaseException], type[BaseException] | None]]]
 _raised_classes_as = {}
 
 
 def _remember(cache: dict[int, _V], key: int, value: _V) -> _V:
-    # Keyed by id (a metaclass may define __eq__ or forbid hashing); the value holds the class, so that the id
-    # stays its own. Bounded, as classes sent by value come and go. Each step is one atomic operation.
+    # The key is the class's id, because a metaclass may define __eq__ or forbid hashing. The value refers to the class, so that
+    # no other class gets the same id. The cache is bounded, because classes sent by value come and go. Each step is atomic.
     if len(cache) >= _MAX_CACHE:
         cache.clear()
     return cache.setdefault(key, value)
@@ -107,10 +107,10 @@ def _plan(cls: type[BaseException]) -> _Plan:
     fields: dict[str, tuple[Any, bool]] = {}
     for owner in mro:
         if owner is BaseException or owner is BaseExceptionGroup:
-            continue  # args, __cause__ and the members of a group go their own ways
+            continue  # args, __cause__ and the members of a group are handled elsewhere
         for name, descriptor in tuple(_names_of(owner).items()):
             if owner is AttributeError and name == "obj":
-                continue  # whatever the attribute was looked up on, perhaps a whole model
+                continue  # the object without the attribute may be a whole model: it is not sent
             written = name == "characters_written" and owner is OSError and issubclass(cls, BlockingIOError)
             if written or type(descriptor) is types.MemberDescriptorType:
                 name = f"{owner.__qualname__}.{name}" if name in fields else name
@@ -148,7 +148,7 @@ def _take(error: BaseException, plan: _Plan) -> _State:
             value = descriptor.__get__(error)
         except AttributeError:
             continue  # a slot never set
-        # C shows a field that is not set as None. OSError(None, None), of 2 to 5 arguments, has two that are set to it.
+        # A C field that is not set reads as None. An OSError of 2 to 5 arguments has set errno and strerror, perhaps to None.
         if value is not None or not in_c or (name in ("errno", "strerror") and 2 <= len(args) <= 5):
             fields[name] = value
     return (None if plan.group else args), fields, dict(_dict_of(error))
@@ -164,13 +164,13 @@ def _restore(error: BaseException, state: _State) -> None:
             try:
                 known[name][0].__set__(error, value)
             except (AttributeError, KeyError, TypeError, ValueError):
-                pass  # read-only, or not the same in this version of the class
+                pass  # the field is read-only, or this process has another version of the class
     if attributes:
         _dict_of(error).update(attributes)
 
 
 def _twin(error: BaseException, plan: _Plan, cls: Any) -> Any:
-    """Make an exception of ``cls`` (the plan's class or the one raised for it) with the same contents."""
+    """Make an exception of ``cls`` (the plan's class, or the raised class made from it) with the same contents."""
     state = _take(error, plan)
     if plan.group:
         made = plan.native.__new__(cls, _MESSAGE.__get__(error), _MEMBERS.__get__(error))
@@ -179,19 +179,22 @@ def _twin(error: BaseException, plan: _Plan, cls: Any) -> Any:
     else:
         made = _native(cls).__new__(cls)
     if isinstance(state[2].get("__notes__"), list):
-        state[2]["__notes__"] = list(state[2]["__notes__"])  # a note added to the one is not on the other
+        state[2]["__notes__"] = list(state[2]["__notes__"])  # add_note() to one must not change the other
     _restore(made, state)
     return made
 
 
-# -- taking an exception apart ---------------------------------------------------------------------------
+# -- reading the contents of an exception ----------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class Travel:
-    """Stands for an exception inside a pickle, and unpickles as it; one for each, so that cycles stay."""
+    """Stands for an exception in a pickle, and unpickles as that exception.
 
-    error: BaseException  # keeps the id that it is known by
+    A packer makes one Travel for each exception, so that cycles of exceptions are kept.
+    """
+
+    error: BaseException  # a reference, so that its id stays unique
     reduced: tuple[Any, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -199,9 +202,11 @@ class Travel:
 
 
 class _Packer:
-    """Takes one exception apart, and with ``nested`` also those that its values refer to.
+    """Reads the contents of an exception.
 
-    ``fits`` says of a value whether it can travel; one that cannot is left behind.
+    Args:
+        fits: returns whether a value can be sent. Values that cannot are left out, and ``dropped`` has their names.
+        nested: exceptions that the values refer to are packed in the same way.
     """
 
     def __init__(self, fits: Callable[[object], bool] | None = None, *, nested: bool = True) -> None:
@@ -219,7 +224,7 @@ class _Packer:
         travel = self._travels[id(error)] = Travel(error, (_create, (cls,)))
         remote = _remote_of(error)
         if remote is not None and cls is not RemoteError:
-            # What refers to either refers to the one that travels.
+            # A reference to the original, too, becomes a reference to this Travel.
             self._travels[id(remote.cause)] = travel
         if issubclass(cls, enum.Enum):
             travel.reduced = (getattr, (cls, cast(Any, error)._name_))
@@ -252,13 +257,13 @@ class _Packer:
         kept = {}
         for name, value in values.items():
             value = self._wrap(value)
-            # The notes are sent beside the pickle as well, shortened.
+            # Notes do not count as dropped: shortened copies of them are sent outside of the pickle, too.
             if self.fits(value, "" if name == "__notes__" else cut(str(name), 100)):
                 kept[name] = value
         return kept
 
     def fits(self, value: object, name: str) -> bool:
-        """Say whether a value can travel; if it cannot, note its name as left behind."""
+        """Return whether a value can be sent; if it cannot, add ``name`` to ``dropped``."""
         if self._fits is None or self._fits(value):
             return True
         if name:
@@ -266,17 +271,17 @@ class _Packer:
         return False
 
     def _custom(self, error: BaseException, plan: _Plan) -> tuple[Any, ...] | None:
-        """Return what the class's own reduction gives, tried out first, or None where it does not work."""
+        """Return the reduction that the class itself defines, after trying it out; None if it does not work."""
         cls: Any = plan.cls
         try:
             if type(error) is not cls:
-                error = _twin(error, plan, cls)  # it must not see the raised class
+                error = _twin(error, plan, cls)  # the user's reduction must not get the raised class
             reducer = _registered(cls)
             reduced = cls.__reduce_ex__(error, 4) if reducer is None else reducer(error)
             function, args, state, *rest = (*reduced, None)[: max(3, len(reduced))]
             if any(part is not None for part in rest):
                 return None
-            trial = function(*args)  # to pickle well and then fail to unpickle is what is common here
+            trial = function(*args)  # many such classes can be pickled and then not be unpickled
             if type(trial) is not cls:
                 return None
             if state is not None:
@@ -314,9 +319,9 @@ def _is_small(value: object) -> bool:
 
 
 def parts(error: BaseException | Travel) -> tuple[type[BaseException], tuple[Any, ...], _State]:
-    """Return what :func:`assemble` makes an exception of: its class, what its ``__new__`` takes, and its state.
+    """Return the arguments of :func:`assemble`: the exception's class, the arguments of its ``__new__``, and its state.
 
-    Other exceptions in it are left to the caller. May raise what the user's class raises.
+    Exceptions to which the state refers are returned as they are. Exceptions that the user's class raises are not caught.
     """
     if not isinstance(error, Travel):
         error = _Packer(nested=False).travel(error, obey=False)
@@ -329,7 +334,7 @@ def parts(error: BaseException | Travel) -> tuple[type[BaseException], tuple[Any
 
 
 def assemble(cls: type[BaseException], seed: tuple[Any, ...], state: _State) -> BaseException:
-    """Make an exception of its parts, without its constructor."""
+    """Make an exception from the result of :func:`parts`, without its constructor."""
     made: BaseException = _create(cls, seed)
     _restore(made, state)
     return made
@@ -352,14 +357,14 @@ def dump(
     Args:
         worker: the name of this worker, for the traceback's text.
         dumps: pickles an object; it may raise.
-        limit: the most bytes of pickled exception; what makes it larger is left behind, and a note says so. 0 sends only its
-            class and the beginning of its text.
-        executed: False where the called function was certainly not started.
-        where: what the traceback's text calls the place, where that says more than the worker's name.
+        limit: the most bytes of pickled exception. Values that make it larger are left out, and a note names them. 0: only its
+            class and the beginning of its text are sent.
+        executed: False if the called function was certainly not started.
+        where: the place that the traceback's text names; by default the worker.
     """
     try:
         return _dump(error, worker, dumps, limit, executed, where=where or worker)
-    except BaseException:  # whatever a user's class did: the caller must still get an answer
+    except BaseException:  # raised by the user's class; the caller must get a reply nevertheless
         name, message = type_name(type(error)), say(error)
         text = f"On worker {worker}:\n{shown(name)}: {message}\n"
         return _pack(name, message, text, worker, executed, None, None, None, [])
@@ -376,12 +381,12 @@ def _dump(
     where: str = "",
 ) -> bytes:
     message, text = say(error), ""
-    if not inside or not _plan(_class_of(error)).group:  # a group's text has that of the groups inside
+    if not inside or not _plan(_class_of(error)).group:  # an inner group's text is part of the outer's
         text = format_error(error, message, where or worker, _remote_of)
         text = cut(text, _MAX_MEMBER_TEXT if inside or not limit else MAX_TEXT)
     name, origin, subject = type_name(type(error)), worker, cast(BaseException | None, error)
     remote = _remote_of(error)
-    if remote is not None:  # it came from another worker and goes on: the original, once
+    if remote is not None:  # the exception came from another worker: send the original, not wrapped again
         name, origin = remote.type_name, remote.worker or worker
         if type(error) is RemoteError:
             subject, message = remote.cause, message.removeprefix(f"{shown(name)}: ")
@@ -405,11 +410,11 @@ def _pickle(
 ) -> tuple[bytes | None, bytes | None, list[bytes] | None]:
     plan = _plan(_class_of(error))
     members = None
-    if plan.group:  # each member on its own: one that cannot be rebuilt costs nothing but itself
+    if plan.group:  # members are pickled one by one, so that the caller can rebuild the others if one fails
         members, remaining = [], limit
         inside = _MEMBERS.__get__(error)
         for number, member in enumerate(inside):
-            if remaining <= -limit:  # members over the limit have their text only, which adds up as well
+            if remaining <= -limit:  # members over the limit are sent as text; the texts are bounded, too
                 left_out = RuntimeError(
                     f"{len(inside) - number} more exceptions of this group are too large to be sent"
                 )
@@ -439,7 +444,7 @@ def _pickle(
         return Travel(error, (_create, (plan.cls, seed), ((message,), {}, {}), None, None, _restore))
 
     def fits(value: object) -> bool:
-        try:  # an exception was taken apart just as carefully
+        try:  # the packer has checked the values of a Travel already
             return type(value) is Travel or len(dumps(value)) <= limit // 4
         except BaseException:
             return False
@@ -452,7 +457,7 @@ def _pickle(
     args, fields, attributes = _take(error, plan)
     values = (*(args or ()), *fields.values(), *attributes.values())
     if whole is None or plan.custom or not all(type(value) in _ATOMS for value in values):
-        # Something in it may be unknown to the caller, who then still has the class and the plain values.
+        # The caller may be unable to load some value. Then it rebuilds the class and the plain values from ``lean``.
         plain = _Packer(_is_small, nested=False)
         lean = attempt(lambda: taken_apart(plain, obey=False))
         if whole is None:
@@ -467,7 +472,7 @@ def _pickle(
 
 
 def _pack(*parts: object) -> bytes:
-    # surrogatepass: names of files that are not UTF-8 have lone surrogates in them
+    # surrogatepass: names of files that are not UTF-8 contain lone surrogates
     return cast(bytes, msgpack.packb(parts, unicode_errors="surrogatepass"))
 
 
@@ -484,9 +489,9 @@ class _RemoteCause:
 
 
 class _Field:
-    """An attribute read from the record of where the exception came from.
+    """An attribute of a raised exception that is read from its ``_RemoteCause``.
 
-    It has no ``__set__``, so what the user's exception keeps under the same name is what is read.
+    The descriptor has no ``__set__``. Therefore an entry of the same name in the exception's ``__dict__`` comes first.
     """
 
     def __init__(self, name: str) -> None:
@@ -498,7 +503,7 @@ class _Field:
 
 
 class _Raised(RemoteError):
-    """What a raised class has from RemoteError; behind the user's class, whose own attributes win."""
+    """The last base of each raised class: the interface of RemoteError. Attributes of the user's class come first."""
 
     cause = cast(Any, _Field("cause"))
     type_name = cast(Any, _Field("type_name"))
@@ -517,21 +522,22 @@ class _Raised(RemoteError):
 
 
 class _Shim:
-    """Comes before the user's class: what a raised class must not inherit from it."""
+    """The first base of each raised class: overrides what a raised class must not inherit from the user's class."""
 
     __slots__ = ()
 
     def __init_subclass__(cls, **_: object) -> None:
-        """Keep the user's own from running: its register of subclasses must not list a raised class."""
+        """Do nothing: the user's ``__init_subclass__`` must not run, as it may add the raised class to a registry."""
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return _itself, (_Packer().travel(cast(BaseException, self)),)
 
 
 class _RpcShim(_Shim):
-    """The same before an error of ours, which has its own idea of whether *its* call was executed.
+    """The first base of a raised class if the called function raised an RpcError, such as the PeerDiedError of a nested call.
 
-    That idea is about a call that the called function made; it stays readable on ``.cause``.
+    Such an error has a ``maybe_executed`` that is about the nested call; ``.cause`` still has it. ``maybe_executed`` of the
+    raised exception is about the caller's own call.
     """
 
     __slots__ = ()
@@ -546,14 +552,14 @@ def _itself(error: _V) -> _V:
     return error
 
 
-# What the interpreter, asyncio and this package ask of every exception.
+# The attributes of every exception that the interpreter, asyncio and this package read or set.
 _COMMON = ("__cause__", "__class__", "__context__", "__dict__", "__suppress_context__", "__traceback__")
 
 
 def _manners(cls: type[BaseException]) -> dict[str, Any]:
-    """Return what a raised class has of its own so that it can be raised and looked at, whatever the user's makes of that.
+    """Return attributes of a raised class that make ``_COMMON`` work as in BaseException if the user's class overrides them.
 
-    Everything but the parts that all exceptions have in common is as the user's class says.
+    All other attributes are read and set as the user's class defines it.
     """
     found: dict[str, Any] = {}
     for owner in type.__dict__["__mro__"].__get__(cls):
@@ -580,18 +586,18 @@ def _manners(cls: type[BaseException]) -> dict[str, Any]:
 def _raised_class(
     cls: type[BaseException], base: type[RemoteError] | None = None
 ) -> type[BaseException] | None:
-    """Return the class that is both this one and RemoteError (and ``base``), or None where there can be none."""
+    """Return a subclass of ``cls``, RemoteError and ``base``; None if Python cannot make such a class."""
     classes = _raised_classes if base is None else _raised_classes_as.setdefault(base, {})
     known = classes.get(id(cls))
     if known is not None:
         return known[1]
     made: type[BaseException] | None = None
-    # SystemExit and the like must not end the caller; an enum has its members and no other instances.
+    # SystemExit and its like must not end the caller. An enum cannot have instances other than its members.
     if issubclass(cls, Exception) and not issubclass(cls, enum.Enum):
         shim = _RpcShim if issubclass(cls, RpcError) else _Shim
         own = () if issubclass(_Raised, cls) else (cls,)
         bases = (shim, *own, _Raised) if base is None else (shim, *own, base, _Raised)
-        # Made without the metaclass's own __new__ and __init__, for the same reason as in _Shim.
+        # The metaclass's own __new__ and __init__ do not run: they may add the class to a registry, too.
         make: Any = abc.ABCMeta.__new__ if issubclass(type(cls), abc.ABCMeta) else type.__new__
         try:
             space = {
@@ -624,21 +630,24 @@ def _remote_of(error: BaseException) -> _RemoteCause | None:
     try:
         return cast(_RemoteCause, slot.__get__(error)) if type(slot) is types.MemberDescriptorType else None
     except AttributeError:
-        return None  # a copy that the user's class made of itself
+        return None  # the user's class made this copy, without the slot
 
 
 def original(error: BaseException) -> BaseException:
-    """Return ``error.cause``, whatever else the user's class calls so; where there is none, ``error``."""
+    """Return the exception that the called function raised, if ``error`` is a raised one and has it; otherwise ``error``.
+
+    Reads the record of :func:`load`, as the user's class may use the name ``cause`` for an attribute of its own.
+    """
     remote = _remote_of(error)
     return error if remote is None or remote.cause is None else remote.cause
 
 
 def raised_as(error: BaseException, base: type[RemoteError]) -> BaseException:
-    """Return what :func:`load` has made, a copy of it, as an instance of one more class, which comes behind the user's.
+    """Return a copy of an exception that :func:`load` made, which is also an instance of ``base``.
 
-    That class is another interface's name for what a called function raised. Sent on, such an error is the user's, as any
-    that :func:`load` has made. Where that is not possible, ``error`` is returned: the two classes do not mix, or it is a plain
-    RemoteError.
+    ``base`` follows the user's class in the MRO. It is the class in which another interface raises errors of called functions,
+    such as RayTaskError. If the copy is sent to another worker, the user's exception is sent in its place, as for ``error``.
+    Returns ``error`` itself if it is a plain RemoteError, or if Python cannot combine the classes.
     """
     remote = _remote_of(error)
     if remote is None or remote.cause is None or type(error) is RemoteError:
@@ -648,7 +657,10 @@ def raised_as(error: BaseException, base: type[RemoteError]) -> BaseException:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return ``error.traceback``, whatever else the user's class calls so; empty where there is none."""
+    """Return the remote traceback of a raised exception; empty if it has none.
+
+    Reads the record of :func:`load`, as the user's class may use the name ``traceback`` for an attribute of its own.
+    """
     remote = _remote_of(error)
     return "" if remote is None else remote.traceback
 
@@ -656,14 +668,14 @@ def traceback_of(error: BaseException) -> str:
 def load(data: bytes | memoryview, *, loads: Callable[[bytes], object]) -> BaseException:
     """Return the exception to raise at the caller; never raises, and may be called on any thread.
 
-    It is always an ``Exception`` and a ``RemoteError``. Where the original derives from ``Exception`` and the
-    two classes mix, it is an instance of both. ``SystemExit``, ``KeyboardInterrupt``, ``GeneratorExit``,
-    ``asyncio.CancelledError`` and their like do not reach the caller as themselves, as they would end or
-    cancel it: they arrive as a plain ``RemoteError`` whose ``cause`` is the original.
+    The result is always a ``RemoteError``. If the original is an ``Exception``, and Python can combine the two classes, the
+    result is also an instance of the original's class. ``SystemExit``, ``KeyboardInterrupt``, ``GeneratorExit``,
+    ``asyncio.CancelledError`` and their like would end or cancel the caller. Therefore the caller gets a plain ``RemoteError``
+    whose ``cause`` is the original.
 
-    An error of ours that the called function ran into (the ``PeerDiedError`` of a nested call) is an instance
-    of its class too. Its ``maybe_executed`` speaks of the caller's call, which did run; its other
-    fields (``worker``: who died) are the original's, and ``.cause`` has all of them as they were.
+    If the called function raised an ``RpcError`` (the ``PeerDiedError`` of a nested call), the result is an instance of that
+    class, too. Its ``maybe_executed`` is about the caller's call, which did run. Its other fields (``worker``: the worker that
+    died) are copied from the original, and ``.cause`` is the original.
     """
     try:
         name, message, text, worker, executed, *contents = _unpack(data)
@@ -687,7 +699,7 @@ def _unpack(data: bytes | memoryview) -> tuple[Any, ...]:
 def _rebuild(
     loads: Callable[[bytes], Any], whole: Any, lean: Any, members: Any, notes: list[str]
 ) -> tuple[BaseException | None, list[str]]:
-    """Return the original, or None where it cannot be rebuilt, and its notes."""
+    """Return the original, or None if it cannot be rebuilt; and the notes of an error that replaces it."""
     failed = ""
     for form in (whole, lean):
         if form is None:
@@ -702,7 +714,8 @@ def _rebuild(
             if failed:
                 notes = [*notes, f"only its plain values were rebuilt here: {failed}"]
             own = _dict_of(made).get("__notes__")
-            if type(own) is list:  # unabridged: ``notes`` starts with the first MAX_NOTES of them, shortened
+            if type(own) is list:
+                # ``own`` is complete, and ``notes`` begins with shortened copies of its first MAX_NOTES.
                 own += notes[min(len(own), MAX_NOTES) :]
             elif notes:
                 _dict_of(made)["__notes__"] = list(notes)
@@ -729,7 +742,7 @@ def _combine(
         raised_class.__dict__["_actorrpc_remote"].__set__(raised, remote)
         _CAUSE.__set__(raised, RemoteTraceback(remote.traceback))
         return raised
-    except BaseException:  # the class's own __new__, where there is no other
+    except BaseException:  # raised by the user's __new__, if no native class can make the object
         return None
 
 
