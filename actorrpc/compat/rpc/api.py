@@ -1,7 +1,7 @@
-"""``torch.distributed.rpc.api``: the functions, and the private names beside them that users and tests reach for.
+"""``torch.distributed.rpc.api``: its functions, and the private names that users and torch's tests import.
 
-Names that others replace in this module (``_wait_all_workers``, ``_broadcast_to_followers`` and their like) are looked up
-when they are needed, here and on other workers.
+Users and tests may replace names in this module (``_wait_all_workers``, ``_broadcast_to_followers`` and their like). Therefore
+each call looks such a name up, in this process and on other workers.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
 _WITHDRAWAL_S = 10.0
-_LOOK_S = 0.2  # so often a worker that waits for others looks whether they are alive
-_QUERY_S: Final = 5.0  # how long a worker may take to say in which rounds it waits
-_ASKED: Final = 5  # missing workers that are asked for their waits
+_LOOK_S = 0.2  # a worker that waits for others checks at this interval whether they are alive
+_QUERY_S: Final = 5.0  # timeout of a query for the rounds in which a worker waits
+_ASKED: Final = 5  # at most this many missing workers are queried for their waits
 _LEAST_PATIENCE_S: Final = 10.0
 
 _ignore_rref_leak = True
@@ -76,7 +76,7 @@ _agent: Any = None
 
 
 def _is_current_rpc_agent_set() -> bool:
-    """Say whether RPC is initialised in this process."""
+    """Return whether RPC is initialised in this process."""
     return core.is_initialized() or (_agent is not None and not isinstance(_agent, TensorPipeAgent))
 
 
@@ -84,7 +84,7 @@ def _get_current_rpc_agent() -> Any:
     """Return the agent.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: RPC is not initialised.
     """
     global _agent
     if not _is_current_rpc_agent_set():
@@ -97,13 +97,13 @@ def _get_current_rpc_agent() -> Any:
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    """Name the agent that a user's backend has made."""
+    """Make an agent, which a user's backend returned, the current agent. Starts nothing."""
     global _agent
     _agent = agent
 
 
 def _reset_current_rpc_agent() -> None:
-    """Forget the agent."""
+    """Leave the process without a current agent."""
     global _agent
     _agent = None
 
@@ -114,7 +114,7 @@ def _took_place(agent: TensorPipeAgent) -> None:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Record an agent, and start it if it is not at work."""
+    """Record the names of the agent's workers; make it the current agent if the process has none."""
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
@@ -138,7 +138,7 @@ def _require_initialized(function: _F) -> _F:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Have functions and arguments packed by a pickler of the user's within the block, in all threads."""
+    """Within the block, calls of all threads send their function and arguments with this pickler."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -148,7 +148,7 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 
 def _run_packed(data: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Call what a pickler of the user's has packed."""
+    """Unpickle a function and its arguments, which a user's pickler serialized, and call it; runs on the called worker."""
     udf = deserialize(data, tensors)
     if isinstance(udf, AttributeError):
         raise udf
@@ -169,7 +169,7 @@ _thread_local_var = threading.local()
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait, at the end of the block, for all that this thread has called with ``rpc_async`` in it."""
+    """At the end of the block, wait for all calls that this thread made in it with ``rpc_async``."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -218,7 +218,7 @@ def rpc_async(
         else:
             core.send(future, _checked(to), *_packed(func, args, kwargs), timeout)
     except (BackpressureError, PeerDiedError, RpcTimeoutError, ShutdownError) as error:
-        # torch says so when the future is waited for.
+        # As in torch, ``wait()`` raises the error, not ``rpc_async()``.
         future.try_fail(error.with_traceback(None))
     except UnknownWorkerError as error:
         reword(error)
@@ -230,7 +230,7 @@ def rpc_async(
 
 
 def _connect(to: Any) -> None:
-    """Have a connection to a worker: with torch, the time that this takes is not that of the call."""
+    """Connect to a worker before the call, because torch's timeout does not include the time for that."""
     agent = core.group().agent
     peer = agent.peer(_checked(to))
     conn = peer.conn
@@ -271,12 +271,19 @@ def _rref_typeof_on_user(rref: Any, timeout: float = UNSET_RPC_TIMEOUT, blocking
 
 
 class AllGatherStates:
-    """What is known of one gathering: what has come, and whether it is over."""
+    """The state of one round, on this worker.
+
+    Attributes:
+        gathered_objects: the parts that workers have sent, by worker.
+        withdrawn: the workers that could not send their part in time.
+        dead: the workers that died before they sent their part, according to the leader.
+        proceed_signal: set when the round is complete.
+    """
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
-        self.withdrawn: set[str] = set()  # who could not bring anything in time
-        self.dead: set[str] = set()  # who has died first, as the leader says
+        self.withdrawn: set[str] = set()
+        self.dead: set[str] = set()
         self.proceed_signal = threading.Event()
 
 
@@ -291,7 +298,7 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None
 ) -> None:
-    """Bring what one worker has to the leader."""
+    """Add the part of one worker to a round; the worker calls this function on the leader."""
     with _all_gather_dict_lock:
         names = worker_names or _ALL_WORKER_NAMES
         if worker_name not in names:
@@ -305,19 +312,22 @@ def _gather_to_leader(
 
 
 def _withdraw(sequence_id: str, worker_name: str) -> None:
-    """Tell the leader that one worker's part does not come."""
+    """Record that one worker will not send its part; the worker calls this function on the leader."""
     with _all_gather_dict_lock:
         _all_gather_sequence_id_to_states[sequence_id].withdrawn.add(worker_name)
 
 
 def _name_dead(sequence_id: str, names: set[str]) -> None:
-    """Tell one worker whose parts do not come because they have died: it may have had no dealings with them."""
+    """Record that workers died before they sent their parts; the leader calls this function on each follower.
+
+    A follower may have no connection to the dead workers, and cannot find out itself.
+    """
     with _all_gather_dict_lock:
         _all_gather_sequence_id_to_states[sequence_id].dead.update(names)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """Bring to one worker what all have."""
+    """Complete a round with the parts of all workers; the leader calls this function on each follower."""
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     if states.proceed_signal.is_set():
@@ -327,7 +337,7 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 
 
 def _by_name(name: str, *args: Any) -> Any:
-    """Call a function of this module, or what has been put in its place here."""
+    """Call a function of this module, or the replacement that a user or test has assigned to its name."""
     return globals()[name](*args)
 
 
@@ -343,8 +353,8 @@ class _Round:
         title: names the round in messages, and is the same on all workers that enter it.
         bound: seconds that a worker waits for the others; 0: until the round is complete, the workers that could complete it
             have died, or a deadlock is found.
-        patience: seconds between two checks for a deadlock in a wait without a bound. A wait of another worker that is younger
-            is not part of such a deadlock.
+        patience: seconds between two checks for a deadlock in a wait without a bound. A wait of another worker counts as part of
+            a deadlock only when it has lasted as long.
     """
 
     title: str
@@ -363,10 +373,11 @@ class _Round:
 
 
 def _await_signal(round: _Round, states: AllGatherStates) -> None:
-    """Wait for the signal, until the round's time is over or every worker that could still give the signal is dead.
+    """Wait until the round is complete or has timed out, or all workers that could complete it are dead.
 
     Raises:
-        DeadlockError: the round has no bound, and a missing worker has long waited for this one in another round.
+        DeadlockError: the round has no bound, and a missing worker has waited ``round.patience`` s for this worker in another
+            round.
     """
     begun = _time.now()
     until = begun + round.bound if round.bound else float("inf")
@@ -389,34 +400,34 @@ def _await_signal(round: _Round, states: AllGatherStates) -> None:
 
 
 def _came(title: str) -> list[str]:
-    """Return the workers that have brought their part of a round to this worker, its leader."""
+    """Return the workers whose part of a round has arrived at this worker, the leader."""
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states.get(title)
         return [] if states is None else list(states.gathered_objects)
 
 
 def _waits_for(name: str) -> list[tuple[str, float]]:
-    """Return the rounds in which this worker waits for a worker, and for how many seconds it has."""
+    """Return the rounds in which this worker waits for the worker ``name``, and the seconds since each wait began."""
     return [
         (wait.round, _time.now() - wait.begun) for wait in list(core.group().waits) if wait.includes(name)
     ]
 
 
 def _missing(round: _Round, states: AllGatherStates) -> list[str]:
-    """Return the workers that have not entered a round, as its leader has it."""
+    """Return the workers that have not entered a round, according to its leader. A follower queries the leader."""
     come: Collection[str] = states.gathered_objects
     if not round.is_leader and not come:
         try:
             come = core.rpc_sync(round.leader, _by_name, ("_came", round.title), timeout=_QUERY_S)
         except RuntimeError:
-            come = ()  # then the leader itself is what this worker waits for
+            come = ()  # no answer: the leader itself is missing
     return sorted(round.names.difference(come)) if come else [round.leader]
 
 
 def _circle(round: _Round, missing: Iterable[str], begun: float) -> DeadlockError | None:
-    """Return an error that names both waits if a missing worker waits for this one in another round; None otherwise.
+    """Query the missing workers; if one of them waits for this worker in another round, return an error that names both waits.
 
-    If ``round`` has no bound, a wait of the missing worker that is younger than ``round.patience`` is ignored, because it may
+    If ``round`` has no bound, a wait of a missing worker that began less than ``round.patience`` s ago is ignored, because it may
     still end by itself.
 
     Args:
@@ -443,22 +454,25 @@ def _circle(round: _Round, missing: Iterable[str], begun: float) -> DeadlockErro
 def _all_gather(
     obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Return what every worker has given, by name, when all have called this.
+    """Wait until every worker has called this function; return the ``obj`` of each worker by the worker's name.
 
     Args:
-        timeout: seconds to wait for the others, the RPC time-out by default; 0: as long as they work.
+        timeout: seconds to wait for the others, the RPC time-out by default; 0: no limit.
 
     Raises:
-        PeerDiedError: a worker has died without giving anything.
-        DeadlockError: a missing worker waits for this one in another round.
-        RpcTimeoutError: not all have called this in time.
-        RuntimeError: it could not be brought to all in time.
+        PeerDiedError: a worker died before it called this.
+        DeadlockError: a missing worker waits for this worker in another round.
+        RpcTimeoutError: not all workers have called this in time.
+        RuntimeError: this worker leads the round, and could not send the result to another worker.
     """
     return _gather("_all_gather", obj, worker_names, timeout)
 
 
 def _gather(what: str, obj: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
-    """Gather for one operation. Rounds of different operations never meet: a barrier is not passed because of a shutdown."""
+    """Run one round of the operation ``what``; see :func:`_all_gather`.
+
+    Rounds are counted for each operation and set of workers. So a worker in ``shutdown()`` does not complete a barrier.
+    """
     names = frozenset(worker_names or _ALL_WORKER_NAMES)
     call_timeout = core.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
     with _all_gather_dict_lock:
@@ -521,11 +535,11 @@ def _bring(round: _Round, obj: Any, timeout: float) -> None:
     except PeerDiedError as error:
         raise _died(round, [leader]) from error
     except RpcTimeoutError as error:
-        # Either it has not been executed, or the leader has it and the withdrawal is of no account.
+        # The leader ignores the withdrawal if the part has arrived after all.
         try:
             core.rpc_sync(leader, _by_name, ("_withdraw", round.title, round.me), timeout=_WITHDRAWAL_S)
         except RuntimeError as failure:
-            logger.warning("%s does not know that this worker's part does not come: %s", leader, failure)
+            logger.warning("could not tell %s that this worker has left the round: %s", leader, failure)
         reword(error)
         raise
 
@@ -540,7 +554,7 @@ def _broadcast(sequence_id: str, objects: dict[str, Any], followers: frozenset[s
             )
             for name in alive
         ]:
-            call.exception()  # a worker that cannot be told this cannot be told the next thing either
+            call.exception()  # an error is ignored: the next call to this worker fails, too, and is reported
     calls = {
         name: core.rpc_async(
             name, _by_name, ("_broadcast_to_followers", sequence_id, objects), timeout=timeout
@@ -562,19 +576,19 @@ def _broadcast(sequence_id: str, objects: dict[str, Any], followers: frozenset[s
 
 @_require_initialized
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Return when all of these workers have called this.
+    """Wait until all of these workers have called this function.
 
     Raises:
-        PeerDiedError: a worker has died before all had called this; the error names the worker and the barrier.
-        DeadlockError: a missing worker waits for this one in another round.
-        RpcTimeoutError: not all have called this within the RPC time-out.
+        PeerDiedError: a worker died before all had called this; the error names the worker and the barrier.
+        DeadlockError: a missing worker waits for this worker in another round.
+        RpcTimeoutError: not all workers have called this within the RPC time-out.
     """
     _gather("_barrier", None, worker_names, UNSET_RPC_TIMEOUT)
 
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Return when every live worker has called this, or ``shutdown()``.
+    """Wait until every live worker has called this function or ``shutdown()``.
 
     If a worker has died, a warning is logged. If the round's leader has died, the other workers return without waiting for each
     other.
@@ -584,20 +598,20 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
     Raises:
         DeadlockError: a worker that has not called this waits for this worker in another round.
-        RpcTimeoutError: not all have called this in time.
+        RpcTimeoutError: not all workers have called this in time.
         RuntimeError: this worker leads the round, and could not send the result to another worker.
     """
     try:
         _gather("_wait_all_workers (shutdown)", None, None, timeout)
     except PeerDiedError as error:
-        logger.warning("%s; the others go on", error)  # shutdown itself waits for those that live
+        logger.warning("%s; the others go on", error)  # shutdown() then waits for the live workers
     except RuntimeError:
         logger.exception("Failed to respond to 'Shutdown Proceed' in time")
         raise
 
 
 def _delete_all_user_and_unforked_owner_rrefs(_timeout: Any = None) -> None:
-    """Let go of every RRef that this worker holds."""
+    """Release every RRef that this worker holds."""
     core.let_go_of_all()
 
 
@@ -606,7 +620,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leave the group, as :func:`actorrpc.shutdown` does.
 
     Raises:
-        RuntimeError: RPC is not initialised; ``_ignore_rref_leak`` is False, and RRefs are left.
+        RuntimeError: RPC is not initialised; or ``_ignore_rref_leak`` is False, and values of this worker are still referenced.
     """
     try:
         if graceful and core.is_initialized():
