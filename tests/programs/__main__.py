@@ -25,7 +25,7 @@ def _seeds(text: str) -> Sequence[int]:
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if a program has failed."""
+    """Run or print the programs of the given seeds; return 1 if a program has failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.programs", description="Run random programs.")
     parser.add_argument("--seeds", type=_seeds, default=range(100), help="FIRST-LAST, or one")
     parser.add_argument("--mode", choices=MODES, default="embedded")

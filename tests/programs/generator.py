@@ -1,11 +1,13 @@
-"""A seed gives a program.
+"""Make a program from a seed.
 
-Programs do not wait for ever by themselves. Three rules see to that:
+Three rules ensure that a program does not block forever by itself:
 
-* A nested call goes to an actor behind those of all its callers, or to a task. It may go back to an actor whose method waits
-  for it: such an actor serves the calls that descend from its own. A method that passes a reference on does not wait.
-* A stream with ``backpressure`` is read at once: it holds its actor.
-* A method that waits for references among its arguments gets those only whose outcomes the driver has observed.
+* The actors are numbered. A nested call goes to an actor with a higher number than the actors of all its callers, or to a task.
+  It may also go back to an actor whose method waits for it, because an actor runs the calls that descend from its own call. A
+  method that only passes a reference on (``pass_on``) does not wait.
+* The driver reads a stream with ``backpressure`` in the next statement, because the paused generator occupies its actor.
+* A method that waits for the references among its arguments (``read``) gets only references whose outcomes the driver has
+  observed before.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ _MOMENTS = (0.0, 0.0002, 0.001, 0.003, 0.01, 0.02)  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the session of a program can do.
+    """What programs of a session can do.
 
     Attributes:
         own_processes: actors may have processes of their own, which may crash.
@@ -90,7 +92,14 @@ class Features:
 
 @dataclass(slots=True)
 class _Known:
-    """What the generator knows of a reference. ``size``: bytes of its value, at most."""
+    """What the generator knows of a reference.
+
+    Attributes:
+        call: the call that returned it; None for the reference of a ``Put``.
+        size: upper bound of the bytes of its value.
+        parts: the number of references, for a call with ``num_returns``; else 0.
+        observed: a statement has observed the outcome.
+    """
 
     name: str
     call: Invocation | None
@@ -105,7 +114,7 @@ class _Known:
 
 
 def generate(seed: int, features: Features) -> Program:
-    """Return the program of a seed."""
+    """Return the program of a seed; the same seed and features give the same program."""
     dice = random.Random(f"{seed}/{features}")
     actors = tuple(_make(dice, number, features) for number in range(dice.choice((1, 2, 2, 3, 4))))
     count = dice.choice((1, 1, 1, 2, 2, 3))
@@ -130,12 +139,12 @@ def _make(dice: random.Random, number: int, features: Features) -> Make:
 
 
 class _Numbers:
-    """Names of calls: the program's seed and a number."""
+    """Makes the names of calls from the program's seed and a number."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        # A known fault: kill() of an actor that shares its process leaves the calls running that its methods wait for. So a
-        # program has either such ends, or such calls of `work`, which would occupy their actors.
+        # A known fault: if kill() ends an actor that shares its process, nested calls that its methods wait for run on. A nested
+        # call of `work` would then occupy its actor. So a program contains either such kills, or nested calls of `work`.
         self.kills_placed = seed % 2 == 0
         self._last = 0
 
@@ -214,7 +223,7 @@ class _Author:
             self._numbers.next(), self._target(), "stream", (fails, *args), options=tuple(options)
         )
         known = self._add(call, size, is_stream=True)
-        if options:  # its generator pauses, and holds its actor until it is read
+        if options:  # the paused generator occupies its actor until the stream is read
             self._observe(known)
 
     def _put(self) -> None:
@@ -257,7 +266,7 @@ class _Author:
             self._statements.append(Cancel(known.name, self._moment()))
 
     def _work(self) -> None:
-        """A call that would take long, and that is cancelled or late."""
+        """Add a call that runs for 30 s (``work``), with a timeout or a later cancellation that ends it."""
         target = self._target()
         is_coroutine = self._kind(target) == "Coroutines"
         call = Invocation(self._numbers.next(), target, "work")
@@ -305,7 +314,7 @@ class _Author:
             self._statements.append(Gradients(self._numbers.next(), path, self._dice.random() < 0.5))
 
     def _crash(self) -> None:
-        """A call that ends its process: of an actor that has one to itself, or of a task."""
+        """Add a call that ends the process of an actor. Does nothing if no actor has a process of its own."""
         own = [make.actor for make in self._actors if not make.options and make.kind != "Coroutines"]
         if not own:
             return
@@ -317,7 +326,7 @@ class _Author:
         self._add(Invocation(self._numbers.next(), target, "crash", (code,), options=options), 0)
 
     def _rpc(self) -> None:
-        """A call through an actor's RRef; or, of a worker of a group, of a function."""
+        """Add a call through an actor's RRef; in a group, mostly a call of a function on a remote worker instead."""
         name, method = self._numbers.next(), self._dice.choice(("value", "change", "fail"))
         remote = self._features.remote_workers
         if not remote or self._dice.random() < 0.2:
@@ -348,7 +357,12 @@ class _Author:
         return replace(call, options=tuple(options)), size
 
     def _invocation(self, target: str, callers: list[str], waiting: list[str]) -> tuple[Invocation, int]:
-        """Return a call and its size; ``waiting``: those of the callers that wait for it."""
+        """Return a call and the size of its value.
+
+        Args:
+            callers: the targets of the calls in which it is nested, outermost first.
+            waiting: the callers whose methods wait for the call.
+        """
         methods = ["value"] * 5 + ["change", "read", "read", "fail", "parts"]
         if len(callers) < 3:
             methods += ["ask"] * 3 + ["pass_on"] * 2
@@ -384,7 +398,7 @@ class _Author:
     # -- arguments -----------------------------------------------------------------------------------------------
 
     def _arguments(self, count: int, *, waits: bool, plain: bool = False) -> tuple[tuple[Argument, ...], int]:
-        """Return arguments, and their size; ``waits``: the method waits for references within them."""
+        """Return arguments, and their size. ``waits``: the method waits for the references among them."""
         found: list[Argument] = []
         total = 0
         for _ in range(count):

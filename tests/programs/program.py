@@ -1,6 +1,7 @@
-"""The statements that a program is made of, and their Python source.
+"""The statements of programs, and their Python source.
 
-A program makes its actors, and then runs its drivers at the same time: functions, or coroutines on event loops of their own.
+A program creates its actors, and then runs its drivers concurrently. A driver is a function in a thread, or a coroutine on an
+event loop in a thread.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ TASKS = "tasks"
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A value, as an expression."""
+    """The source of an expression whose value is an argument."""
 
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a statement has given: an ObjectRef, or an RRef. ``part`` is an index of a call with ``num_returns``."""
+    """The ObjectRef or RRef that the statement ``name`` returned; for a call with ``num_returns``, its reference ``part``."""
 
     name: str
     part: int | None = None
@@ -60,7 +61,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """An actor."""
+    """The handle of an actor, as an argument."""
 
     actor: str
 
@@ -95,9 +96,9 @@ class Invocation:
     Attributes:
         name: the name of the call; calls of different programs have different names.
         target: an actor, ``tasks``, or a worker's name.
-        args: the arguments behind the name of the call.
+        args: the arguments that follow the name of the call.
         nested: the call that an ``ask`` or ``pass_on`` makes.
-        options: what ``options()`` is given.
+        options: the arguments of ``options()``.
         via: "remote", "rref" (the RRef of an actor), "rpc_async", or "rpc_remote".
     """
 
@@ -110,7 +111,7 @@ class Invocation:
     via: str = "remote"
 
     def tree(self) -> Iterator[Invocation]:
-        """Yield this call and all that are nested in it."""
+        """Yield this call and all calls nested in it, outermost first."""
         yield self
         if self.nested is not None:
             yield from self.nested.tree()
@@ -120,7 +121,7 @@ class Invocation:
         return dict(self.options).get(name, default)
 
     def arguments(self) -> Iterator[Argument]:
-        """Yield the arguments of this call, and those of the calls nested in it."""
+        """Yield the arguments of this call and of all calls nested in it."""
         for call in self.tree():
             yield from call.args
 
@@ -156,7 +157,7 @@ def references(argument: Argument) -> Iterator[Reference]:
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """An actor is made."""
+    """Create an actor."""
 
     actor: str
     kind: str
@@ -169,7 +170,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A call is made, and its reference kept."""
+    """Make a call, and keep its reference."""
 
     call: Invocation
 
@@ -179,7 +180,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A value is put into the object store."""
+    """Put a value into the object store."""
 
     name: str
     value: Literal
@@ -190,7 +191,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class See:
-    """The outcome of a call is observed."""
+    """Wait for the outcome of a call, and record it."""
 
     name: str
 
@@ -200,7 +201,7 @@ class See:
 
 @dataclass(frozen=True, slots=True)
 class SeeAll:
-    """The outcomes of several calls are observed as they come."""
+    """Record the outcomes of several calls in the order of their completion."""
 
     names: tuple[str, ...]
 
@@ -210,7 +211,7 @@ class SeeAll:
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """The outcome of a call is observed if it comes soon."""
+    """Record the outcome of a call if it completes within ``seconds``."""
 
     name: str
     seconds: float
@@ -221,7 +222,7 @@ class Glance:
 
 @dataclass(frozen=True, slots=True)
 class SeeStream:
-    """A stream is read, to its end or ``most`` items far."""
+    """Read a stream to its end, or at most ``most`` items, and record them."""
 
     name: str
     most: int | None = None
@@ -233,7 +234,7 @@ class SeeStream:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """A call is cancelled: now, or by another thread in some seconds."""
+    """Cancel a call: now, or in another thread after ``seconds``."""
 
     name: str
     seconds: float | None = None
@@ -247,7 +248,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """An actor is ended: by ``actorrpc.kill``, or by a signal to its process; now, or by another thread in some seconds."""
+    """End an actor by ``actorrpc.kill``, or by a signal to its process: now, or in another thread after ``seconds``."""
 
     actor: str
     how: str = "actorrpc.kill"
@@ -261,7 +262,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The process of an actor is stopped for some seconds, by another thread."""
+    """Stop the process of an actor by SIGSTOP for ``seconds``, in another thread."""
 
     actor: str
     seconds: float
@@ -272,7 +273,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The driver waits."""
+    """Let the driver sleep."""
 
     seconds: float
 
@@ -282,7 +283,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The reference of a call is dropped."""
+    """Delete the driver's reference to a call."""
 
     name: str
 
@@ -292,7 +293,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """A gradient through actors is compared with the local one."""
+    """Compute a gradient through actors, and compare it with the gradient computed in the driver's process."""
 
     name: str
     path: tuple[str, ...]
@@ -314,7 +315,7 @@ def _function(name: str, is_async: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """A thread of the program, or with ``is_async`` a coroutine on an event loop in a thread."""
+    """A function that runs in a thread; with ``is_async``, a coroutine that runs on an event loop in a thread."""
 
     name: str
     is_async: bool
@@ -323,7 +324,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program; ``source`` is what runs."""
+    """A program. Sessions execute its ``source``."""
 
     seed: int
     actors: tuple[Make, ...]
