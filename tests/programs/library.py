@@ -1,7 +1,7 @@
-"""What the source of a program imports: actors and tasks that note their calls, and functions that observe outcomes.
+"""The module that the source of a program imports: actors and tasks that log their calls, and functions that record outcomes.
 
-The *journal* is a file to which every process of a session appends a line when a call starts and when it ends. It survives
-the processes, so that it also shows the calls of an actor that was killed.
+The *journal* is a file. Every process of a session appends a line when a call starts and when it ends. The file outlives the
+processes, so it also contains the calls of an actor that was killed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Event:
 
 class _Journal(io.FileIO):
     def __del__(self) -> None:
-        """Close the file, without a warning, where a cancellation came between its opening and the ``with`` block."""
+        """Close the file without a ResourceWarning, if a cancellation interrupts the caller before the ``with`` block."""
         self.close()
 
 
 def _append(call: str, what: str) -> None:
-    if JOURNAL not in os.environ:  # a program that was printed runs by itself
+    if JOURNAL not in os.environ:  # a printed program, which a user runs without a session
         return
     # Opened for each line: a descriptor that stays open would count as left behind by the program.
     with _Journal(os.environ[JOURNAL], "ab") as journal:
@@ -68,7 +68,7 @@ def _noted(call: str) -> Iterator[None]:
 
 
 def read_journal(offset: int = 0) -> tuple[list[Event], int]:
-    """Return the events behind an offset of the journal, and the offset behind them."""
+    """Return the events of the journal from an offset on, and the offset after the last event."""
     with open(os.environ[JOURNAL], "rb") as file:
         file.seek(offset)
         text = file.read()
@@ -122,7 +122,7 @@ async def _open_async(value: Any) -> Any:
 
 
 def spoil(value: Any) -> None:
-    """Change a value in place, everywhere."""
+    """Change all lists, dicts, tensors and arrays within a value in place."""
     if isinstance(value, list):
         for item in value:
             spoil(item)
@@ -141,7 +141,7 @@ def spoil(value: Any) -> None:
 
 
 class _Methods:
-    """The first argument of each method is the name of the call."""
+    """The methods of the actors. The first argument of each method is the name of the call."""
 
     def value(self, call: str, *values: Any) -> Any:
         """Return the arguments."""
@@ -149,7 +149,7 @@ class _Methods:
             return list(values)
 
     def change(self, call: str, *values: Any) -> Any:
-        """Change the arguments in place; return how many they are."""
+        """Change the arguments in place; return their number."""
         with _noted(call):
             spoil(list(values))
             return len(values)
@@ -180,7 +180,7 @@ class _Methods:
             return values
 
     def stream(self, call: str, fails: bool, *values: Any) -> Iterator[Any]:
-        """Yield the arguments; raise a ValueError behind the last if ``fails``."""
+        """Yield the arguments; then raise a ValueError if ``fails``."""
         with _noted(call):
             yield from values
             if fails:
@@ -194,14 +194,14 @@ class _Methods:
                 time.sleep(0.001)
 
     def crash(self, call: str, code: int) -> None:
-        """End the process, with SIGKILL where ``code`` is negative."""
+        """End the process: by SIGKILL if ``code`` is negative, else with this exit code."""
         with _noted(call):
             if code < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             os._exit(code)
 
     def curve(self, call: str, x: torch.Tensor) -> torch.Tensor:
-        """Return something differentiable."""
+        """Return a differentiable function of ``x``."""
         with _noted(call):
             return _curve(x)
 
@@ -269,12 +269,12 @@ class Threaded(_Methods):
 
 @actorrpc.remote(concurrency_groups={"one": 1, "two": 2})
 class Grouped(_Methods):
-    """Runs one call at a time, and those of each group beside it."""
+    """Runs one call without a group at a time; concurrently, one call of group "one" and two of group "two"."""
 
 
 @actorrpc.remote(max_restarts=-1, restart_backoff_s=0.01)
 class Restartable(_Methods):
-    """Is made again when its process ends."""
+    """Is restarted when its process ends."""
 
 
 @actorrpc.remote
@@ -282,7 +282,7 @@ class Coroutines(_Coroutines):
     """Runs its calls on an event loop."""
 
 
-here = _Methods()  # its methods are the functions that `rpc_async` and `remote` call
+here = _Methods()  # programs pass its methods to `rpc_async` and `rpc.remote` as functions
 
 
 def _value(call: str, *values: Any) -> Any:
@@ -326,7 +326,7 @@ def _crash(call: str, code: int) -> None:
 
 
 class _Tasks:
-    """The same methods as tasks. An instance travels by the name of its class."""
+    """The same methods as tasks. A program passes the instance ``tasks`` as the target of nested calls."""
 
     value = actorrpc.remote(_value)
     change = actorrpc.remote(_change)
@@ -343,19 +343,19 @@ class _Tasks:
 tasks = _Tasks()
 
 
-# -- what drivers observe -----------------------------------------------------------------------------------------
+# -- recording outcomes -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A call has returned ``value``, in which each reference is replaced by what was observed of it."""
+    """The outcome of a call that returned. In ``value``, each reference is replaced by its outcome."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """A call has raised. The exception itself is not kept: its traceback would keep the frames of the program.
+    """The outcome of a call that raised. The exception itself is not kept: its traceback would keep the program's frames alive.
 
     Attributes:
         classes: the names of its class and of the bases of its class.
@@ -373,7 +373,11 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A stream has given ``items``, and then an error or its end (None), or was closed by its reader."""
+    """The outcome of a stream: its items, and the error that ended it, if any.
+
+    Attributes:
+        closed: the driver closed the stream before its end.
+    """
 
     items: list[Any]
     end: Error | None
@@ -382,7 +386,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A handle, within a value."""
+    """Stands for an actor handle within a value."""
 
     actor_id: int
 
@@ -392,14 +396,14 @@ Outcome = Value | Error | Items
 
 @dataclass
 class Observations:
-    """What the drivers of a program observe. Drivers run in several threads; appending to a list needs no lock.
+    """The record of one program. Its drivers append from several threads; appending to a list needs no lock.
 
     Attributes:
         bound: how many seconds a call may take.
-        outcomes: the outcome of each observation; a call may be observed several times.
-        late: the calls that were not over within the bound.
-        failures: exceptions that no statement of a program may raise.
-        helpers: the threads that run what ``later`` was given.
+        outcomes: (name of the call, outcome) for each observation; a call may be observed several times.
+        late: the calls that took longer than the bound.
+        failures: tracebacks of exceptions that drivers or helpers raised; no statement of a program may raise any.
+        helpers: the threads that :func:`later` started.
     """
 
     bound: float = 30.0
@@ -413,7 +417,7 @@ _current = Observations()
 
 
 def begin(bound: float) -> Observations:
-    """Return where the next program notes its observations."""
+    """Begin the record of the next program, and return it."""
     global _current
     _current = Observations(bound)
     return _current
@@ -432,7 +436,7 @@ _NESTED = "a reference in a result"
 
 
 def _seen(value: Any) -> Any:
-    """Copy a value, with what can be observed of them in place of references and handles."""
+    """Copy a value. In the copy, references are replaced by their outcomes, and handles by :class:`Handle`."""
     if isinstance(value, actorrpc.ObjectRef | rpc.RRef):
         return _outcome(_NESTED, value)
     if isinstance(value, actorrpc.ActorHandle):
@@ -449,7 +453,7 @@ def _seen(value: Any) -> Any:
 
 
 def _outcome(call: str, ref: Any) -> Value | Error:
-    """Wait for the outcome of a call, and spoil its value: later readers have values of their own."""
+    """Wait for the outcome of a call. Then change the value in place, which must not affect later readers of the reference."""
     began = time.monotonic()
     try:
         if isinstance(ref, rpc.RRef):
@@ -461,9 +465,9 @@ def _outcome(call: str, ref: Any) -> Value | Error:
         return _value_of(value, ref)
     except Exception as error:
         if call == _NESTED:
-            # A known fault: the traceback leads to the frames of all callers, and so to the outer reference. If that has been
-            # sent while it was pending, the table of RRefs has its value with this reference and this error: a cycle that
-            # begins in the table, and that the collector cannot end.
+            # A known fault. The traceback refers to the frames of all callers, and these to the outer reference. If the outer
+            # reference was sent while it was pending, the table of RRefs holds its value, which contains this reference and this
+            # error. So the table keeps the outer reference alive, and the collector cannot free this cycle.
             error.__traceback__ = None
         return _error(call, error, began)
 
@@ -476,12 +480,12 @@ def _value_of(value: Any, ref: Any = None) -> Value:
 
 
 def see(call: str, ref: Any) -> None:
-    """Note the outcome of a call."""
+    """Record the outcome of a call."""
     _current.outcomes.append((call, _outcome(call, ref)))
 
 
 def glance(call: str, ref: Any, seconds: float) -> None:
-    """Note the outcome of a call if it is there within some seconds."""
+    """Record the outcome of a call if it completes within ``seconds``."""
     began = time.monotonic()
     try:
         outcome: Outcome = _value_of(actorrpc.get(ref, timeout=seconds))
@@ -493,7 +497,7 @@ def glance(call: str, ref: Any, seconds: float) -> None:
 
 
 def see_all(**refs: Any) -> None:
-    """Note the outcomes of several calls, in the order in which they end."""
+    """Record the outcomes of several calls in the order of their completion."""
     names = {ref: name.removeprefix("_") for name, ref in refs.items()}  # names of calls begin with digits
     pending = list(names)
     until = time.monotonic() + _current.bound
@@ -507,12 +511,12 @@ def see_all(**refs: Any) -> None:
 
 
 async def see_async(call: str, ref: Any) -> None:
-    """Note the outcome of a call, without blocking the event loop."""
+    """Record the outcome of a call, without blocking the event loop."""
     _current.outcomes.append((call, await _outcome_async(call, ref)))
 
 
 async def _outcome_async(call: str, ref: Any) -> Outcome:
-    if isinstance(ref, rpc.RRef):  # has nothing that can be awaited
+    if isinstance(ref, rpc.RRef):  # an RRef cannot be awaited: block the loop
         return _outcome(call, ref)
     began = time.monotonic()
     try:
@@ -525,20 +529,20 @@ async def _outcome_async(call: str, ref: Any) -> Outcome:
 
 
 async def glance_async(call: str, ref: Any, seconds: float) -> None:
-    """Note the outcome of a call if it is there within some seconds."""
+    """Record the outcome of a call if it completes within ``seconds``."""
     glance = asyncio.ensure_future(_outcome_async(call, ref))
     await asyncio.wait([glance], timeout=seconds)
-    if glance.done():  # asyncio.run() cancels it otherwise, when the driver is over
+    if glance.done():  # otherwise asyncio.run() cancels it when the driver returns
         _current.outcomes.append((call, glance.result()))
 
 
 async def see_all_async(**refs: Any) -> None:
-    """Note the outcomes of several calls."""
+    """Record the outcomes of several calls."""
     await asyncio.gather(*(see_async(name.removeprefix("_"), ref) for name, ref in refs.items()))
 
 
 def see_stream(call: str, stream: Any, most: int | None = None) -> None:
-    """Note the items of a stream; close it behind ``most`` items."""
+    """Record the items of a stream; close it after ``most`` items."""
     items: list[Any] = []
     end, closed = None, False
     began = time.monotonic()
@@ -557,7 +561,7 @@ def see_stream(call: str, stream: Any, most: int | None = None) -> None:
 
 
 async def see_stream_async(call: str, stream: Any, most: int | None = None) -> None:
-    """Note the items of a stream, without blocking the event loop."""
+    """Record the items of a stream, without blocking the event loop."""
     items: list[Any] = []
     end, closed = None, False
     began = time.monotonic()
@@ -574,7 +578,7 @@ async def see_stream_async(call: str, stream: Any, most: int | None = None) -> N
 
 
 def attempt(call: Callable[[], actorrpc.Future[Any]]) -> actorrpc.Future[Any]:
-    """Make a call; return its future, or one that has failed with what was raised."""
+    """Make a call and return its future. If making the call raises, return a future that has failed with the error."""
     try:
         return call()
     except actorrpc.RpcError as error:
@@ -596,7 +600,7 @@ def later(seconds: float, function: Callable[..., Any], *args: Any) -> None:
 
 
 def interrupt(actor: Any, seconds: float) -> None:
-    """Stop the process of an actor with SIGSTOP for some seconds."""
+    """Stop the process of an actor with SIGSTOP, and continue it after some seconds."""
     pids = [row.pid for row in actorrpc.list_actors() if row.actor_id == actor.actor_id and row.pid]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -620,7 +624,7 @@ def _curve(x: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(call: str, path: list[Any], by_reference: bool) -> None:
-    """Send a tensor through actors; note the gradient of the input, divided by the one of the same computation done here."""
+    """Send a tensor through actors; record whether its gradient equals the gradient of the same computation in this process."""
     start = torch.linspace(-1.0, 1.0, 50, dtype=torch.float64)
     local = start.clone().requires_grad_()
     expected = local

@@ -1,9 +1,9 @@
-"""Which outcomes a program allows, worked out call by call, and the comparison with what was observed.
+"""Compute which outcomes a program allows, call by call, and compare them with the recorded outcomes.
 
 The methods of ``library`` return values that depend on their arguments alone. So each call has one value, or raises one
-exception, whatever runs beside it. A cancellation, a time-out or the end of an actor adds the errors that it may cause to the
-calls that it may reach; a call whose outcome was observed before is out of reach. An error of an argument is an error of the
-call. How often and in which order calls have run is read from the journal.
+exception, whatever runs concurrently. A cancellation, a time-out or the end of an actor may affect calls whose outcome was not
+observed before; the model adds the errors that it may cause to these calls. An error of an argument is also an allowed error of
+the call. The journal shows how often and in which order calls ran.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Allowed:
     Attributes:
         value: its value, or ``_NO_VALUE`` if it cannot return.
         errors: names of classes of errors, or ``(class, call)`` for an exception that the method of a call raises.
-        raised: the attribute ``values`` of such exceptions, by call.
+        raised: the attribute ``values`` of these exceptions, by the name of the call that raises.
         is_stream: the value is the list of its items.
     """
 
@@ -64,7 +64,7 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A reference within a value: its outcome is one of these."""
+    """Stands for a reference within a value, and has the outcomes that the reference may have."""
 
     allowed: Allowed
 
@@ -78,9 +78,9 @@ class Model:
     """The outcomes that a program allows.
 
     Attributes:
-        allowed: by the name of the call.
-        calls: all calls, nested ones as well, by name.
-        at_most: how often each call may run.
+        allowed: the allowed outcomes, by the name of the call.
+        calls: all calls, including nested calls, by name.
+        at_most: how often each call may run, by the name of the call.
     """
 
     def __init__(self, program: Program) -> None:
@@ -108,11 +108,11 @@ class Model:
         self.at_most: dict[str, int] = {}
         for root in program.calls():
             times = 1
-            for call in root.tree():  # a call that is made again makes its nested calls again
+            for call in root.tree():  # a call that is retried makes its nested calls again
                 times *= 1 + _retries(call, crashes and call.target == TASKS)
                 self.at_most[call.name] = times
 
-    # -- what reaches whom ---------------------------------------------------------------------------------------
+    # -- errors that disturbances may cause ----------------------------------------------------------------------
 
     def _disturb(self, driver: Driver) -> None:
         observed: set[str] = set()
@@ -134,7 +134,7 @@ class Model:
                         self._reach(call.name, {LATE, CANCELLED})
                     if call.method == "crash" and call.target != TASKS:
                         self._end(call.target, observed)
-                    elif call.method == "crash":  # tasks share processes, and are made again three times
+                    elif call.method == "crash":  # tasks share processes, and are retried three times
                         self._end(TASKS, observed)
 
     def _end(self, target: str, observed: set[str]) -> None:
@@ -144,7 +144,7 @@ class Model:
             is_open = self._roots[call.name] not in observed
             if is_open:
                 self._reach(call.name, {*DEAD})
-            # Each reader of a reference that was passed on asks the process that has made the call.
+            # The process that made the nested call has its outcome. Readers of a passed reference fetch it there, also later.
             if call.nested is not None and (is_open or call.method == "pass_on"):
                 self._reach(call.nested.name, {CANCELLED, *DEAD})
 
@@ -166,7 +166,7 @@ class Model:
 
     def _evaluate(self, call: Invocation) -> Allowed:
         nested = self._evaluate(call.nested) if call.nested is not None else None
-        # The arguments of nested calls are arguments of this call as well: all of them are fetched before it runs.
+        # The arguments of nested calls are passed as arguments of this call. The worker fetches all of them before the call runs.
         args = [self._argument(arg, call.via == "remote") for each in call.tree() for arg in each.args]
         found = [
             arg for arg in args if isinstance(arg, Allowed)
@@ -198,7 +198,7 @@ class Model:
                 return Allowed(_NO_VALUE if missing else value, *_errors(found))
             case "fail":
                 kind, *rest = values
-                # References and handles in attributes of exceptions are not sent: a note of the exception says so.
+                # An attribute with references or handles is not sent with an exception; a note of the exception names it.
                 kept = rest if kind == "Trouble" and not _refers(rest) else None
                 return Allowed(_NO_VALUE, frozenset({(kind, call.name)}), {call.name: kept})
             case "ask":
@@ -288,7 +288,7 @@ def complaints(
     events: list[library.Event],
     actor_ids: Mapping[str, int],
 ) -> list[str]:
-    """Say in which respects observations are not allowed."""
+    """Return a text for each recorded outcome or event that the model does not allow."""
     found = []
     for name, outcome in outcomes:
         wrong = _wrong(outcome, model.allowed[name], actor_ids)
@@ -348,7 +348,7 @@ def _wrong_items(items: library.Items, allowed: Allowed, actor_ids: Mapping[str,
 
 
 def _differs(found: Any, expected: Any, actor_ids: Mapping[str, int]) -> str:
-    """Say in which respect a value is not the expected one; empty if it is."""
+    """Return how a value differs from the expected value; empty if it does not."""
     if isinstance(expected, _Later):
         if not isinstance(found, library.Value | library.Error):
             return f"{_short(found)} where there was a reference"
@@ -409,7 +409,7 @@ def _executions(
 
 
 def _orders(model: Model, events: list[library.Event]) -> Iterator[str]:
-    """Look at actors that run one call at a time: order of each driver's calls, and what ran at a time."""
+    """Check the actors that run one call at a time: they run each driver's calls in order, and no two calls at once."""
     for make in model.program.actors:
         if make.kind not in ("Serial", "Restartable"):
             continue
@@ -437,6 +437,6 @@ def _orders(model: Model, events: list[library.Event]) -> Iterator[str]:
                 for each in running:
                     if call not in model.calls[each.call].tree():
                         yield f"{make.actor} ran {event.call} while it ran {each.call}"
-                # A cancellation may interrupt a call while it notes its end.
+                # A cancellation may interrupt a call before it writes its end to the journal. Do not count it as running then.
                 if event.call in ended or CANCELLED not in model.allowed[event.call].errors:
                     running.append(event)
