@@ -1,4 +1,4 @@
-"""Runs the programs of many seeds, and shrinks those that fail."""
+"""Run the programs of many seeds, and shrink programs that fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.programs.shrinker import shrunk
 
 __all__ = ["Failure", "Result", "run_seeds"]
 
-_TRIES = 10  # how often a program runs to find out whether it fails again
+_TRIES = 10  # a program that does not fail in this many runs counts as correct
 _SHRINK_S = 120.0
 
 
@@ -32,7 +32,7 @@ class Failure:
 
 @dataclass
 class Result:
-    """How many programs have run, and which have failed."""
+    """The number of programs that ran, and the failures."""
 
     count: int = 0
     failures: list[Failure] = field(default_factory=list)
@@ -51,10 +51,11 @@ def run_seeds(
     """Run the programs of seeds.
 
     Args:
-        renew: a cluster runs so many programs; one that fails is its last.
-        most_failures: return after so many failures.
-        until: begin no program after this moment of ``time.monotonic``.
-        report: called with a text for each failure.
+        renew: a new cluster is started after this many programs, and after each program that fails.
+        most_failures: return after this many failures.
+        until: start no program after this time of ``time.monotonic()``.
+        shrinks: shrink programs that fail.
+        report: called with a text for each failure, and for each shrunk program.
     """
     result = Result()
     features = features_of(options.mode)
@@ -82,7 +83,7 @@ def run_seeds(
 
 
 def _shrunk(failure: Failure, options: Options) -> Failure:
-    """Shrink a program that fails; programs that fail in another way do not count."""
+    """Return the smallest program found that fails with one of the same kinds of complaints."""
     kinds = set(map(_kind, failure.complaints))
     options = replace(options, bound=min(options.bound, 5.0), settle=3.0)
     smallest = failure
@@ -115,6 +116,6 @@ def _shrunk(failure: Failure, options: Options) -> Failure:
 
 
 def _kind(complaint: str) -> str:
-    """Return what two complaints about the same fault have in common."""
+    """Return a complaint without names and numbers, shortened, so that complaints about the same fault are equal."""
     words = re.sub(r"\d+_\d+: |actor_\d+|\d+", "", complaint).split()
     return " ".join(words[:4])

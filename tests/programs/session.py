@@ -1,4 +1,4 @@
-"""A cluster or a group on which programs run one after the other, and what they must not leave behind."""
+"""Run programs one after the other on a cluster or a group, and check that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _CUTS = (
     testing.reset(after=(500, 60_000), part=0.5),
     testing.half_close(after=(500, 80_000), part=0.5),
 )
-# What workers hold beyond the end of a program: leases of tasks have RRefs, and the other workers of a group wait in calls.
+# Workers may hold these after the end of a program: leases of tasks hold RRefs, and the other workers of a group wait in calls.
 _STAYS = re.compile("RRef|executed here")
-# Messages that say what a program has done to its actors.
+# Log messages that programs cause by cancelling calls and ending actors.
 ANNOUNCED = (
     r"on the actor's event loop",
     r"failed and nobody looked at the error",
@@ -60,10 +60,10 @@ class Options:
 
     Attributes:
         mode: "embedded" (cluster), "group" (``init_rpc``), "tcp" (a group over TCP), or "cuts" (TCP connections that are cut).
-        bound: how many seconds a call of a program may take.
-        settle: how many seconds it may take until nothing of a program is left.
-        collect: the collector runs after so many allocations in all processes, if not 0.
-        switch_interval: how often threads are switched in all processes, in seconds, if not 0.
+        bound: seconds that a call of a program may take.
+        settle: seconds after which no object and no actor of a program may be left.
+        collect: if not 0, the garbage collector runs after this many allocations, in all processes.
+        switch_interval: if not 0, the interpreter's switch interval in seconds, in all processes.
     """
 
     mode: str = "embedded"
@@ -74,7 +74,7 @@ class Options:
 
 
 def features_of(mode: str) -> Features:
-    """Return what programs can do in a mode."""
+    """Return the features of programs in a mode."""
     if mode == "embedded":
         return Features()
     return Features(own_processes=False, remote_workers=("worker1", "worker2"))
@@ -82,10 +82,10 @@ def features_of(mode: str) -> Features:
 
 @dataclass
 class Session:
-    """Runs programs; a context manager. Only in the main thread, one at a time in a process.
+    """A context manager that runs programs. Use it in the main thread only, and only one at a time in a process.
 
     Attributes:
-        left: what is said at the end of the session of what it has left behind; filled by ``__exit__``.
+        left: complaints about the session's end, such as processes or files that are left. ``__exit__`` fills the list.
     """
 
     options: Options = field(default_factory=Options)
@@ -113,7 +113,7 @@ class Session:
         self._stack.__exit__(*given)
 
     def run(self, program: Program) -> list[str]:
-        """Run a program; return what the model does not allow."""
+        """Run a program; return complaints about all that the model does not allow and all that the program leaves behind."""
         before = leaks.Holdings.take()
         observations = library.begin(self.options.bound)
         namespace: dict[str, Any] = {"workers": self._workers}
@@ -132,7 +132,7 @@ class Session:
         return found + [f"printed: {text}" for text in self._errors.unasked()]
 
     def _answers(self, program: Program, namespace: dict[str, Any], bound: float) -> Iterator[str]:
-        """Call each actor once more: nothing that the program has left occupies it."""
+        """Call each actor once more, and complain if a call of the program still occupies the actor."""
         refs = {
             make.actor: namespace[make.actor].value.remote(f"{program.seed}_{make.actor}")
             for make in program.actors
@@ -143,12 +143,12 @@ class Session:
             except actorrpc.GetTimeoutError:
                 yield f"{name} is occupied: it does not answer within {bound} s"
             except actorrpc.ActorError:
-                pass  # the program has ended it
+                pass  # the program has ended the actor
             except actorrpc.RpcError as error:
                 yield f"{name} does not answer: {type(error).__name__}: {error}"
 
     def _settled(self, before: leaks.Holdings, actor_ids: dict[str, int], model: Model) -> Iterator[str]:
-        """Wait until nothing of the program is left."""
+        """Wait until no object and no actor of the program is left; complain if some are left after ``settle`` seconds."""
         began = time.monotonic()
         ids = set(actor_ids.values())
         collect_at = began + 0.05
@@ -160,7 +160,7 @@ class Session:
             now = time.monotonic()
             if now >= began + self.options.settle:
                 break
-            if now >= collect_at:  # exceptions that methods have caught keep handles in cycles
+            if now >= collect_at:  # exceptions that methods caught are in reference cycles, with handles
                 collect_at = now + 0.5
                 gc.collect()
                 for worker in actorrpc.workers():
@@ -205,7 +205,7 @@ def _prelude() -> Any:
     return compile(PRELUDE, "<prelude>", "exec")
 
 
-# -- where programs run ---------------------------------------------------------------------------------------
+# -- clusters and groups --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -236,9 +236,9 @@ def _serve(rank: int, _: int, store: str, mode: str) -> None:
 
 @contextlib.contextmanager
 def _group(options: Options, left: list[str]) -> Iterator[list[str]]:
-    """Make this process worker 0 of a group of three; the two others serve.
+    """Join a group of three as worker 0. A thread starts the two other workers, which serve calls until the end of the block.
 
-    What is wrong with them at their end is added to ``left``.
+    If these workers fail or leave something behind, their error is added to ``left``.
     """
 
     def others(store: str) -> None:
@@ -265,13 +265,13 @@ def _group(options: Options, left: list[str]) -> Iterator[list[str]]:
 
 
 class _Errors:
-    """What the processes of a session have written to standard error."""
+    """Reads the standard error of all processes of a session."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def unasked(self) -> list[str]:
-        """Return the entries that came since the last time and were not announced."""
+        """Return the entries that were written since the last call and do not match ``ANNOUNCED``."""
         sys.stderr.flush()
         return output.unasked(self._file.read().decode(errors="replace"), ANNOUNCED)
 

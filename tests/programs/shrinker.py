@@ -1,4 +1,4 @@
-"""Removes from a program that fails whatever it fails without."""
+"""Shrink a program that fails: remove all parts without which it still fails."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
         for candidate in _smaller(program):
             if candidate != program and is_valid(candidate) and fails(candidate):
                 program, progress = candidate, True
-                break  # the candidates of the smaller program are others
+                break  # start again with the candidates of the smaller program
     return program
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Yield programs that are smaller, the smallest first."""
+    """Yield simpler programs, those with the most removed first."""
     if len(program.drivers) > 1:
         for number in range(len(program.drivers)):
             yield _tidied(replace(program, drivers=_without(program.drivers, number)))
@@ -108,7 +108,7 @@ def _simpler_calls(call: Invocation) -> Iterator[Invocation]:
             yield replace(call, options=call.options[:number] + call.options[number + 1 :])
     if call.method in ("crash", "parts"):
         return
-    least = 1 if call.method in ("fail", "stream") else 0  # the first argument says how
+    least = 1 if call.method in ("fail", "stream") else 0  # the first argument selects the behaviour
     for number in range(least, len(call.args)):
         yield replace(call, args=call.args[:number] + call.args[number + 1 :])
         for simpler in _simpler_arguments(call.args[number]):
@@ -128,7 +128,7 @@ def _simpler_arguments(argument: Argument) -> Iterator[Argument]:
 
 
 def _tidied(program: Program) -> Program:
-    """Remove statements about calls that are no longer made, and actors that are no longer used."""
+    """Remove statements that refer to removed calls, and actors that no statement uses."""
     drivers = tuple(_tidied_driver(driver) for driver in program.drivers)
     used = {name for driver in drivers for statement in driver.statements for name in _actors(statement)}
     actors = tuple(make for make in program.actors if make.actor in used) or program.actors[:1]
@@ -188,16 +188,15 @@ def _handles(argument: Argument) -> Iterator[str]:
 
 
 def is_valid(program: Program) -> bool:
-    """Say whether a program keeps the generator's rules: no call of it waits for ever by itself."""
+    """Return whether a program keeps the generator's rules, so that it does not block forever by itself."""
     return all(_is_valid_driver(driver, program) for driver in program.drivers)
 
 
 def _is_valid_driver(driver: Driver, program: Program) -> bool:
     kinds = {make.actor: make.kind for make in program.actors}
     observed: set[str] = set()
-    endless: dict[
-        str, set[str]
-    ] = {}  # calls that run until they are cancelled or read, and the actors that they hold
+    # Calls that run until they are cancelled or read, by name, and the actors that each call occupies.
+    endless: dict[str, set[str]] = {}
     for statement in driver.statements:
         if isinstance(statement, SeeStream):
             endless.pop(statement.name, None)

@@ -1,4 +1,4 @@
-"""Programs of fixed seeds: a few in the default layer, two hundred of each mode in the slow one."""
+"""Run programs of fixed seeds; all tests that run programs are slow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_program_is_shrunk_to_what_it_fails_with() -> None:
     assert shrunk_programs > 5
 
 
-# What programs do to their actors is said; the session looks at all that processes write.
+# Programs cause these log messages. The session itself checks the standard error of all processes.
 _prints = pytest.mark.prints(*ANNOUNCED)
 
 
@@ -50,7 +50,7 @@ def _run(mode: str, seeds: range, renew: int = 50) -> None:
 
 
 @_prints
-@pytest.mark.slow  # a rare program is red for a reason that is not understood yet
+@pytest.mark.slow  # rarely a program fails, for a reason that is not understood yet
 @pytest.mark.limit(300)
 def test_twenty_programs_do_what_the_model_allows() -> None:
     _run("embedded", range(1_000, 1_020))
