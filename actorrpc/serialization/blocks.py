@@ -112,7 +112,7 @@ class Block:
         return True
 
     def align(self) -> None:
-        """Move ``low`` down to a multiple of the largest element, so that every tensor starts at a whole element."""
+        """Move ``low`` down to a multiple of the largest element size, so that tensors start at whole elements."""
         low = self.low & -max([view.item for group in self.groups for view in group])
         if low != self.low and not self.pitch:
             self.size += self.low - low

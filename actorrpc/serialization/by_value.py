@@ -212,7 +212,7 @@ def load_here(stream: Any, buffers: Iterable[Any] = ()) -> Any:
     return _MainUnpickler(stream, buffers=buffers).load()
 
 
-_find_mp_main: Final = re.compile(b"__mp_main__").search  # takes any buffer; `in` takes five times as long
+_find_mp_main: Final = re.compile(b"__mp_main__").search  # for any buffer; five times as fast as `in`
 _UNLOADED: Final = object()
 
 
@@ -370,7 +370,7 @@ def fill_class(cls: type, state: Any) -> Any:
     return cls
 
 
-# -- what a script defines after it has joined its group ----------------------------------------------
+# -- late functions and classes -----------------------------------------------------------------------
 
 _KINDS: Final = (type, FunctionType)
 # The names that the main module had when the process joined its group; None if no object can be late.
@@ -420,7 +420,7 @@ def _is_late(name: str) -> bool:
 
 
 def _found_in(module: Any, name: str) -> Any:
-    """Return what a module has under a qualified name, or None."""
+    """Return the object that a module has under a qualified name, or None."""
     found = module
     try:
         for part in name.split("."):
@@ -495,7 +495,7 @@ def fill_late(found: Any, state: Any) -> Any:
     return _cloudpickle._function_setstate(found, state)
 
 
-# -- functions: can what they capture change? -------------------------------------------------------
+# -- the captured state of functions ----------------------------------------------------------------
 
 _ATOMS: Final = frozenset({type(None), bool, int, str, bytes, complex, type(Ellipsis), range})
 

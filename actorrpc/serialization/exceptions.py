@@ -310,7 +310,7 @@ class _Packer:
 def _registered(cls: type) -> Any:
     try:
         return copyreg.dispatch_table.get(cls)
-    except BaseException:  # a metaclass that forbids hashing
+    except BaseException:  # raised by a metaclass that forbids hashing
         return None
 
 
@@ -476,7 +476,7 @@ def _pack(*parts: object) -> bytes:
     return cast(bytes, msgpack.packb(parts, unicode_errors="surrogatepass"))
 
 
-# -- raising it again ------------------------------------------------------------------------------------
+# -- raising an exception again --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -612,7 +612,7 @@ def _raised_class(
                 name = space["__qualname__"] = f"{base.__name__}({name})"
                 space["__module__"] = base.__module__
             made = make(type(cls), name, bases, space)
-        except BaseException:  # layouts that do not mix, a class that C made final, a metaclass's mro()
+        except BaseException:  # incompatible layouts, a final class in C, or an error in a metaclass's mro()
             pass
     return _remember(classes, id(cls), (cls, made))[1]
 
@@ -630,7 +630,7 @@ def _remote_of(error: BaseException) -> _RemoteCause | None:
     try:
         return cast(_RemoteCause, slot.__get__(error)) if type(slot) is types.MemberDescriptorType else None
     except AttributeError:
-        return None  # the user's class made this copy, without the slot
+        return None  # the slot is not set: user code made this instance of a raised class
 
 
 def original(error: BaseException) -> BaseException:

@@ -5,8 +5,8 @@ They are for code of the main module, which receivers cannot import:
 * instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) and torch's operators
   are sent by name, after checking that the name gives the same object;
 * ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``lru_cache``, ``cached_property``, ``singledispatch``, functions that
-  ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are made again at the receiver from the
-  arguments that they were made of. The contents of caches and compiled code are not sent.
+  ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are sent as the arguments from
+  which they were made, and the receiver makes them again. The contents of caches and compiled code are not sent.
 
 Functions whose docstring ends with "(wire format)" are named in pickles. No function keeps state or takes a lock.
 """
@@ -39,10 +39,10 @@ def reduce_module(module: ModuleType, is_sent_by_value: Callable[[str], bool]) -
     """Reduce an instance of a subclass of ``ModuleType`` to a name.
 
     Args:
-        is_sent_by_value: says of a module's name that receivers cannot import the module.
+        is_sent_by_value: returns whether receivers cannot import the module of a name.
 
     Raises:
-        PicklingError: no importable module has the object, neither as itself nor as an attribute.
+        PicklingError: the object is neither an importable module nor an attribute of an importable module.
     """
     for name in _names_of(module, is_sent_by_value):
         try:

@@ -474,7 +474,7 @@ def _outcome(call: str, ref: Any) -> Value | Error:
 
 def _value_of(value: Any, ref: Any = None) -> Value:
     seen = Value(_seen(value))
-    if not isinstance(ref, actorrpc.Future):  # each reader of a future gets the same object
+    if not isinstance(ref, actorrpc.Future):  # all readers of a future get the same object
         spoil(value)
     return seen
 
@@ -498,7 +498,8 @@ def glance(call: str, ref: Any, seconds: float) -> None:
 
 def see_all(**refs: Any) -> None:
     """Record the outcomes of several calls in the order of their completion."""
-    names = {ref: name.removeprefix("_") for name, ref in refs.items()}  # names of calls begin with digits
+    # The names of calls begin with digits. As keywords they have the prefix "_".
+    names = {ref: name.removeprefix("_") for name, ref in refs.items()}
     pending = list(names)
     until = time.monotonic() + _current.bound
     while pending:
@@ -524,7 +525,7 @@ async def _outcome_async(call: str, ref: Any) -> Outcome:
         return _value_of(await asyncio.wait_for(awaited, _current.bound), ref)
     except Exception as error:
         return _error(call, error, began)
-    except asyncio.CancelledError as error:  # actorrpc.CancelledError is an Exception
+    except asyncio.CancelledError as error:  # of asyncio; actorrpc.CancelledError is an Exception
         return _error(call, error, began)
 
 
@@ -659,7 +660,7 @@ def _guarded(function: Callable[..., Any], *args: Any) -> None:
 
 
 def run(*drivers: Callable[[], Any]) -> None:
-    """Run the drivers of a program at the same time: the first in this thread, the others in threads of their own."""
+    """Run the drivers of a program concurrently, the first in this thread. Return when all drivers and helpers have ended."""
     threads = [threading.Thread(target=_guarded, args=(each,), name=each.__name__) for each in drivers[1:]]
     for thread in threads:
         thread.start()

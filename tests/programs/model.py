@@ -168,9 +168,8 @@ class Model:
         nested = self._evaluate(call.nested) if call.nested is not None else None
         # The arguments of nested calls are passed as arguments of this call. The worker fetches all of them before the call runs.
         args = [self._argument(arg, call.via == "remote") for each in call.tree() for arg in each.args]
-        found = [
-            arg for arg in args if isinstance(arg, Allowed)
-        ]  # references that are replaced by their values
+        # The references that the worker replaces by their values.
+        found = [arg for arg in args if isinstance(arg, Allowed)]
         errors = self._disturbances[call.name].union(*(arg.errors for arg in found))
         raised = {name: values for arg in found for name, values in arg.raised.items()}
         made = Allowed(_NO_VALUE)

@@ -331,7 +331,7 @@ class Program:
     drivers: tuple[Driver, ...]
 
     def calls(self) -> Iterator[Invocation]:
-        """Yield all calls that drivers make."""
+        """Yield the calls that drivers make, without the calls nested in them."""
         for driver in self.drivers:
             for statement in driver.statements:
                 if isinstance(statement, Start):

@@ -35,7 +35,7 @@ _NONE: Final = Literal("None")
 
 
 def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """Return a smaller program that fails as well."""
+    """Return a program that also fails, and of which no simpler candidate fails; the program itself if there is none."""
     progress = True
     while progress:
         progress = False

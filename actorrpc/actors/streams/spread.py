@@ -47,7 +47,7 @@ def take_each(
 
 
 class _Parts(Progress):
-    """The futures of a stream's first items, and their source."""
+    """The futures of a stream's first items. It is also their source: it flushes and cancels the stream for them."""
 
     __slots__ = ("_count", "_left", "_stream", "futures")
 

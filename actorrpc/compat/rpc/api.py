@@ -253,12 +253,12 @@ def remote(
 
 @_require_initialized
 def get_worker_info(worker_name: Any = None) -> WorkerInfo:
-    """Return the WorkerInfo of a worker; of this one by default."""
+    """Return the WorkerInfo of a worker, by default of this worker."""
     return _get_current_rpc_agent().get_worker_info(worker_name)  # type: ignore[no-any-return]
 
 
 def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
-    """Return the class of a value, on its owner."""
+    """Return the class of a value; called on the worker that owns the value."""
     return rref._get_type(blocking=blocking)
 
 
@@ -288,7 +288,7 @@ class AllGatherStates:
 
 
 _ALL_WORKER_NAMES: set[str] = set()
-_all_gather_dict_lock = threading.RLock()  # guards the two below
+_all_gather_dict_lock = threading.RLock()  # guards the two dictionaries below
 _all_gather_sequence_id: dict[str, int] = {}
 _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = collections.defaultdict(
     AllGatherStates
@@ -394,7 +394,7 @@ def _await_signal(round: _Round, states: AllGatherStates) -> None:
             look()
             if not round.bound and _time.now() >= search_at:
                 search_at = _time.now() + round.patience
-                # A call that runs here may be about to enter the round that the others wait in.
+                # While this worker executes a call, the call may still enter the round in which the others wait.
                 if not core.is_executing() and (circle := _circle(round, _missing(round, states), begun)):
                     raise circle
 
