@@ -634,7 +634,7 @@ def _remote_of(error: BaseException) -> _RemoteCause | None:
 
 
 def original(error: BaseException) -> BaseException:
-    """Return the exception that the called function raised, if ``error`` is a raised one and has it; otherwise ``error``.
+    """Return the original, if :func:`load` made ``error`` and could rebuild the original; otherwise ``error``.
 
     Reads the record of :func:`load`, as the user's class may use the name ``cause`` for an attribute of its own.
     """
@@ -657,7 +657,7 @@ def raised_as(error: BaseException, base: type[RemoteError]) -> BaseException:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the remote traceback of a raised exception; empty if it has none.
+    """Return the remote traceback if :func:`load` made ``error``; otherwise an empty text.
 
     Reads the record of :func:`load`, as the user's class may use the name ``traceback`` for an attribute of its own.
     """

@@ -18,7 +18,7 @@ __all__ = ["spread", "take_each"]
 T = TypeVar("T")
 
 _log = logging.getLogger("actorrpc.actors")
-# The errors of a stream whose worker or actor has ended. The caller has its values already, so these are not logged.
+# Errors that end a stream because its worker or actor has ended. After the last of the requested items, they are not logged.
 _ENDED: Final = (ActorError, CancelledError, PeerDiedError, ShutdownError)
 
 
