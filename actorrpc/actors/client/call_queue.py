@@ -18,18 +18,23 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exception_text import is_a, is_of_handler, say
-from actorrpc.actors.client import death_errors
 from actorrpc.actors.client.call_template import CallTemplate
-from actorrpc.actors.client.pending_call import INFINITE, AwaitingVerdict, PendingCall, ResultFuture
-from actorrpc.actors.client.reserved_call import ReservedCall
+from actorrpc.actors.client.death_errors import Fate
+from actorrpc.actors.client.pending_call import (
+    INFINITE,
+    AwaitingVerdict,
+    PendingCall,
+    ReservedCall,
+    ResultFuture,
+)
 from actorrpc.actors.client.supervisor_client import ask, peer_of
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
-from actorrpc.actors.spec.death_report import Restarting
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -64,69 +69,97 @@ _INLINED: Final = 8  # calls under way whose large results may come with the rep
 _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError, ShutdownError)
 
 
+class _WaitingCalls:
+    """The calls that wait, by their numbers. The queue's lock guards it. A call that is over stays in the heap for a while."""
+
+    __slots__ = ("_heap", "_over")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, PendingCall]] = []
+        self._over = 0  # entries of calls that are over; negative while a call is removed before swept() has counted it
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._over
+
+    def push(self, number: int, pending: PendingCall) -> None:
+        heapq.heappush(self._heap, (number, pending))
+
+    def swept(self) -> None:
+        """Record that a call is over."""
+        self._over += 1
+        if self._over > 32 and self._over > len(self._heap) // 2:
+            kept = [entry for entry in self._heap if not entry[1].done]
+            self._over -= len(self._heap) - len(kept)
+            heapq.heapify(kept)
+            self._heap = kept
+
+    def pop(self) -> PendingCall | None:
+        """Return the first call, which the caller has to send or to end; None where none waits."""
+        while self._heap:
+            pending = heapq.heappop(self._heap)[1]
+            if pending.take():
+                return pending
+            self._over -= 1
+        return None
+
+    def remove(self, *, impatient: bool = False) -> list[PendingCall]:
+        """Return all calls, or those that do not wait for a restart, in order; the caller has to end them."""
+        removed: list[tuple[int, PendingCall]] = []
+        kept: list[tuple[int, PendingCall]] = []
+        for entry in self._heap:
+            template = entry[1].template
+            wanted = template is not None and (template.impatient or not impatient) and entry[1].take()
+            (removed if wanted else kept).append(entry)
+        heapq.heapify(kept)
+        self._heap = kept
+        return [pending for _, pending in sorted(removed)]
+
+
 class CallQueue:
     """One process's calls to one actor. Thread-safe.
 
     Attributes:
+        card: the actor's card, which does not keep the actor alive.
         flying: the calls that are on the way, by number.
         templates, kept_templates: how calls are made now, by method (without and with ``refs``); empty unless new calls may be
             sent at once.
         barrier: numbers of calls to a former incarnation that are not accounted for yet.
-        death: why the actor is dead, if it is known to be.
+        fate: what has become of the actor.
+        location: where it lives, as far as that is known.
         max_pending: the limit of ``max_pending_calls``, or -1.
-        restarts: the actor may come to life again, or elsewhere.
     """
 
     def __init__(self, runtime: Runtime, card: Card) -> None:
         self.runtime = runtime
         self.agent = runtime.agent
-        self.send = runtime.agent.call
-        self.actor_id = card.actor_id
-        self.title = card.title
-        self.prefix = card.info.prefix  # of what messages call a method
-        self.supervisor = card.supervisor
-        self.supervisor_name = card.supervisor_name
-        self.options = card.options
+        self.card = replace(card, anchor=None, location=None)
         self.max_pending = -1 if card.options is None else card.options.max_pending_calls
-        # What keeps its state may also be handed over to another worker, whatever its options say.
-        self.restarts = card.options is not None and (
-            card.options.max_restarts != 0 or card.info.has_checkpoint
-        )
         self.next_number = itertools.count().__next__
         self.flying: dict[int, ResultFuture] = {}
         self.templates: dict[str, CallTemplate] = {}
         self.kept_templates: dict[str, CallTemplate] = {}
         self.barrier: set[int] | None = None
-        self.death: ActorDiedError | None = None
+        self.fate = Fate(card)
         self.location = card.location
         self._peer: Peer | None = None
         self._hint = card.location is not None  # not looked at yet: that may ask the rendezvous store
         self._lock = threading.RLock()
         self._unplaced: dict[tuple[str, bool], CallTemplate] = {}
-        self._queue: list[tuple[int, ResultFuture]] = []
-        self._stale = 0  # entries of the queue that are over
+        self._waiting = _WaitingCalls()
         self._failing: list[AwaitingVerdict] = []
         self._waiters: list[Future[Location]] = []
-        self._ready = False
         self._asking = False
         self._draining = False
         self._drained: Future[None] | None = None
-        self._after = -1  # the last incarnation that is known to be gone
-        self._verdict: Restarting | None = None
-        self._oldest = ""
 
     @property
     def pending(self) -> int:
         """How many calls are under way, or wait."""
-        return len(self.flying) + len(self._queue) - self._stale + len(self._failing)
+        return len(self.flying) + len(self._waiting) + len(self._failing)
 
     def waits_for(self) -> str:
         """Say, for messages, what the calls in the queue wait for."""
-        if self._verdict is None and self._after < 0:
-            return f"{self.title} to be created"
-        if self._verdict is None:
-            return f"news of {self.title}, which cannot be reached"
-        return f"{self.title} to be restarted ({self._verdict.text})"
+        return self.fate.waits_for()
 
     # -- calls on their way out ------------------------------------------------------------------------
 
@@ -134,10 +167,11 @@ class CallQueue:
         """Return how to make a call now; where ``peer`` is None, it has to wait."""
         if self._hint:
             self._take_hint()
-        if not self._ready and self.supervisor == self.runtime.references.me:
+        if self._peer is None:
             self._ask_here()
         with self._lock:
-            ready, location, peer = self._ready, self.location, self._peer
+            location, peer = self.location, self._peer
+            ready = peer is not None and self.barrier is None and not self._draining
             templates = self.kept_templates if refs else self.templates
         name = method.name
         if not ready:
@@ -165,14 +199,11 @@ class CallQueue:
             except RpcError:  # then its supervisor knows more
                 pass
         with self._lock:
-            if not self._hint:
-                return
-            self._hint = False
-            if peer is None:
-                self.location = None
-            else:
+            if self._hint:
+                self._hint = False
                 self._peer = peer
-                self._ready = True
+                if peer is None:
+                    self.location = None
 
     def launch(
         self,
@@ -188,10 +219,10 @@ class CallQueue:
         Args:
             unresolved: there are ObjectRefs among the arguments.
 
-        Raises: what ``agent.call`` does, but for PeerDiedError.
+        Raises: what ``agent.call`` does, but for PeerDiedError. The call is still in :attr:`flying`.
         """
-        flying, pending = self.flying, future._pending
-        flying[future._number] = future
+        flying, pending = self.flying, future.pending
+        flying[future.number] = future
         awaits: Sequence[Future[Any]] = ()
         # Many large results at a time would fill this process: then they are kept after all.
         mail = template.mail if not template.inlines or len(flying) < _INLINED else template.kept_mail
@@ -199,11 +230,10 @@ class CallQueue:
             if unresolved or (pending is not None and pending.place is not None):
                 awaits = awaited(args, kwargs)
                 if awaits and pending is None:
-                    held = PendingCall.hold(args, kwargs)
-                    pending = PendingCall(future, held, unresolved, seconds, template.tries)
+                    pending = PendingCall(future, PendingCall.hold(args, kwargs), unresolved, seconds)
                 place = None if pending is None else pending.place
                 mail = template.mail_for(unresolved and not awaits, place)
-            call = self.send(
+            call = self.agent.call(
                 template.peer,
                 None,
                 args,
@@ -216,47 +246,38 @@ class CallQueue:
                 None,
                 awaits,
             )
+            if awaits:
+                ReservedCall(self, future, template, call)
         except LostArgumentError as error:
             self.ended_unsent(future, error)
         except PeerDiedError:
             self.bounced(future)
-        except BaseException:
-            self.dropped(future)
-            raise
-        else:
-            if awaits:
-                ReservedCall(self, future, template, call)
 
     def ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
         """End a call that could not be sent."""
-        self.flying.pop(future._number, None)
-        pending = future._pending
+        pending = future.pending
         if (
             pending is not None
             and pending.may_have_run
             and isinstance(error, (CancelledError, LostArgumentError))
         ):
             error.maybe_executed = True  # in an earlier try
-        future.end(error.with_traceback(None), self.agent.submit)
-        if self.barrier is not None:
-            self.passed(future._number)
+        future.end(error.with_traceback(None))
+        self.passed(future.number)
 
     def dropped(self, future: ResultFuture) -> None:
         """Forget a call that could not be made; its caller gets the error."""
-        self.flying.pop(future._number, None)
-        future._route = None
-        if self.barrier is not None:
-            self.passed(future._number)
+        future.route = None
+        self.passed(future.number)
 
     def bounced(self, future: ResultFuture) -> None:
         """Take back a call that was not sent, because its worker is dead."""
         # Where the end of the worker has found the call already, that tells us (``caught``).
         if future.claim():
-            template = future._template
-            assert template is not None
+            assert future.template is not None
             # The queue sends it when the actor lives again, or puts this into words.
-            future.label = f"the call of {template.label}"
-            self._take_back(future, template, ran=False, lost=True)
+            future.label = future.template
+            self._take_back(future, future.template, ran=False, lost=True)
 
     def enqueue(
         self,
@@ -271,35 +292,20 @@ class CallQueue:
         Raises:
             SerializationError: an argument cannot be sent.
         """
-        template = future._template
+        template = future.template
         assert template is not None
-        future.label = f"the call of {template.label}"
-        if self.death is not None:
-            future.end(self.died(template, maybe_executed=False), None)
-            return
-        held = PendingCall.hold(args, kwargs)
-        future.source = pending = PendingCall(future, held, unresolved, seconds, template.tries)
-        self._arm(pending)
+        pending = PendingCall(future, PendingCall.hold(args, kwargs), unresolved, seconds)
         crowd: Future[None] | None = None
         with self._lock:
-            death = self.death
-            refused = death is None and template.impatient and self._restarting
-            if death is None and not refused:
-                pending.rest()
-                heapq.heappush(self._queue, (future._number, future))
-                if self._peer is None:
-                    self._ask_soon()
-                elif self._draining:
-                    if len(self._queue) > _CROWD:
-                        crowd = self._drained = self._drained or Future()
-                else:
-                    self._go()
-        if pending.unwanted:
+            ended = self.fate.death is not None or (template.impatient and self._restarting)
+            if not ended:
+                self._put(pending)
+                if self._draining and len(self._waiting) > _CROWD:
+                    crowd = self._drained = self._drained or Future()
+        if ended:
+            future.end(self._error_of(template, False))
+        elif pending.unwanted:
             pending.cancel()  # the call that it is nested in was cancelled before it was in the queue
-        if death is not None:
-            future.end(self.died(template, maybe_executed=False), self.agent.submit)
-        elif refused:
-            future.end(self.unavailable(template, pending.may_have_run), self.agent.submit)
         elif crowd is not None and asyncio._get_running_loop() is None:
             # One thread sends the queue, and would never catch up with many that add to it.
             try:
@@ -310,22 +316,24 @@ class CallQueue:
     @property
     def _restarting(self) -> bool:
         """Whether the actor is known to be dead and to be restarted, and not yet to live again; the lock is held."""
-        verdict = self._verdict
-        return verdict is not None and not verdict.moved and self._peer is None
+        return self._peer is None and self.fate.restarts
 
-    def _arm(self, pending: PendingCall) -> None:
-        if pending.deadline != INFINITE and pending.timer is None:
-            submit = self.agent.submit
-            pending.timer = self.agent.clock.at(pending.deadline, lambda: submit(pending.expire))
+    def _put(self, pending: PendingCall) -> None:
+        """Have a call wait, and be sent as soon as that can be; the lock is held."""
+        future = pending.future
+        if future is None:
+            return
+        pending.rest()
+        self._waiting.push(future.number, pending)
+        if self._peer is None:
+            self._ask_soon()  # the last answer may have come before this call was put here
+        else:
+            self._go()
 
     def swept(self) -> None:
         """Record that a call in the queue is over."""
         with self._lock:
-            self._stale += 1
-            if self._stale > 32 and self._stale > len(self._queue) // 2:
-                self._queue = [entry for entry in self._queue if not entry[1].completed]
-                heapq.heapify(self._queue)
-                self._stale = 0
+            self._waiting.swept()
 
     # -- calls that come back ----------------------------------------------------------------------------
 
@@ -334,24 +342,21 @@ class CallQueue:
 
         The caller has claimed the future, and stops when this returns True. Quick, and calls no user code.
         """
-        template = future._template
+        template = future.template
         if template is None:
             return False
-        kind = type(error)
-        if kind is PeerDiedError:
-            ran, lost = error.maybe_executed is not False, True  # type: ignore[attr-defined]
+        ran, lost = True, False
+        if type(error) is PeerDiedError:
+            ran, lost = error.maybe_executed is not False, True
         elif isinstance(error, HostedActorGoneError):
             ran, lost = getattr(exceptions.original(error), "maybe_executed", False) is not False, True
         elif (
-            template.retried
-            and template.tries
-            and future._pending is not None
-            and self.is_retried(template.retried, error)
+            not template.retried
+            or not template.tries
+            or future.pending is None
+            or future.pending.tries == 0
+            or not self.is_retried(template.retried, error)
         ):
-            if future._pending.tries == 0:
-                return False
-            ran, lost = True, False
-        else:
             return False
         self._take_back(future, template, ran, lost)
         return True
@@ -365,46 +370,22 @@ class CallQueue:
 
     def _take_back(self, future: ResultFuture, template: CallTemplate, ran: bool, lost: bool) -> None:
         """Put a call, whose future is claimed, back into the queue or among those that wait for the verdict."""
-        pending = future._pending
-        again = False
-        if pending is not None:
-            if not lost and (pending.place is None or pending.place[1] != template.epoch):
-                call: Any = future.source
-                pending.place = call.id, template.epoch
-            if ran:
-                pending.may_have_run = True
-                if pending.tries:
-                    again = True
-                    if pending.tries > 0:
-                        pending.tries -= 1
-            else:
-                again = True
-        number = future._number
+        pending = future.pending
+        if pending is not None and not lost and (pending.place is None or pending.place[1] != template.epoch):
+            call: Any = future.source
+            pending.place = call.id, template.epoch
         with self._lock:
             # It is pending again, and may be ended by anybody who claims it: before it has a source that says so.
             future.disclaim()
-            self.flying.pop(number, None)
+            self.passed(future.number)
             if lost:
-                self._lost(template.epoch, number, template.label)
-            if self.barrier is not None:
-                self.passed(number)
-            if again and pending is not None and self.death is None:
-                future.source = pending
-                pending.rest()
-                heapq.heappush(self._queue, (number, future))
-                self._arm(pending)
-                if not lost:
-                    self._hold_back()
-                if self._peer is None:
-                    self._ask_soon()  # the last answer may have come before this call was taken back
-                else:
-                    self._go()
+                self._lost(template.epoch, future.number, template.label)
+            if pending is not None and pending.failed(ran) and self.fate.death is None:
+                self._put(pending)
             else:
-                again = False
                 ran = ran or (pending is not None and pending.may_have_run)
-                future.source = awaiting = AwaitingVerdict(future, template, ran, self.agent.submit)
-                self._failing.append(awaiting)
-                if not self._asking or self._verdict is not None:
+                self._failing.append(AwaitingVerdict(future, ran))
+                if not self._asking or self.fate.is_decided:
                     self.agent.submit(self._fail)
             source = future.source
         if pending is not None and pending.unwanted and source is not None:
@@ -412,7 +393,6 @@ class CallQueue:
 
     def _hold_back(self) -> None:
         """Let new calls queue; the lock is held."""
-        self._ready = False
         self.templates, self.kept_templates = {}, {}
 
     def doomed(self) -> None:
@@ -425,35 +405,34 @@ class CallQueue:
 
     def is_gone(self, epoch: int) -> bool:
         """Say whether an incarnation of the actor is known to have ended, or to be about to."""
-        return epoch <= self._after
+        return epoch <= self.fate.after
 
     def _lost(self, epoch: int, number: int, label: str) -> None:
         """Record that an incarnation is gone; the lock is held."""
         location = self.location
-        if self.death is not None or location is None or location.epoch > epoch:
+        if self.fate.death is not None or location is None or location.epoch > epoch:
             return  # known already
         self._hold_back()
         self.location = self._peer = None
-        self._after = epoch
-        self._verdict = None
-        flying: dict[int, ResultFuture] = {
-            each: future
-            for each, future in list(self.flying.items())
-            if future._template is not None and future._template.epoch <= epoch
+        templates = {each: future.template for each, future in list(self.flying.items())}
+        flying = {
+            each: found for each, found in templates.items() if found is not None and found.epoch <= epoch
         }
-        self._oldest = label
         if flying:
             first = min(flying)
-            oldest = flying[first]._template
-            if first < number and oldest is not None:
-                self._oldest = oldest.label
+            if first < number:
+                label = flying[first].label
             self.barrier = set(flying)
             lift, submit = partial(self._lift, epoch), self.agent.submit
             self.agent.clock.after(_BARRIER_S, lambda: submit(lift))
+        self.fate.lost(epoch, label)
         self._ask_soon()
 
     def passed(self, number: int) -> None:
-        """Record that a call to a former incarnation is accounted for."""
+        """Record that a call is not on its way any more, and so accounted for where it was made to a former incarnation."""
+        self.flying.pop(number, None)
+        if self.barrier is None:
+            return
         with self._lock:
             barrier = self.barrier
             if barrier is not None:
@@ -465,66 +444,53 @@ class CallQueue:
     def _lift(self, epoch: int) -> None:
         """Wait no longer for calls to a former incarnation: one of them may go on there for hours."""
         with self._lock:
-            if self.barrier is not None and self._after == epoch:
+            if self.barrier is not None and self.fate.after == epoch:
                 self.barrier = None
                 self._go()
 
     # -- sending the queue ---------------------------------------------------------------------------------
 
     def _go(self) -> None:
-        """Begin to send the queue, if it is time; the lock is held."""
-        if self._peer is None or self.barrier is not None or self._draining:
-            return
-        if self._queue:
+        """Begin to send the queue, if it is time and a call waits; the lock is held."""
+        if self._waiting and self._peer is not None and self.barrier is None and not self._draining:
             self._draining = True
             self._hold_back()
             self.agent.submit(self._drain)
-        else:
-            self._ready = True
 
     def _drain(self) -> None:
         """Send the queue, in order; on a pool thread, one at a time."""
         while True:
             with self._lock:
                 location, peer = self.location, self._peer
-                if not self._queue or location is None or peer is None or self.barrier is not None:
+                if (
+                    location is None
+                    or peer is None
+                    or self.barrier is not None
+                    or (pending := self._waiting.pop()) is None
+                ):
                     self._draining = False
-                    self._ready = peer is not None and self.barrier is None
                     drained, self._drained = self._drained, None
                     break
-                future = heapq.heappop(self._queue)[1]
-                pending = future._pending
-                free = pending is not None and pending.take()
-                if not free:
-                    self._stale = max(0, self._stale - 1)
-            if free and pending is not None:
-                pending.context.run(self._resend, future, pending, location, peer)
+            pending.context.run(self._resend, pending, location, peer)
         if drained is not None:
             drained.set_result(None)
 
-    def _resend(self, future: ResultFuture, pending: PendingCall, location: Location, peer: Peer) -> None:
-        unplaced = future._template
+    def _resend(self, pending: PendingCall, location: Location, peer: Peer) -> None:
+        future, unplaced = pending.future, pending.template
+        assert future is not None
         assert unplaced is not None
         try:
-            if pending.unwanted:
+            left = pending.deadline - self.agent.clock.now()
+            if pending.unwanted or left <= 0:
                 pending.rest()
-                pending.cancel()
+                pending.cancel(late=not pending.unwanted)
                 return
-            seconds = 0.0
-            if pending.deadline != INFINITE:
-                seconds = pending.deadline - self.agent.clock.now()
-                if seconds <= 0:
-                    pending.rest()
-                    pending.expire()
-                    return
-            timer, pending.timer = pending.timer, None
-            if timer is not None:
-                timer.cancel()
+            pending.stop_timer()
             args, kwargs, unresolved = *PendingCall.opened(pending.arguments), pending.unresolved
             if unresolved:
                 args, kwargs, unresolved = pack_arguments(args, kwargs)
-            template = future._template = unplaced.at(self, location, peer)
-            self.launch(future, template, args, kwargs, seconds, unresolved)
+            template = future.template = unplaced.at(self, location, peer)
+            self.launch(future, template, args, kwargs, left if left < INFINITE else 0.0, unresolved)
         except BaseException as error:
             self.ended_unsent(future, error)
             if is_of_handler(error):
@@ -538,27 +504,29 @@ class CallQueue:
     def located(self) -> Future[Location]:
         """Return a future for where the actor lives."""
         answer: Future[Location] = Future()
-        answer.label = f"the location of {self.title}"
-        if self.location is None and self.supervisor == self.runtime.references.me:
+        answer.label = f"the location of {self.card.title}"
+        if self.location is None:
             self._ask_here()
         with self._lock:
-            death, location = self.death, self.location
+            death, location = self.fate.death, self.location
             if death is None and location is None:
                 self._waiters.append(answer)
                 self._ask_soon()
         if death is not None:
-            answer.set_exception(self.died(None, maybe_executed=None))
+            answer.set_exception(self.fate.died(None, None))
         elif location is not None:
             answer.set_result(location)
         return answer
 
     def _ask_here(self) -> None:
-        """Ask the supervisor, which is in this process: no thread has to be woken for that."""
+        """Ask the supervisor at once if it is in this process: no thread has to be woken for that."""
+        if self.card.supervisor != self.runtime.references.me:
+            return
         with self._lock:
-            asks = not self._asking and self._peer is None and self.death is None
-            self._asking = self._asking or asks
-        if asks:
-            self._ask(False)
+            if self._asking or self._peer is not None or self.fate.death is not None:
+                return
+            self._asking = True
+        self._ask(False)
 
     def _ask_soon(self) -> None:
         """Have the supervisor asked; the lock is held."""
@@ -567,41 +535,38 @@ class CallQueue:
             self.agent.submit(partial(self._ask, False))
 
     def _ask(self, wait: bool) -> None:
-        asked = ask(
-            self.runtime,
-            self.supervisor,
-            "locate",
-            self.actor_id,
-            self._after,
-            wait,
-        )
+        card = self.card
+        asked = ask(self.runtime, card.supervisor, "locate", card.actor_id, self.fate.after, wait)
         asked.add_done_callback(self._answered)
 
     def _answered(self, done: Future[Any]) -> None:
         done.acknowledge()
-        error, value = done.error, done.value_or_none
+        error: Any = done.error
+        value: Any = done.value_or_none
         if error is None:
             if isinstance(value, Location):
                 self._arrived(value)
-            else:
-                with self._lock:
-                    self._verdict = value
-                    self._turn_away()
-                self._fail()
-                self._ask(True)
+                return
+            with self._lock:
+                self.fate.decided(value)
+                if self._restarting:
+                    for pending in self._waiting.remove(impatient=True):
+                        if pending.future is not None:
+                            self._failing.append(AwaitingVerdict(pending.future, pending.may_have_run))
+            self._fail()
+            self._ask(True)
             return
         original = exceptions.original(error)
         if is_a(original, ActorDiedError):
-            self._die(original)
+            self._give_up(self._error_of, original)
         elif type(error) is PeerDiedError or isinstance(error, UnknownWorkerError):
-            self._die(self.orphaned(error))
+            self._give_up(self._error_of, self.fate.orphaned(error))
         elif isinstance(error, (ShutdownError, NotInitializedError)):
             # This process ends as well, or this actor does: nobody need look at what that ends.
             self._give_up(lambda template, ran: error, known=True)
         else:
-            self._give_up(
-                lambda template, ran: self.unavailable(template, ran, f"its supervisor says: {say(original)}")
-            )
+            why = f"its supervisor says: {say(original)}"
+            self._give_up(lambda template, ran: self.fate.unavailable(template, ran, why))
 
     def _arrived(self, location: Location) -> None:
         peer: Peer | None
@@ -611,11 +576,11 @@ class CallQueue:
             peer = None
         with self._lock:
             self._asking = False
-            if self.death is not None:
+            if self.fate.death is not None:
                 return
             if peer is None:  # gone again: those that wait for a location hear of that, too
-                self._after = max(self._after, location.epoch)
-                if self._queue or self._waiters or self._failing:
+                self.fate.after = max(self.fate.after, location.epoch)
+                if self._waiting or self._waiters or self._failing:
                     self._ask_soon()
                 return
             # Those of the former incarnation: queued calls are sent from here on, and may fail in a moment.
@@ -623,13 +588,9 @@ class CallQueue:
             self.location, self._peer = location, peer
             waiters, self._waiters = self._waiters, []
             self._go()
-        self._end(failing)
+        self._end(failing, self._error_of)
         for waiter in waiters:
             waiter.set_result(location)
-
-    def orphaned(self, error: BaseException) -> ActorDiedError:
-        """Return the death of an actor whose supervisor cannot be asked."""
-        return death_errors.orphaned(self.title, self.actor_id, self.supervisor_name, error)
 
     # -- the ends of calls ------------------------------------------------------------------------------------
 
@@ -637,36 +598,14 @@ class CallQueue:
         """End the calls that cannot be made again, as it is known now what has become of the actor."""
         with self._lock:
             failing, self._failing = self._failing, []
-        self._end(failing)
+        self._end(failing, self._error_of)
 
-    def _end(self, failing: list[AwaitingVerdict]) -> None:
-        dead = self.death is not None
+    @staticmethod
+    def _end(
+        failing: list[AwaitingVerdict], error_of: Callable[[CallTemplate | None, bool], BaseException]
+    ) -> None:
         for awaiting in failing:
-            template, ran = awaiting.template, awaiting.ran
-            awaiting.end(
-                self.died(template, maybe_executed=ran) if dead else self.unavailable(template, ran, "")
-            )
-
-    def _turn_away(self) -> None:
-        """Take those calls out of the queue that do not wait for a restart, to be failed; the lock is held."""
-        if not self._restarting:
-            return
-        kept = []
-        for entry in self._queue:
-            _, future = entry
-            template, pending = future._template, future._pending
-            if template is None or pending is None or not template.impatient or not pending.take():
-                kept.append(entry)
-                continue
-            future.source = awaiting = AwaitingVerdict(
-                future, template, pending.may_have_run, self.agent.submit
-            )
-            self._failing.append(awaiting)
-        heapq.heapify(kept)
-        self._queue = kept
-
-    def _die(self, death: ActorDiedError) -> None:
-        self._give_up(lambda template, ran: self.died(template, maybe_executed=ran), death)
+            awaiting.future.end(error_of(awaiting.future.template, awaiting.ran))
 
     def _give_up(
         self,
@@ -678,21 +617,18 @@ class CallQueue:
         with self._lock:
             self._asking = False
             if death is not None:
-                self.death = death
+                self.fate.death = death
                 self._hold_back()
                 self.location = self._peer = None
                 self.barrier = None
-            queue, self._queue = self._queue, []
-            self._stale = 0
+            waiting = self._waiting.remove()
             failing, self._failing = self._failing, []
             waiters, self._waiters = self._waiters, []
-        submit = self.agent.submit
-        for awaiting in failing:
-            awaiting.end(error_of(awaiting.template, awaiting.ran))
-        for _, future in sorted(queue):
-            pending, template_ = future._pending, future._template
-            if pending is not None and pending.take():
-                future.end(error_of(template_, pending.may_have_run), submit)
+        self._end(failing, error_of)
+        for pending in waiting:
+            future = pending.future
+            if future is not None:
+                future.end(error_of(future.template, pending.may_have_run))
                 if known:
                     future.acknowledge()
         for waiter in waiters:
@@ -702,21 +638,17 @@ class CallQueue:
         """End every call that waits, with ShutdownError."""
         self._give_up(
             lambda template, ran: ShutdownError(
-                f"{self.title if template is None else f'the call of {template.label}'}: this worker shut down",
+                f"{template or self.card.title}: this worker shut down",
                 maybe_executed=ran,
                 worker=self.agent.name,
             )
         )
 
-    def died(self, template: CallTemplate | None, *, maybe_executed: bool | None) -> ActorDiedError:
-        """Return a fresh error that says how the actor died, and what became of a call."""
-        assert self.death is not None
-        return death_errors.died(self.title, self.death, template, maybe_executed, self._oldest)
+    def _error_of(self, template: CallTemplate | None, ran: bool | None) -> BaseException:
+        """Return the error of a call that is not made again, as it is known now what has become of the actor."""
+        return self.unavailable(template, ran) if self.fate.death is None else self.fate.died(template, ran)
 
-    def unavailable(
-        self, template: CallTemplate | None, ran: bool | None, why: str = ""
-    ) -> ActorUnavailableError:
-        """Return the error of a call that is not made again; ``why``: by default what the supervisor has said."""
-        if not why:
-            why = "it is being restarted" if self.location is None else "it has been restarted"
-        return death_errors.unavailable(self.title, self.actor_id, self._verdict, template, ran, why)
+    def unavailable(self, template: CallTemplate | None, ran: bool | None) -> ActorUnavailableError:
+        """Return the error of a call that is not made again although the actor is not dead for good."""
+        why = "it is being restarted" if self.location is None else "it has been restarted"
+        return self.fate.unavailable(template, ran, why)

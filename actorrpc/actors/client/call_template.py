@@ -9,9 +9,9 @@ from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
-    from actorrpc.actors.spec.actor_spec import Location
+    from actorrpc.actors.spec.actor_spec import Card, Location
     from actorrpc.actors.spec.class_info import Kind, MethodInfo
-    from actorrpc.actors.spec.options import ActorOptions, CallOptions
+    from actorrpc.actors.spec.options import CallOptions
     from actorrpc.agent.peers import Peer
     from actorrpc.wire.headers import Header
 
@@ -23,9 +23,7 @@ _GENERATORS: Final = ("generator", "async_generator")
 class Templated(Protocol):
     """The actor that is called, as templates need it: a CallQueue."""
 
-    prefix: str
-    options: ActorOptions | None
-    restarts: bool
+    card: Card
     runtime: Runtime
 
 
@@ -70,10 +68,10 @@ class CallTemplate:
         self.method = method
         self.options = options
         self.refs = refs
-        self.label = queue.prefix + (options.name or method.name.strip("<>"))
+        info, general = queue.card.info, queue.card.options
+        self.label = info.prefix + (options.name or method.name.strip("<>"))
         self.peer: Any = peer
         self.epoch = -1 if location is None else location.epoch
-        general = queue.options
         tries = options.max_task_retries
         if tries is None:
             tries = general.max_task_retries if general is not None else None
@@ -86,7 +84,8 @@ class CallTemplate:
         if seconds is None:
             seconds = 0.0 if refs else queue.runtime.references.default_timeout()
         self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
-        self.returns = queue.restarts
+        # What keeps its state may also be handed over to another worker, whatever its options say.
+        self.returns = general is not None and (general.max_restarts != 0 or info.has_checkpoint)
         self.mail: MailHeader | None = None
         self.kept_mail: MailHeader | None = None
         #: large results come with the reply
@@ -109,6 +108,9 @@ class CallTemplate:
         if options.allow_out_of_order:
             header["unordered"] = True
         self.mail = self.kept_mail = self._mail(header)
+
+    def __str__(self) -> str:
+        return f"the call of {self.label}"
 
     # -- results.ResultPolicy -------------------------------------------------------------------------------
 

@@ -21,41 +21,40 @@ made under the lock of the queue.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
 from contextvars import Context, copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from actorrpc import _time
+from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.host.envelope import GRACE_S
+from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.results import StoredResult
+from actorrpc.actors.refs.results import ATOMS, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.agent.calls import CURRENT, Call
-from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
+from actorrpc.errors import (
+    BackpressureError,
+    CancelledError,
+    PeerDiedError,
+    RpcTimeoutError,
+    ShutdownError,
+)
 from actorrpc.futures import Future, InnerFuture, Progress
 from actorrpc.transport.signals import uninterruptible
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from actorrpc.actors.client.call_template import CallTemplate
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.timers import Timer
 
-__all__ = ["AwaitingVerdict", "CallState", "PendingCall", "ResultFuture", "RpcFuture"]
+__all__ = ["AwaitingVerdict", "PendingCall", "ReservedCall", "ResultFuture", "RpcFuture"]
 
 INFINITE: Final = float("inf")
 _MARGIN_S: Final = 1.0  # for the way there and back
 _UNCHANGING: Final = frozenset({int, float, bool, str, bytes, type(None), complex, ObjectRef})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
-
-
-class CallState(enum.Enum):
-    """Where a call to an actor is, as its caller sees it."""
-
-    QUEUED = "queued"
-    IN_FLIGHT = "in flight"
-    AWAITING_VERDICT = "awaiting verdict"
-    DONE = "done"
 
 
 class QueueOfCalls(Protocol):
@@ -64,6 +63,9 @@ class QueueOfCalls(Protocol):
     agent: Agent
     flying: dict[int, ResultFuture]
     barrier: set[int] | None
+
+    def next_number(self) -> int:
+        """Return the number of the next call."""
 
     def caught(self, future: ResultFuture, error: BaseException) -> bool:
         """See CallQueue.caught."""
@@ -77,6 +79,15 @@ class QueueOfCalls(Protocol):
     def waits_for(self) -> str:
         """See CallQueue.waits_for."""
 
+    def is_gone(self, epoch: int) -> bool:
+        """See CallQueue.is_gone."""
+
+    def bounced(self, future: ResultFuture) -> None:
+        """See CallQueue.bounced."""
+
+    def ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
+        """See CallQueue.ended_unsent."""
+
 
 class RouteOfCall(Protocol):
     """The route that a call takes: a Route. It holds the actor's anchor."""
@@ -89,32 +100,28 @@ class RouteOfCall(Protocol):
 class ResultFuture(InnerFuture[Any]):
     """The result of a call of an actor's method. Thread-safe, as every Future.
 
-    A route makes it, and says then whose it is: a constructor of its own would be one more step of every call.
+    Attributes:
+        number: counts the calls that this process makes to the actor.
+        route: holds the anchor, so that the actor lives as long as the call is under way; None after that.
+        template: how the call is made; None when it is over, unless the method's next results are to be kept.
+        pending: what is kept to send the call again, or later.
     """
 
-    __slots__ = ("_number", "_pending", "_route", "_template")
+    __slots__ = ("number", "pending", "route", "template")
 
-    # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
-    _route: RouteOfCall | None
-    _template: CallTemplate | None
-    _pending: PendingCall | None
-    _number: int
-
-    @property
-    def state(self) -> CallState:
-        """Where the call is in this moment; other threads may change it at any time, but for DONE."""
-        source = self.source
-        if self._done:
-            return CallState.DONE
-        if isinstance(source, PendingCall):
-            return CallState.QUEUED
-        return CallState.AWAITING_VERDICT if isinstance(source, AwaitingVerdict) else CallState.IN_FLIGHT
+    def __init__(self, route: RouteOfCall, template: CallTemplate) -> None:
+        Future.__init__(self)
+        self.label = template
+        self.number = route.queue.next_number()
+        self.route: RouteOfCall | None = route
+        self.template: CallTemplate | None = template
+        self.pending: PendingCall | None = None
 
     @uninterruptible
     def conclude(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
-        route = self._route
+        route = self.route
         source = self.source
         if type(source) is Call and source.stopping and (error is None or isinstance(error, CancelledError)):
             # It may have come to its end before; and its caller counts on its being cancelled, and knows.
@@ -123,22 +130,22 @@ class ResultFuture(InnerFuture[Any]):
             queue = route.queue
             if error is not None and queue.caught(self, error):
                 return
-            pending = self._pending
+            pending = self.pending
             if pending is not None and pending.may_have_run and type(error) in _ENDED:
                 error.maybe_executed = True  # type: ignore[union-attr]  # in an earlier try
-            template = self._template
+            template = self.template
             if template is not None:
                 # A value that could have been kept remembers how it came: what becomes of it decides about the next.
                 if type(value) is StoredResult:
                     value.policy = template
                 if not template.inlines and type(value) is not Snapshot:
-                    self._template = None
+                    self.template = None
             if pending is not None:
                 pending.forget()
-            self._route = self._pending = None
-            queue.flying.pop(self._number, None)
+            self.route = self.pending = None
+            queue.flying.pop(self.number, None)
             if queue.barrier is not None:
-                queue.passed(self._number)
+                queue.passed(self.number)
         Future.conclude(self, value, error, submit)
 
     def cancel(self) -> bool:
@@ -147,26 +154,31 @@ class ResultFuture(InnerFuture[Any]):
         A coroutine that runs is cancelled, and may clean up for a while: the call is over when that is. Other calls are
         over at once.
         """
-        pending = self._pending
+        pending = self.pending
         if pending is not None:
             # Before it is looked for: the thread that finds its actor dead may have it in its hands, where nobody can end it.
             # That thread makes it pending again, and looks here afterwards.
             pending.tries = 0
             pending.unwanted = True
-        template, call = self._template, self.source
+        template, call = self.template, self.source
         if template is None or template.method.kind != "async" or type(call) is not Call:
             return Future.cancel(self) or (pending is not None and not self._done)
         return call.stop(GRACE_S + _MARGIN_S) or (pending is not None and not self._done)
 
-    def end(self, error: BaseException, submit: Callable[..., Any] | None = None) -> bool:
+    def end(self, error: BaseException) -> bool:
         """Fail a call that is not in flight; False if it has ended, or if another thread is ending it."""
         if not self.claim():
             return False
-        pending, self._route, self._template, self._pending = self._pending, None, None, None
+        route = self.route
+        self.release()
+        Future.conclude(self, None, error, None if route is None else route.queue.agent.submit)
+        return True
+
+    def release(self) -> None:
+        """Let go of the actor, and of what is kept for another try."""
+        pending, self.route, self.template, self.pending = self.pending, None, None, None
         if pending is not None:
             pending.forget()
-        Future.conclude(self, None, error, submit)
-        return True
 
 
 class RpcFuture(ResultFuture):
@@ -181,6 +193,7 @@ class PendingCall(Progress):
     """All that is needed to send a call, as of the moment when it was made. It is its future's source while it waits.
 
     Attributes:
+        future: None when the call is over.
         arguments: ``(args, kwargs)``, a Snapshot of that, or None where the call can be sent only once.
         unresolved: there are ObjectRefs at top level that the actor's side has to fetch.
         deadline: on the monotonic clock; what is nested in a call inherits that call's.
@@ -194,6 +207,7 @@ class PendingCall(Progress):
 
     __slots__ = (
         "_free",
+        "_timer",
         "arguments",
         "context",
         "deadline",
@@ -201,34 +215,32 @@ class PendingCall(Progress):
         "may_have_run",
         "place",
         "seconds",
-        "timer",
         "tries",
         "unresolved",
         "unwanted",
     )
 
-    def __init__(
-        self, future: ResultFuture, arguments: Any, unresolved: bool, seconds: float, tries: int
-    ) -> None:
+    def __init__(self, future: ResultFuture, arguments: Any, unresolved: bool, seconds: float) -> None:
+        assert future.route is not None
+        assert future.template is not None
+        agent = future.route.queue.agent
         self.future: ResultFuture | None = future
         self.arguments = arguments
         self.unresolved = unresolved
         self.seconds = seconds
-        self.tries = tries
+        self.tries = future.template.tries
         self.may_have_run = False
         self.place: tuple[int, int] | None = None
         self.unwanted = False
-        self.timer: Timer | None = None
+        self._timer: Timer | None = None
         current = CURRENT.get()
         given_up = None if current is None else current.given_up
-        route = future._route
-        if current is None and route is not None:
-            route.queue.agent.next_chain()  # stores in the context which caller this call is made for
+        if current is None:
+            agent.next_chain()  # stores in the context which caller this call is made for
         self.context: Context = copy_context()
-        now = _time.now() if route is None else route.queue.agent.clock.now()
-        deadline = now + seconds if seconds else INFINITE
+        deadline = agent.clock.now() + seconds if seconds else INFINITE
         self.deadline = deadline if current is None else min(deadline, current.deadline)
-        future._pending = self
+        future.pending = self
         if current is not None:
             current.add_nested(self)
             self.unwanted = current.cancelled or current.given_up is not given_up
@@ -255,16 +267,26 @@ class PendingCall(Progress):
     @staticmethod
     def opened(held: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that :meth:`hold` has kept, to be sent."""
-        if type(held) is tuple:
-            return held
         # open() leaves the snapshot as it is, so that the call can be sent from it again.
-        opened: tuple[tuple[Any, ...], dict[str, Any]] = held.open()
-        return opened
+        return held if type(held) is tuple else held.open()
+
+    @property
+    def template(self) -> CallTemplate | None:
+        """How the call is made; None when it is over."""
+        future = self.future
+        return None if future is None else future.template
 
     # -- who may do what with a call that waits --------------------------------------------------------
 
     def rest(self) -> None:
         """Let it wait: it may be sent, cancelled and expire from now on."""
+        future = self.future
+        if future is None or future.route is None:
+            return
+        future.source = self
+        agent = future.route.queue.agent
+        if self.deadline != INFINITE and self._timer is None:
+            self._timer = agent.clock.at(self.deadline, lambda: agent.submit(self.expire))
         self._free = None
 
     def take(self) -> bool:
@@ -275,11 +297,25 @@ class PendingCall(Progress):
             return False
         return True
 
-    def forget(self) -> None:
-        """Let go of everything: the call is over."""
-        timer, self.timer = self.timer, None
+    def failed(self, ran: bool) -> bool:
+        """Record a try that failed, and that may have run if ``ran``; say whether the call may be made again."""
+        if not ran:
+            return True
+        self.may_have_run = True
+        if self.tries > 0:
+            self.tries -= 1
+            return True
+        return self.tries < 0
+
+    def stop_timer(self) -> None:
+        """Leave the time-out to the agent, which sends the call now, or to nobody."""
+        timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
+
+    def forget(self) -> None:
+        """Let go of everything: the call is over."""
+        self.stop_timer()
         self.future = None
         self.arguments = None
         execution = self.context.get(CURRENT)
@@ -296,7 +332,7 @@ class PendingCall(Progress):
     def drive(self, _deadline: float | None) -> None:
         """Send the gathered messages. The waiting thread then sleeps until the call ends."""
         future = self.future
-        route = None if future is None else future._route
+        route = None if future is None else future.route
         if route is not None:
             route.queue.agent.flush()
 
@@ -314,72 +350,127 @@ class PendingCall(Progress):
             if isinstance(source, Call):
                 return source.cancel(stop, late)
             return not future.done() if source is self or source is None else source.cancel()
-        if late:
-            return self._end(self._timed_out())
-        template = future._template
-        what = template.label if template is not None else "the call"
-        return self._end(
-            CancelledError(
-                f"the call of {what} was cancelled by its caller before it was sent",
-                maybe_executed=self.may_have_run,
-            )
-        )
+        return self._end(late)
 
     def expire(self) -> None:
         """End the call, which has not been sent, because its time is over."""
-        if self.future is not None and self.take():
-            self._end(self._timed_out())
+        if self.take():
+            self._end(late=True)
 
-    def _timed_out(self) -> RpcTimeoutError:
+    def _end(self, late: bool) -> bool:
+        """End the call, which this thread has taken: its time is over (``late``), or it was cancelled."""
         future = self.future
-        assert future is not None
-        template, route = future._template, future._route
-        what = template.label if template is not None else "a call"
-        where = route.queue.waits_for() if route is not None else "the actor"
-        bound = f"{self.seconds:g} s" if self.seconds else "what was left of the call that made it"
-        return RpcTimeoutError(
-            f"the call of {what} timed out ({bound}) while it waited for {where}; "
-            + ("an earlier try may have run" if self.may_have_run else "it was not sent"),
-            maybe_executed=self.may_have_run,
-        )
-
-    def _end(self, error: BaseException) -> bool:
-        future = self.future
-        route = None if future is None else future._route
-        if future is None or route is None:
+        if future is None or future.template is None or future.route is None:
             return False
-        queue = route.queue
-        ended = future.end(error, queue.agent.submit)
+        what, queue, ran = future.template.label, future.route.queue, self.may_have_run
+        error: CancelledError | RpcTimeoutError
+        if late:
+            bound = f"{self.seconds:g} s" if self.seconds else "what was left of the call that made it"
+            error = RpcTimeoutError(
+                f"the call of {what} timed out ({bound}) while it waited for {queue.waits_for()}; "
+                + ("an earlier try may have run" if ran else "it was not sent"),
+                maybe_executed=ran,
+            )
+        else:
+            error = CancelledError(
+                f"the call of {what} was cancelled by its caller before it was sent", maybe_executed=ran
+            )
+        ended = future.end(error)
         queue.swept()
         return ended
 
 
 class AwaitingVerdict(Progress):
-    """The source of a future whose call has failed, while it is not known yet what has become of the actor."""
+    """The source of a future whose call has failed, while it is not known yet what has become of the actor.
 
-    __slots__ = ("future", "ran", "submit", "template")
+    Attributes:
+        ran: the call may have run.
+    """
 
-    def __init__(
-        self,
-        future: ResultFuture,
-        template: CallTemplate,
-        ran: bool,
-        submit: Callable[[Callable[[], Any]], Any],
-    ) -> None:
+    __slots__ = ("future", "ran")
+
+    def __init__(self, future: ResultFuture, ran: bool) -> None:
         self.future = future
-        self.template = template
         self.ran = ran
-        self.submit = submit
-
-    def end(self, error: BaseException) -> bool:
-        """End the call; False if it is over."""
-        return self.future.end(error, self.submit)
+        future.source = self
 
     def cancel(self) -> bool:
         """End the call; False if it is over."""
-        return self.end(
+        template = self.future.template
+        return template is not None and self.future.end(
             CancelledError(
-                f"the call of {self.template.label} was cancelled by its caller after its actor had died",
+                f"the call of {template.label} was cancelled by its caller after its actor had died",
                 maybe_executed=self.ran,
             )
         )
+
+
+class ReservedCall:
+    """Sends a call when its arguments are complete, or ends it when one of them fails. Any thread may complete an argument.
+
+    The call has reserved its place in the mailbox, which keeps the order of the caller's calls. The actor cannot run it before
+    the message has arrived. Therefore a call that is cancelled, times out or loses an argument before that has certainly not run.
+
+    Args:
+        future: the future of the call. Its ``pending`` holds the other arguments.
+        call: the call that has reserved the place.
+    """
+
+    __slots__ = ("_call", "_free", "_future", "_left", "_queue", "_template")
+
+    def __init__(self, queue: QueueOfCalls, future: ResultFuture, template: CallTemplate, call: Call) -> None:
+        self._queue, self._future, self._template, self._call = queue, future, template, call
+        awaits = call.awaits if len(call.awaits) == 1 else dict.fromkeys(call.awaits)
+        self._left = [None] * len(awaits)
+        self._free = None
+        for argument in awaits:
+            argument.listen()
+            argument.add_waiter(self)
+
+    def ended(self, argument: Future[Any]) -> None:
+        """Count a completed argument. Runs on the thread that completed the argument, and must not block."""
+        self._left.pop()
+        if self._left and argument.error is None:
+            return
+        try:
+            # Exactly one thread sends the call: it completed the last argument, or failed one first.
+            del self._free
+        except AttributeError:
+            return
+        pending, awaits = self._future.pending, self._call.awaits
+        if pending is None:  # the call has ended
+            return
+        context = pending.context.copy()  # the context itself is in use where the queue is being sent
+        is_quick = type(pending.arguments) is tuple and all(
+            each.completed and each.error is None and type(each.value_or_none) in ATOMS for each in awaits
+        )
+        if is_quick:
+            context.run(self._send)  # sending such arguments runs no user code
+        else:
+            self._queue.agent.submit(partial(context.run, self._send))
+
+    def _send(self) -> None:
+        queue, future, call, template = self._queue, self._future, self._call, self._template
+        pending = future.pending
+        held = None if pending is None else pending.arguments
+        if held is None or call.done:
+            return
+        if queue.is_gone(template.epoch):
+            if call.give_back_place():
+                queue.bounced(future)
+            return
+        try:
+            args, kwargs, unresolved = pack_arguments(*PendingCall.opened(held))
+            mail, label = template.mail_for(unresolved), template.label
+            queue.agent.call(
+                call.peer, None, args, kwargs, 0.0, future=future, label=label, mail=mail, place=call
+            )
+        except BaseException as error:
+            if call.give_back_place():
+                if isinstance(error, PeerDiedError):
+                    # The connection of the reservation has ended. The thread that ends the peer may not have found the call yet.
+                    queue.bounced(future)
+                else:
+                    queue.ended_unsent(future, error)
+            if is_of_handler(error):
+                raise

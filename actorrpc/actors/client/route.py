@@ -183,21 +183,16 @@ class Route:
             template = queue.template_for(method, options, refs)
         if 0 <= queue.max_pending <= queue.pending:
             raise self._too_many(template)
-        future = ResultFuture() if refs else RpcFuture()
-        future._route = self
-        future._template = template
-        future._number = queue.next_number()
-        future._pending = None
+        future = (ResultFuture if refs else RpcFuture)(self, template)
         seconds = template.seconds if timeout is None else timeout
         unresolved = False
-        span = self._span(template) if modern._is_profiler_enabled or profiled() else None
+        span = self._span(template, future) if modern._is_profiler_enabled or profiled() else None
         try:
             if ObjectRef in map(type, args) or (kwargs and has_refs(args, kwargs)):
                 try:
                     args, kwargs, unresolved = pack_arguments(args, kwargs)
                 except BaseException as error:
-                    future.label = f"the call of {template.label}"
-                    future.end(error, None)
+                    future.end(error)
                     if is_of_handler(error):
                         future.acknowledge()  # nobody gets it
                         raise
@@ -208,22 +203,24 @@ class Route:
                 if template.tries or template.returns:
                     held = PendingCall.hold(args, kwargs, cheaply=not template.tries)
                     if held is not None:
-                        PendingCall(future, held, unresolved, seconds, template.tries)
+                        PendingCall(future, held, unresolved, seconds)
                 queue.launch(future, template, args, kwargs, seconds, unresolved)
         except BaseException as error:
+            if template.peer is not None:
+                queue.dropped(future)
             if span is not None:
                 span.close()
             queue.agent.check_process()  # in a fork, that is what is wrong
             if isinstance(error, SerializationError):
                 method.signature.name_argument(error)
             raise
-        if span is not None:
-            future.add_done_callback(lambda _: span.close())
         return future
 
-    def _span(self, template: CallTemplate) -> ProfiledSpan:
+    def _span(self, template: CallTemplate, future: ResultFuture) -> ProfiledSpan:
         # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
-        return ProfiledSpan(f"actor#{template.label}({self.queue.agent.name} -> {self.title})")
+        span = ProfiledSpan(f"actor#{template.label}({self.queue.agent.name} -> {self.title})")
+        future.add_done_callback(lambda _: span.close())
+        return span
 
     def _too_many(self, template: CallTemplate) -> PendingCallsLimitExceeded:
         queue = self.queue
@@ -266,8 +263,8 @@ class Route:
                 raise queue.unavailable(template, False)
             template = template.at(queue, location, peer)
         args, kwargs, unresolved = pack_arguments(args, kwargs)
-        future = self._future(template)
-        queue.flying[future._number] = future
+        future = RpcFuture(self, template)
+        queue.flying[future.number] = future
         references, mail = queue.runtime.references, template.mail_for(unresolved)
         try:
             return references.create(  # type: ignore[no-any-return]
@@ -278,12 +275,6 @@ class Route:
             if isinstance(error, SerializationError):
                 method.signature.name_argument(error)
             raise
-
-    def _future(self, template: CallTemplate) -> ResultFuture:
-        future = ResultFuture() if template.refs else RpcFuture()
-        future._route, future._template, future._pending = self, template, None
-        future._number = self.queue.next_number()
-        return future
 
     def again(
         self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -346,8 +337,8 @@ class Route:
             return error
         if lives:  # again
             return queue.unavailable(template, True)
-        future = self._future(template)
-        queue.flying[future._number] = future
+        future = RpcFuture(self, template)
+        queue.flying[future.number] = future
         future.label = f"the stream of {template.label}"
         future.try_fail(error)
         return future
@@ -412,7 +403,7 @@ class Route:
             if done.error is None:
                 answer.follow(done)
             else:
-                answer.set_result(queue.orphaned(done.error))
+                answer.set_result(queue.fate.orphaned(done.error))
 
         # It outlives the call that it is asked for in.
         token = CURRENT.set(None)
@@ -425,7 +416,7 @@ class Route:
 
     def _ask(self, what: str, *args: Any) -> Future[Any]:
         queue = self.queue
-        return ask(queue.runtime, queue.supervisor, what, self.actor_id, *args)
+        return ask(queue.runtime, queue.card.supervisor, what, self.actor_id, *args)
 
     def __repr__(self) -> str:
         return f"<{'Route' if self.anchor is not None else 'Weak route'} to {self.title}>"

@@ -260,7 +260,7 @@ class GroupMethod(Generic[P, R]):
 
 def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
     route = route_of(handle)
-    return route.queue.death is not None, route.pending
+    return route.queue.fate.death is not None, route.pending
 
 
 def _log_failure(label: str, group: ActorGroup[Any], at: int, done: Future[Any]) -> None:

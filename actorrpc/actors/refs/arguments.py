@@ -1,6 +1,6 @@
 """ObjectRefs among the arguments of a call: those at top level are replaced by their results before the method runs.
 
-The caller sends the results that it has as values, and waits for the results of its own calls (see ``client/reserved_call.py``).
+The caller sends the results that it has as values, and waits for the results of its own calls (see ``client/pending_call.py``).
 The worker of the actor fetches the rest directly from the worker that has it. ObjectRefs inside of containers stay what they are.
 """
 
@@ -43,7 +43,7 @@ def pack_arguments(
         future = each._future
         if future is not None and future.completed:
             value = future.wait()
-            template = getattr(future, "_template", None)
+            template = getattr(future, "template", None)
             if type(value) is Snapshot:
                 if value.stored is None:
                     return value.open()

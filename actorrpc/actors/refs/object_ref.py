@@ -408,7 +408,7 @@ class ObjectRef(Generic[T_co]):
         if kind in ATOMS:
             return found
         if kind is Snapshot:
-            template = getattr(self._future, "_template", None)
+            template = getattr(self._future, "template", None)
             if template is not None:
                 template.fetched()
             return found.open(copy)

@@ -13,7 +13,7 @@ import pytest
 
 import actorrpc
 from actorrpc import errors, rpc
-from actorrpc.actors.client.pending_call import CallState, ResultFuture
+from actorrpc.actors.client.pending_call import ResultFuture
 from actorrpc.agent.calls import Call
 from actorrpc.agent.context import current_worker
 from actorrpc.testing import InProcessCluster
@@ -64,7 +64,7 @@ def test_a_reserved_call_whose_connection_has_closed_ends_as_an_ordinary_call(
         _released.set()
         future = call._future
         assert isinstance(future, ResultFuture)
-        until(lambda: future.state is not CallState.IN_FLIGHT)
+        until(lambda: not isinstance(future.source, Call))
         monkeypatch.undo()
         for lost in held:
             lost()
