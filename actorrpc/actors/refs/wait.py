@@ -1,7 +1,7 @@
 """Waiting for results: one, several, the first ones, one after the other.
 
-Whatever waits here waits for one future of its own, a gate; the results open it. So a thread of an actor that waits
-can run calls that descend from its own, whatever it waits for.
+Whatever waits for several results here waits for one future of its own, which a :class:`_Collector` completes. So a thread of an
+actor that waits can run calls that descend from its own, whatever it waits for.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import asyncio
 import heapq
 import sys
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
-from itertools import compress, islice
+from itertools import islice
 from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
@@ -162,126 +160,103 @@ def time_left(until: float) -> float | None:
     return None if until == _INFINITE else max(0.0, until - _time.now())
 
 
-# -- the gate ------------------------------------------------------------------------------------------------
+# -- several results -----------------------------------------------------------------------------------------
 
 
-class _Gate:
-    """A future that is complete when all of some results are, or when one of them has failed.
+class _Collector:
+    """Collects those of several results that have ended: what ``get``, ``wait`` and ``as_completed`` wait with.
 
-    A large result that is elsewhere counts when it has been fetched. The gate stands among the threads that wait for each of the
-    results. These tell it on whichever thread completes them, and must not be held up there: what has to be fetched is fetched
-    by a pool thread. It takes no lock: each result is told of once, by the one that takes the gate out of those that wait for
-    it, and ``_left`` shrinks by one atomic step for each.
+    One thread at a time adds results and takes them out. :meth:`close` it, or results that are still to come keep it.
 
     Args:
-        items: what the results are those of; the caller's own list, which may be emptied when the gate is closed.
-        futures: what :func:`_start` gave for them. A fetch takes the place of what has led to it.
+        fetch: a large result that is elsewhere counts when it has been fetched.
+        fails: a failed result ends the wait for all.
+
+    Attributes:
+        watches: the results that were added, by number.
+        ready: those that have ended, in that order.
+        failed: one of them has, where ``fails`` is set.
+        signal, wanted: the future to complete when so many are ready.
     """
 
-    __slots__ = ("_items", "_left", "_places", "future", "futures")
+    __slots__ = ("failed", "fails", "fetch", "ready", "signal", "wanted", "watches")
 
-    def __init__(self, label: str, items: Sequence[Any], futures: list[Future[Any]]) -> None:
-        self.future: Future[None] = Future()
-        self.future.label = label
-        self.future.awaits = futures  # the search for deadlocks looks here
-        self.futures = futures
-        self._items = items
-        self._places: dict[Future[Any], list[int]] | None = None
-        different = dict.fromkeys(futures)
-        self._left = [None] * len(different)
-        for future in different:
-            future.add_waiter(self)
-        _flush(different)
+    def __init__(self, fetch: bool, fails: bool = False) -> None:
+        self.fetch, self.fails = fetch, fails
+        self.watches: dict[int, _Watch] = {}
+        self.ready: deque[_Watch] = deque()
+        self.failed = False
+        self.signal: Future[None] | None = None
+        self.wanted = 0
 
-    def ended(self, future: Future[Any]) -> None:
-        """Record a result, which is complete."""
-        value = future.value_or_none
-        if value is None and future.error is not None:
-            self.open()
-            return
-        if type(value) is StoredResult and self._refs(future):
-            value.rref._references.agent.submit(partial(self._fetch, future))
-            return
-        try:
-            self._left.pop()
-        except IndexError:
-            return
-        if not self._left:
-            self.open()
+    def add(self, number: int, item: Any, future: Future[Any]) -> None:
+        """Wait for a result, too, whose future is this one; the caller sends what is gathered for it."""
+        watch = self.watches[number] = _Watch(self, item, number)
+        watch.arm(future)
 
-    def _refs(self, future: Future[Any]) -> list[int]:
-        """Return where the ObjectRefs of a future stand."""
-        places = self._places
-        if places is None:
-            places = {}
-            for at, (item, its) in enumerate(zip(self._items, self.futures, strict=False)):
-                if type(item) is ObjectRef:
-                    places.setdefault(its, []).append(at)
-            self._places = places
-        return places.get(future, [])
+    def awaited(self, count: int, label: str, needs_all: bool) -> Future[None] | None:
+        """Return a future that completes when so many are ready, or one has failed; None where that is so already.
 
-    def _fetch(self, future: Future[Any]) -> None:
-        """Go on with the values themselves, which are elsewhere."""
-        fetches: dict[Future[Any], None] = {}
-        for at in self._refs(future):
-            try:
-                item = self._items[at]
-            except IndexError:  # it is closed
-                return
-            if type(item) is not ObjectRef:  # just now
-                return
-            fetch = item._settled()
-            try:
-                self.futures[at] = fetch
-            except IndexError:  # closed in this moment
-                return
-            fetches[fetch] = None
-        self._left.extend([None] * (len(fetches) - 1))  # they count in the place of the one
-        for fetch in fetches:
-            fetch.add_waiter(self)
-        _flush(fetches)
-
-    def open(self) -> None:
-        """Complete the gate's future."""
-        self.future.try_complete(None)
+        Args:
+            needs_all: who waits goes on only when all results that were added have ended.
+        """
+        if self.failed or len(self.ready) >= count:
+            return None
+        signal: Future[None] = Future()
+        signal.label = label
+        if needs_all:
+            signal.awaits = list(self.watches.values())  # the search for deadlocks looks here
+        self.wanted, self.signal = count, signal
+        # Looked at again after the line above: seen here, or by the thread that ends a result.
+        return None if self.failed or len(self.ready) >= count else signal
 
     @property
-    def is_short(self) -> bool:
-        """Whether a result has failed, or is not there yet."""
-        return bool(self._left)
+    def futures(self) -> list[Future[Any]]:
+        """What is waited for, by number; a fetch takes the place of what has led to it."""
+        return [each.future for each in self.watches.values()]
 
     def close(self) -> None:
         """Be told nothing any more."""
-        self._items = ()
-        if self.is_short:
-            for future in self.futures:
-                future.remove_waiter(self)
+        for watch in self.watches.values():
+            watch.future.remove_waiter(watch)
+        self.watches.clear()  # they refer to the collector
+        self.ready.clear()
 
 
 class _Watch:
-    """Tells a stream of results of one of them."""
+    """Waits for one result of a collector."""
 
-    __slots__ = ("_stream", "future", "item", "number")
+    __slots__ = ("_collector", "future", "item", "number")
 
-    def __init__(self, stream: _WaitedStream, item: Any, number: int, future: Future[Any]) -> None:
-        self._stream = stream
+    def __init__(self, collector: _Collector, item: Any, number: int) -> None:
+        self._collector = collector
         self.item = item
         self.number = number
-        self.future = future
 
     def arm(self, future: Future[Any]) -> None:
-        """Watch a future."""
+        """Wait for a future."""
         self.future = future
         future.add_waiter(self)
 
-    def ended(self, _: Future[Any]) -> None:
-        """Tell the stream."""
-        self._stream.ended(self)
+    def ended(self, future: Future[Any]) -> None:
+        """Tell the collector. Runs on the thread that ends the result, and must not block: a pool thread fetches values."""
+        collector = self._collector
+        value = future.value_or_none
+        if type(value) is StoredResult and collector.fetch and type(self.item) is ObjectRef:
+            value.rref._references.agent.submit(self._fetch)
+            return
+        if value is None and collector.fails and future.error is not None:
+            collector.failed = True
+        collector.ready.append(self)
+        signal = collector.signal
+        if signal is not None and (len(collector.ready) >= collector.wanted or collector.failed):
+            signal.try_complete(None)
 
-    def fetch(self) -> None:
+    def _fetch(self) -> None:
         """Go on with the value itself, which is elsewhere."""
-        self.arm(self.item._settled())
-        _flush([self.future])
+        if self.number in self._collector.watches:  # otherwise it is closed
+            self.arm(self.item._settled())
+            _flush([self.future])
 
 
 def _flush(futures: Iterable[Future[Any]]) -> None:
@@ -498,15 +473,18 @@ def _get_each(
         futures.append(future)
     item = future = None
     try:
-        found = _values(items, futures, until, timeout)
+        _wait_for_all(items, futures, until, timeout)
         values = []
-        for at, future in enumerate(found):
+        for at, future in enumerate(futures):
             item, items[at] = items[at], None
             value = future.value_or_none
             if type(value) in ATOMS:  # as most are
                 values.append(value)
-            else:
-                values.append(_opened(item, future, copy))
+                continue
+            if type(value) is StoredResult and type(item) is ObjectRef:  # it has come since it was looked for
+                future = futures[at] = item._settled()
+                _wait_for(future, until, timeout)
+            values.append(_opened(item, future, copy))
         return values
     except BaseException as error:
         _interrupted(error, items, cancel)
@@ -529,39 +507,40 @@ def _cover(items: Sequence[Any], futures: Sequence[Future[Any]]) -> None:
         each.cover()
 
 
-def _values(
-    items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None
-) -> list[Future[Any]]:
-    """Wait for all; return the futures of values or snapshots that are here, or raise what the first one failed with."""
+def _wait_for_all(items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None) -> None:
+    """Wait for all; raise what the first one failed with."""
+    collector = None
     try:
         pending = [future for future in futures if not future.completed]
         if len(pending) < len(futures):
-            for future in futures:
-                if future.error is not None:
-                    future.wait()
-        if len(pending) <= 1:
-            # Its own wait reads the reply, without another thread.
-            for future in pending:
-                _wait_for(future, until, timeout)
-            for at, item in enumerate(items):
-                # Also where it was still on its way when it was looked for, and is here by now.
-                if type(item) is ObjectRef and type(futures[at].value_or_none) is StoredResult:
-                    futures[at] = item._settled()
-                    _wait_for(futures[at], until, timeout)
-            return futures
-        gate = _Gate(f"get() of {len(items)} results", items, futures)
-        try:
-            _wait_for(gate.future, until, timeout)
-        finally:
-            gate.close()
-        if gate.is_short:
-            for future in futures:
-                if future.error is not None:
-                    future.wait()
-        return futures
+            _raise_first(futures)
+        if len(pending) == 1:
+            _wait_for(pending[0], until, timeout)  # its own wait reads the reply, without another thread
+        elif pending:
+            collector = _Collector(fetch=True, fails=True)
+            for at, future in enumerate(futures):
+                if not future.completed or type(future.value_or_none) is StoredResult:
+                    collector.add(at, items[at], future)
+            _flush(pending)
+            signal = collector.awaited(len(collector.watches), f"get() of {len(items)} results", True)
+            if signal is not None:
+                _wait_for(signal, until, timeout)
+            if collector.failed:
+                _raise_first(collector.futures)
     finally:
+        if collector is not None:
+            collector.close()
         # An error's traceback has this frame: see get().
-        pending = item = future = gate = None  # type: ignore[assignment]
+        collector = pending = future = signal = None  # type: ignore[assignment]
+
+
+def _raise_first(futures: Iterable[Future[Any]]) -> None:
+    for future in futures:
+        if future.error is not None:
+            try:
+                future.wait()
+            finally:
+                del future, futures  # an error's traceback has this frame: see get()
 
 
 def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
@@ -569,13 +548,16 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
 
     Nothing waits: the fetches of those that are elsewhere run side by side. Must not be called under a lock.
     """
-    futures = [_start(ref, "all_of()", True) for ref in refs]
     values: Future[list[Any]] = Future()
     values.label = f"{len(refs)} results"
-    gate = _Gate(values.label, refs, futures)
+    collector = _Collector(fetch=True, fails=True)
+    for at, ref in enumerate(refs):
+        collector.add(at, ref, _start(ref, "all_of()", True))
+    _flush(collector.futures)
 
-    def opened(_: Future[None]) -> None:
-        gate.close()
+    def ended(_: object) -> None:
+        futures = collector.futures
+        collector.close()
         for future in futures:
             if future.error is not None:
                 _cover(refs, futures)
@@ -590,9 +572,11 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
         else:
             values.set_result(found)
 
-    if not futures:
-        gate.open()
-    gate.future.add_done_callback(opened)
+    signal = collector.awaited(len(refs), values.label, True)
+    if signal is None:
+        ended(None)
+    else:
+        signal.add_done_callback(ended)
     return values
 
 
@@ -650,7 +634,7 @@ def wait(
         return ready, []
     if _time_is_over():
         registered.cover()
-    rest = _Unready(registered.items)
+    rest = _Unready(registered.items.values())
     rest.registered = shared
     return ready, rest
 
@@ -670,106 +654,38 @@ class _Unready(list[Any]):
         return list, (list(self),)
 
 
-# -- as_completed --------------------------------------------------------------------------------------------
+class _Collecting:
+    """Has a collector, which ends with it."""
 
-
-class _WaitedStream:
-    """Collects results as they end.
-
-    Args:
-        fetch: a large result that is elsewhere is fetched before it counts.
-    """
-
-    __slots__ = ("_fetch", "_ready", "_signal")
-
-    def __init__(self, fetch: bool) -> None:
-        self._fetch = fetch
-        self._ready: deque[_Watch] = deque()
-        self._signal: Future[None] | None = None
-
-    def ended(self, watch: _Watch) -> None:
-        """Record a result. As :meth:`_Gate.ended`."""
-        future = watch.future
-        if (
-            self._fetch
-            and future.error is None
-            and type(watch.item) is ObjectRef
-            and type(future.value_or_none) is StoredResult
-        ):
-            future.value_or_none.rref._references.agent.submit(watch.fetch)
-            return
-        self._ready.append(watch)
-        signal = self._signal
-        if signal is not None:
-            signal.try_complete(None)
-
-    def next(self) -> tuple[_Watch, None] | tuple[None, Future[None]]:
-        """Return what watches a result that has ended, or else a Future that completes when there may be one."""
-        try:
-            return self._ready.popleft(), None
-        except IndexError:
-            signal: Future[None] = Future()
-        signal.label = "the next of several results"
-        self._signal = signal
-        try:
-            return self._ready.popleft(), None  # looked at again after the line above: seen here or there
-        except IndexError:
-            return None, signal
-
-
-class _Watches:
-    """The watches of some results, by number. When it is dropped, results that are still to come tell nobody any more.
-
-    Args:
-        fetch: as for :class:`_WaitedStream`.
-    """
-
-    stream: Any = None  # where a signal handler has cut the constructor short
-
-    def __init__(self, fetch: bool) -> None:
-        self.watches: dict[int, _Watch] = {}
-        self.stream = _WaitedStream(fetch)
-
-    def add(self, number: int, item: Any, future: Future[Any]) -> None:
-        """Watch a result, whose future is this one."""
-        watch = self.watches[number] = _Watch(self.stream, item, number, future)
-        watch.arm(future)
-
-    def cover(self) -> None:
-        """Have the failures of these results not be reported: the time is over for the thread that waits for them."""
-        watches = self.watches.values()
-        _cover([each.item for each in watches], [each.future for each in watches])
+    _collector: Any = None  # where a signal handler has cut the constructor short
 
     def __del__(self) -> None:
-        if self.stream is not None:
-            for each in self.watches.values():
-                each.future.remove_waiter(each)
+        if self._collector is not None:
+            self._collector.close()
 
 
-class _Registered(_Watches):
+class _Registered(_Collecting):
     """The results that :func:`wait` has still to return, from call to call. One thread uses it at a time.
 
     Attributes:
-        items: the results, in order.
+        items: the results, in order, by numbers that grow from one to the next.
         lasts: it is good for another call. A stream gives a new future after each item.
     """
 
     def __init__(self, fetch: bool) -> None:
-        self.items: list[Any] = []
+        self.items: dict[int, Any] = {}
         self.lasts = True
-        self._numbers: list[int] = []  # of the items, which grow from one to the next
+        self._collector = _Collector(fetch)
         self._next = 0
         self._ended: list[int] = []  # the numbers of those that have, a heap
         self._different: set[Any] | None = None  # the items, where some were added later
-        self._fetch = fetch
         self._born = generation()
-        super().__init__(fetch)
 
     def begins(self, refs: Sequence[Any], fetch: bool) -> bool:
         """Say whether ``refs`` begins with the items that are registered, and others can be added to them."""
-        known = self.items
+        known = list(self.items.values())
         same = refs == known if len(refs) == len(known) else refs[: len(known)] == known
-        return same and fetch is self._fetch and self._born == generation()
+        return same and fetch is self._collector.fetch and self._born == generation()
 
     def extend(self, refs: Sequence[Any]) -> None:
         """Register the results at the end of ``refs`` that are not registered yet.
@@ -788,7 +704,7 @@ class _Registered(_Watches):
         lasts = self.lasts
         self.lasts = False  # an error from here on leaves only some of the new items registered
         self._differ(new)
-        fetch, ended = self._fetch, self._ended
+        fetch, ended = self._collector.fetch, self._ended
         numbers = range(self._next, self._next + len(new))
         pending = []
         for number, item in zip(numbers, new, strict=True):
@@ -800,10 +716,9 @@ class _Registered(_Watches):
                 ended.append(number)
             else:
                 pending.append(future)
-                self.add(number, item, future)
+                self._collector.add(number, item, future)
         heapq.heapify(ended)
-        self.items += new
-        self._numbers += numbers
+        self.items.update(zip(numbers, new, strict=True))
         self._next = numbers.stop
         self.lasts = lasts
         _flush(pending)
@@ -811,7 +726,7 @@ class _Registered(_Watches):
     def _differ(self, new: Sequence[Any]) -> None:
         """Check that the new items differ from each other, and from those that are registered."""
         if self.items and self._different is None:
-            self._different = set(self.items)
+            self._different = set(self.items.values())
         # One that has no identity yet is equal to itself only.
         identities = [item._id or id(item) if type(item) is ObjectRef else item for item in new]
         different = self._different
@@ -825,64 +740,52 @@ class _Registered(_Watches):
 
     def wait(self, count: int, until: float) -> None:
         """Wait until so many results have ended, or the time is up."""
-        ended = self._ended
+        ended, collector = self._ended, self._collector
         while True:
-            watch, signal = self.stream.next()
-            if watch is not None:
-                heapq.heappush(ended, watch.number)
-                continue
+            while collector.ready:
+                heapq.heappush(ended, collector.ready.popleft().number)
             if len(ended) >= count or until <= _time.now():
                 return
-            signal.label = f"wait() for {count} of {len(self.items)}"
-            if count == len(self.items):
-                signal.awaits = list(self.watches.values())  # the search for deadlocks looks here
-            try:
-                signal.wait(time_left(until))
-            except RpcTimeoutError:
-                if not signal.completed:
-                    return
+            of = len(self.items)
+            signal = collector.awaited(count - len(ended), f"wait() for {count} of {of}", count == of)
+            if signal is not None:
+                try:
+                    signal.wait(time_left(until))
+                except RpcTimeoutError:  # what has come by then is looked at above
+                    pass
 
     def cover(self) -> None:
-        """As for all watches, and of those that had ended before they were watched."""
-        super().cover()
-        _cover(self.items, [each for each in self.items if isinstance(each, Future)])
+        """Have the failures of these results not be reported: the time is over for the thread that waits for them."""
+        items = list(self.items.values())
+        _cover(items, [*self._collector.futures, *(each for each in items if isinstance(each, Future))])
 
     def take(self, count: int) -> list[Any]:
         """Take out the first ``count`` of the results that have ended, in order."""
-        items, numbers, ended = self.items, self._numbers, self._ended
-        taken = [heapq.heappop(ended) for _ in range(min(count, len(ended)))]
-        found = [items[bisect_left(numbers, number)] for number in taken]
+        taken = [heapq.heappop(self._ended) for _ in range(min(count, len(self._ended)))]
+        found = [self.items.pop(number) for number in taken]
         for number in taken:
-            self.watches.pop(number, None)
-        if len(taken) == 1:
-            at = bisect_left(numbers, taken[0])
-            del items[at], numbers[at]
-        elif taken:
-            left = set(taken)
-            kept = [number not in left for number in numbers]
-            items[:] = compress(items, kept)
-            numbers[:] = compress(numbers, kept)
+            self._collector.watches.pop(number, None)
         if self._different is not None:
             self._different.difference_update(found)
         return found
 
 
-class _Bar:
-    """A bar that is wanted."""
-
-    __slots__ = ("description",)
-
-    def __init__(self, description: str | None = None) -> None:
-        self.description = description
+# -- as_completed --------------------------------------------------------------------------------------------
 
 
-class Completed(Generic[T]):
+class Completed(_Collecting, Generic[T]):
     """What :func:`as_completed` returns: an iterator for ``for`` and for ``async for``; use it in one place only."""
 
     def __init__(
-        self, refs: Iterable[Any], timeout: float | None, bar: _Bar | None = None, *, fetch: bool = True
+        self,
+        refs: Iterable[Any],
+        timeout: float | None,
+        *,
+        bar: bool = False,
+        description: str | None = None,
+        fetch: bool = True,
     ) -> None:
-        self._watches = _Watches(fetch)
+        self._collector = _Collector(fetch)
         self._until = deadline_of(timeout)
         self._timeout = timeout
         self._awaits_all = False
@@ -895,13 +798,13 @@ class Completed(Generic[T]):
         self._streams = [item for item in items if isinstance(item, Arrivals)]
         self._left = len(items)  # results, and streams that are not over
         self._bar: Any = None
-        if bar is not None:
-            self._bar = progress_bar(None if self._streams else len(items), bar.description)
+        if bar:
+            self._bar = progress_bar(None if self._streams else len(items), description)
             if not items:
                 self._bar.close()
         for number, (item, future) in enumerate(zip(items, futures, strict=True)):
             watched = weakref.ref(item) if isinstance(item, Arrivals) else item
-            self._watches.add(number, watched, future)
+            self._collector.add(number, watched, future)
         _flush(futures)
 
     def __iter__(self) -> Iterator[T]:
@@ -936,13 +839,12 @@ class Completed(Generic[T]):
     def _take(self, stop: type[Exception]) -> tuple[Any, Future[None] | None]:
         if INTERRUPTED:
             interruption_point()
+        collector = self._collector
         while self._left:
-            watch, signal = self._watches.stream.next()
-            if watch is None:
-                assert signal is not None
-                if self._awaits_all:  # the search for deadlocks looks here
-                    signal.awaits = list(self._watches.watches.values())
+            signal = collector.awaited(1, "the next of several results", self._awaits_all)
+            if signal is not None:
                 return None, signal
+            watch = collector.ready.popleft()
             if type(watch.item) is weakref.ref:
                 found = self._item_of(watch)
             else:
@@ -978,9 +880,8 @@ class Completed(Generic[T]):
             for item in self:
                 get(item)
         except BaseException:
-            watches = self._watches.watches.values()
-            if _time_is_over() or any(each.future.error is not None for each in watches):
-                self._watches.cover()
+            if _time_is_over() or any(each.error is not None for each in self._collector.futures):
+                self._cover()
             raise
         finally:
             if self._bar is not None:
@@ -988,8 +889,11 @@ class Completed(Generic[T]):
 
     def _late(self) -> RpcTimeoutError:
         if _time_is_over():
-            self._watches.cover()
+            self._cover()
         return _late(f"one of {self._left} results", self._timeout)
+
+    def _cover(self) -> None:
+        _cover([each.item for each in self._collector.watches.values()], self._collector.futures)
 
 
 @overload
@@ -1022,7 +926,7 @@ def as_completed(
         ConfigError: a bar is wanted, and tqdm is not installed.
         RpcTimeoutError: while iterating: not all came in time.
     """
-    return Completed(refs, timeout, _Bar() if progress else None, fetch=fetch_local)
+    return Completed(refs, timeout, bar=progress, fetch=fetch_local)
 
 
 def progress(
@@ -1054,5 +958,5 @@ def progress(
     items: list[Any] = [
         each if type(each) is ObjectRef else _start(each, "progress()", True) for each in refs
     ]
-    Completed(items, timeout, _Bar(description)).all()
+    Completed(items, timeout, bar=True, description=description).all()
     return [get(each) for each in items]

@@ -19,7 +19,6 @@ import torch
 from hypothesis import given, settings
 
 from actorrpc import errors, rpc
-from actorrpc.actors.refs import wait as wait_module
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -111,11 +110,6 @@ class _Fetched:
         _started(task)
 
 
-class _FetchedHere(_Fetched):
-    def submit(self, task: Any) -> None:
-        task()
-
-
 @pytest.mark.parametrize("wanted", [get, lambda refs: all_of(refs).wait()], ids=["get", "all_of"])
 def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fetched(wanted: Any) -> None:
     work, fetch = _Work(3), Future()
@@ -133,16 +127,31 @@ def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fet
     assert found == [["large", 1, "large", "large", 2]]
 
 
-def test_a_large_result_that_comes_as_the_wait_for_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    result: Future[Any] = Future()
-    ref = ObjectRef(result)
-    futures: list[Future[Any]] = [result, Future()]
-    gate = wait_module._Gate("two", [ref, ref], futures)
-    # As get() does on its way out, while the result is being asked for.
-    monkeypatch.setattr(_FetchedHere, "is_owner", lambda _: bool(futures.clear()))
-    result.set_result(StoredResult(_FetchedHere(Future())))
-    assert not futures
-    gate.close()
+def test_a_large_result_that_comes_as_the_wait_for_it_is_given_up() -> None:
+    fetches: list[Callable[[], None]] = []
+
+    class Waiting(_Fetched):
+        def submit(self, task: Any) -> None:
+            fetches.append(task)
+
+    work = _Work(2)
+    failed: list[BaseException] = []
+
+    def wait_for_both() -> None:
+        try:
+            get(work.refs)
+        except KeyError as error:
+            failed.append(error)
+
+    thread = _started(wait_for_both)
+    until(lambda: all(future._parked for future in work.futures))
+    work.futures[0].set_result(StoredResult(Waiting(Future())))
+    work.futures[1].set_exception(KeyError("other"))
+    thread.join()
+    assert failed
+    (fetch,) = fetches
+    fetch()  # the pool is late
+    assert "elsewhere" in repr(work.refs[0])
 
 
 def test_a_fetched_value_that_several_threads_take_at_once() -> None:
