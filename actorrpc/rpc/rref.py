@@ -44,9 +44,10 @@ __all__ = [
     "RRef",
     "RRefProxy",
     "call_method",
+    "failure",
     "lend",
     "new_references",
-    "reduce",
+    "promised",
     "run_here",
     "runtime",
     "set_backward",
@@ -227,9 +228,7 @@ def _rebuild(index: int, calls: MethodCalls | None = None) -> Any:
     message = codec.current_decoding()
     if not isinstance(message, MessageContext) or message.received is None:
         raise RRefError("an RRef can only be unpickled by RPC")
-    rref = message.received[1 + index]
-    rref._calls = calls
-    return rref
+    return with_calls(message.received[1 + index], calls)
 
 
 def _rebuild_own(created_on: int, local_id: int, incarnation: str, calls: MethodCalls | None = None) -> Any:
@@ -237,9 +236,8 @@ def _rebuild_own(created_on: int, local_id: int, incarnation: str, calls: Method
     if not (type(created_on) is type(local_id) is int and type(incarnation) is str):
         raise ProtocolError("an RRef in a call to its owner cannot be read")
     references = runtime()
-    rref = references._wrap(references, references.table.handle_on(RRefId(created_on, local_id, incarnation)))
-    rref._calls = calls
-    return rref
+    handle = references.table.handle_on(RRefId(created_on, local_id, incarnation))
+    return with_calls(references.wrapped(handle), calls)
 
 
 # -- what users hold --------------------------------------------------------------------------------
@@ -275,21 +273,26 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         references = runtime()
-        self._references = references
         tensors.settle()
-        self._handle = references.table.create_owner(value)
-        self._creation: Future[None] | None = None
+        self._refer(references, references.table.create_owner(value), type_hint=type_hint)
+
+    def _refer(
+        self,
+        references: References,
+        handle: Handle,
+        creation: Future[None] | None = None,
+        type_hint: Any = None,
+    ) -> None:
+        self._references = references
+        self._handle = handle
+        self._creation = creation
         self._calls: MethodCalls | None = None
         self._type_hint = type_hint
 
     @classmethod
-    def _wrap(cls, references: References, handle: Handle) -> RRef[Any]:
+    def _wrap(cls, references: References, handle: Handle, creation: Future[None] | None) -> RRef[Any]:
         rref: RRef[Any] = cls.__new__(cls)
-        rref._references = references
-        rref._handle = handle
-        rref._creation = None
-        rref._calls = None
-        rref._type_hint = None
+        rref._refer(references, handle, creation)
         return rref
 
     def __del__(self) -> None:
@@ -433,7 +436,7 @@ class RRef(Generic[T]):
 
     def _check(self) -> None:
         """Raise what has happened to this reference, if anything has."""
-        error = self._references.table.failure(self._handle)
+        error = failure(self)
         if error is not None:
             # A copy: the table keeps the error, whose traceback would keep this very reference.
             raise self._references.copy_of(error)
@@ -470,6 +473,31 @@ class RRef(Generic[T]):
     def __reduce__(self) -> Any:
         raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
+    def _reduce(self) -> tuple[Any, ...]:
+        """Return how to pickle an RRef in the message that is being packed: a fork goes with it.
+
+        A call to the owner goes without: the caller holds the RRef until it has the answer, and so until the owner has opened
+        the call. Where the caller's time is over before, the call may find the value gone.
+
+        Raises:
+            RRefError: no message is being packed, or the reference is of no use any more.
+        """
+        message = codec.current_encoding()
+        if isinstance(message, LocalReferences):
+            return message.hold(self)
+        if not isinstance(message, MessageContext):
+            return self.__reduce__()  # type: ignore[no-any-return]
+        self._check()
+        handle, to = self._handle, message.peer.key
+        if message.held is not None and handle.owner == to:
+            message.held = (*message.held, self)
+            return _rebuild_own, (*handle.rref_id, self._calls)
+        fork: ForkData = self._references.table.fork(handle, to)
+        if message.sent is None:
+            message.sent = []
+        message.sent.append(fork)
+        return _rebuild, (len(message.sent) - 1, self._calls)
+
     def __copy__(self) -> RRef[T]:
         return self
 
@@ -481,7 +509,17 @@ def lend(rref_id: RRefId) -> RRef[Any] | None:
     """Return one more reference to a value of this worker by its name; None where nothing holds it any more."""
     references = runtime()
     handle = references.table.handle_if_held(rref_id)
-    return None if handle is None else references._wrap(references, handle)
+    return None if handle is None else references.wrapped(handle)
+
+
+def failure(rref: RRef[Any]) -> BaseException | None:
+    """Return what has happened to a reference, if anything has; others share the error."""
+    return rref._references.table.failure(rref._handle)
+
+
+def promised(rref: RRef[Any]) -> Future[Any] | None:
+    """Return the future that an RRef of this worker has promised the value of, while it is pending."""
+    return rref._references.promised.get(rref._handle.rref_id)
 
 
 def with_calls(rref: RRef[T], calls: MethodCalls | None) -> RRef[T]:
@@ -490,34 +528,7 @@ def with_calls(rref: RRef[T], calls: MethodCalls | None) -> RRef[T]:
     return rref
 
 
-def reduce(rref: RRef[Any]) -> tuple[Any, ...]:
-    """Return how to pickle an RRef in the message that is being packed: a fork goes with it.
-
-    A call to the owner goes without: the caller holds the RRef until it has the answer, and so until the owner has opened
-    the call. Where the caller's time is over before, the call may find the value gone.
-
-    Raises:
-        RRefError: no message is being packed, or the reference is of no use any more.
-    """
-    message = codec.current_encoding()
-    if isinstance(message, LocalReferences):
-        return message.hold(rref)
-    if not isinstance(message, MessageContext):
-        return rref.__reduce__()  # type: ignore[no-any-return]
-    rref._check()
-    references, handle = rref._references, rref._handle
-    to = message.peer.key
-    if message.held is not None and handle.owner == to:
-        message.held = (*message.held, rref)
-        return _rebuild_own, (*handle.rref_id, rref._calls)
-    fork: ForkData = references.table.fork(handle, to)
-    if message.sent is None:
-        message.sent = []
-    message.sent.append(fork)
-    return _rebuild, (len(message.sent) - 1, rref._calls)
-
-
-codec.register(RRef, reduce)
+codec.register(RRef, RRef._reduce)
 
 _made: type[RRef[Any]] = RRef
 
@@ -528,7 +539,7 @@ def set_class(cls: type[RRef[Any]]) -> None:
     For what stands on the floors above: a subclass of :class:`RRef` that adds names and no state to travel.
     """
     global _made
-    codec.register(cls, reduce)
+    codec.register(cls, cls._reduce)
     _made = cls
 
 

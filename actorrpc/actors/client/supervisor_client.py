@@ -9,7 +9,7 @@ from actorrpc.actors.context import current
 from actorrpc.actors.spec.death_report import ActorState
 from actorrpc.agent.executor import Later
 from actorrpc.agent.peers import Peer
-from actorrpc.errors import PeerDiedError, RemoteError, RpcError, ShutdownError
+from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, ShutdownError
 from actorrpc.flight_recorder import OWN
 from actorrpc.futures import Future
 from actorrpc.serialization import exceptions
@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 CREATE_S: Final = 60.0  # how long rank 0 may take to record a detached actor
+_QUESTIONS: Final = frozenset({"alive", "kill", "locate", "watch"})
 _STATES_S: Final = 5.0  # a worker that has not answered by then is left out of the list
 
 
@@ -83,7 +84,7 @@ def ask(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
         answer: Future[Any] = getattr(here.supervisor, what)(*args)
         return answer
     agent = here.agent
-    return call_quietly(agent, lambda: peer_of(agent, key), _ASKED[what], args, 0, f"{OWN}{what}")
+    return call_quietly(agent, lambda: peer_of(agent, key), _answer, (what, *args), 0, f"{OWN}{what}")
 
 
 # -- called by RPC on the supervisor's worker -----------------------------------------------------------------
@@ -100,28 +101,10 @@ def _supervisor() -> Any:
     return found.supervisor
 
 
-def _locate(actor_id: int, after: int, wait: bool) -> Later:
-    return Later(_supervisor().locate(actor_id, after, wait))
-
-
-def _kill(actor_id: int, no_restart: bool) -> Later:
-    return Later(_supervisor().kill(actor_id, no_restart))
-
-
-def _watch(actor_id: int) -> Later:
-    return Later(_supervisor().watch(actor_id))
-
-
-def _alive(actor_id: int) -> Later:
-    return Later(_supervisor().alive(actor_id))
-
-
-_ASKED: Final[dict[str, Callable[..., Later]]] = {
-    "alive": _alive,
-    "kill": _kill,
-    "locate": _locate,
-    "watch": _watch,
-}
+def _answer(what: str, *args: Any) -> Later:
+    if what not in _QUESTIONS:
+        raise ProtocolError(f"supervisors are not asked {what!r}")
+    return Later(getattr(_supervisor(), what)(*args))
 
 
 def create_detached(

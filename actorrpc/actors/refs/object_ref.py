@@ -202,7 +202,7 @@ class _Pursuit(Progress):
             return
         self._copies = found.host_copies
         self.follow(self._copies.fetch(rref, self.future, anew))
-        rref._references.agent.flush()
+        found.agent.flush()
 
     # -- as the source of a future -----------------------------------------------------------------
 
@@ -215,8 +215,7 @@ class _Pursuit(Progress):
         except IndexError:
             return None
         if rref is not None and rref.is_owner():  # it was promised here, and says itself what it waits for
-            promised: Future[Any] = rref._references.promised.get(rref._handle.rref_id, step)
-            return promised
+            return rrefs.promised(rref) or step
         return step
 
     def drive(self, deadline: float | None) -> None:
@@ -276,29 +275,28 @@ class ObjectRef(Generic[T_co]):
     keep the ObjectRef until it was loaded, which waits for the worker that has pickled it.
 
     Args:
-        future: completes with the result, with :class:`StoredResult`, or with the error.
+        future: completes with the result, with :class:`StoredResult`, or with the error; None: it is asked of ``promise``.
         label: how messages call it.
+        promise: refers to the result at the worker that has handed on the ObjectRef.
+        ref_id: what is the same for all ObjectRefs of the result; by default it is drawn when it is needed.
     """
 
     __slots__ = ("__weakref__", "_fetched", "_future", "_id", "_label", "_promise")
 
     # What a call gives is made without the constructor: see handle.py.
-    def __init__(self, future: Future[Any], *, label: object = None) -> None:
-        self._future: Future[Any] | None = future
+    def __init__(
+        self,
+        future: Future[Any] | None,
+        *,
+        label: object = None,
+        promise: RRef[Any] | None = None,
+        ref_id: bytes | None = None,
+    ) -> None:
+        self._future = future
         self._fetched: Future[Any] | None = None
-        self._promise: RRef[Any] | None = None
-        self._id: bytes | None = None
+        self._promise = promise
+        self._id = ref_id
         self._label = label
-
-    @classmethod
-    def _arrived(cls, ref_id: bytes, label: str, future: Future[Any] | None, promise: Any) -> ObjectRef[Any]:
-        ref: ObjectRef[Any] = cls.__new__(cls)
-        ref._future = future
-        ref._fetched = None
-        ref._promise = promise
-        ref._id = ref_id
-        ref._label = label
-        return ref
 
     @classmethod
     def of(cls, value: T, *, label: object = None) -> ObjectRef[T]:
@@ -329,14 +327,12 @@ class ObjectRef(Generic[T_co]):
                 _Pursuit(made, self._name(), stays=True).pursue(self._promise)
         return future
 
-    def _final(self) -> Future[T_co]:
+    def _final(self, cls: type[Future[Any]] = InnerFuture) -> Any:
         """Return a future of a value of its own; start to fetch it if it is known to be elsewhere."""
-        return self._followed(InnerFuture())  # type: ignore[no-any-return]
-
-    def _followed(self, future: Future[Any]) -> Any:
         settled = self._settled()
-        _Pursuit(future, settled.label, opens=self).follow(settled)
-        return future
+        pursuit = _Pursuit(cls(), settled.label, opens=self)
+        pursuit.follow(settled)
+        return pursuit.future
 
     def _settled(self) -> Future[Any]:
         """Return the future of the value, or of a snapshot of it that is here; what is known to be elsewhere is fetched."""
@@ -368,7 +364,7 @@ class ObjectRef(Generic[T_co]):
 
         A value that stayed elsewhere is fetched.
         """
-        return self._followed(ConcurrentFuture())  # type: ignore[no-any-return]
+        return self._final(ConcurrentFuture)  # type: ignore[no-any-return]
 
     def done(self) -> bool:
         """Say whether the call is over. A large result may still have to be fetched."""
@@ -449,11 +445,53 @@ class ObjectRef(Generic[T_co]):
                 promise = self._promise
         return promise
 
-    def _promise_error(self) -> BaseException | None:
-        """Return why the worker that has handed on this ObjectRef cannot be asked for the value any more, if so."""
-        promise = self._promise
-        error = None if promise is None else promise._references.table.failure(promise._handle)
-        return _out_of_reach(self._name(), error) if type(error) is PeerDiedError else error
+    def _reduce(self) -> tuple[Any, ...]:
+        """Return how the ObjectRef goes into the message that is being packed."""
+        context = codec.current_encoding()
+        if isinstance(context, LocalReferences):
+            return context.hold(self)
+        if not isinstance(context, MessageContext):
+            raise SerializationError(
+                f"{self!r} can only be sent in the arguments and results of calls, and not with an exception: get() its value "
+                "first"
+            )
+        known = self._identity(), self._name()
+        future, promise = self._future, self._promise
+        lost = None if promise is None else rrefs.failure(promise)
+        if future is None or not future.completed:
+            if lost is None:
+                return _arrive_promise, (*known, self._as_promise())
+            # The worker that has handed on this ObjectRef cannot be asked for the value any more.
+            return _as_failed(
+                *known, _out_of_reach(known[1], lost) if type(lost) is PeerDiedError else lost, context
+            )
+        if lost is not None:
+            self._promise = None  # this worker promises what it has
+        error = future.error
+        value = future.value_or_none
+        if error is None and type(value) is StoredResult:
+            error = rrefs.failure(value.rref)
+            fetched = self._fetched
+            if fetched is not None and fetched.completed and fetched.error is None:
+                # It is here, too: nearer to a process of this host than where it was made, and all that is left where that is
+                # gone.
+                if error is not None:
+                    self._future, error = fetched, None
+                if self._future is fetched or rrefs.runtime().agent.shares_memory(context.peer):
+                    value = fetched.value_or_none
+            elif type(error) is PeerDiedError:
+                error = _lost(known[1], error)
+        value = readable(value, self._futures())
+        if type(value) is Snapshot:
+            is_fetched = value.nbytes > SMALL and not rrefs.runtime().agent.shares_memory(context.peer)
+        else:
+            is_fetched = type(value) in _TEXTS and len(value) >= LARGE
+        if is_fetched:
+            return _arrive_promise, (*known, self._as_promise())
+        if error is not None:
+            future.acknowledge()  # the caller of get() will see
+            return _as_failed(*known, error, context)
+        return _arrive, (*known, value)
 
     # -- Python --------------------------------------------------------------------------------------
 
@@ -532,73 +570,28 @@ def _failed(error: BaseException) -> Future[Any]:
     return future
 
 
-def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
-    context = codec.current_encoding()
-    if isinstance(context, LocalReferences):
-        return context.hold(ref)
-    if not isinstance(context, MessageContext):
-        raise SerializationError(
-            f"{ref!r} can only be sent in the arguments and results of calls, and not with an exception: get() its value first"
-        )
-    known = ref._identity(), ref._name()
-    future = ref._future
-    lost = ref._promise_error()
-    if future is None or not future.completed:
-        if lost is None:
-            return _arrive_promise, (*known, ref._as_promise())
-        return _as_failed(ref, lost, context)
-    if lost is not None:
-        ref._promise = None  # this worker promises what it has
-    error = future.error
-    value = future.value_or_none
-    if error is None and type(value) is StoredResult:
-        rref = value.rref
-        error = rref._references.table.failure(rref._handle)
-        fetched = ref._fetched
-        if fetched is not None and fetched.completed and fetched.error is None:
-            # It is here, too: nearer to a process of this host than where it was made, and all that is left where that is gone.
-            if error is not None:
-                ref._future, error = fetched, None
-            if ref._future is fetched or rrefs.runtime().agent.shares_memory(context.peer):
-                value = fetched.value_or_none
-        elif type(error) is PeerDiedError:
-            error = _lost(ref._name(), error)
-    value = readable(value, ref._futures())
-    if type(value) is Snapshot:
-        is_fetched = value.nbytes > SMALL and not rrefs.runtime().agent.shares_memory(context.peer)
-    else:
-        is_fetched = type(value) in _TEXTS and len(value) >= LARGE
-    if is_fetched:
-        return _arrive_promise, (*known, ref._as_promise())
-    if error is not None:
-        future.acknowledge()  # the caller of get() will see
-        return _as_failed(ref, error, context)
-    return _arrive, (*known, value)
-
-
-def _as_failed(ref: ObjectRef[Any], error: BaseException, context: MessageContext) -> tuple[Any, ...]:
-    worker = rrefs.runtime().agent.name
+def _as_failed(ref_id: bytes, label: str, error: BaseException, context: MessageContext) -> tuple[Any, ...]:
     dumps = codec.dumper(context.peer.same_main)
-    packed = exceptions.dump(error, worker=worker, dumps=dumps)
-    return _arrive_failed, (ref._identity(), ref._name(), packed)
+    packed = exceptions.dump(error, worker=rrefs.runtime().agent.name, dumps=dumps)
+    return _arrive_failed, (ref_id, label, packed)
 
 
 def _arrive(ref_id: bytes, label: str, value: Any) -> ObjectRef[Any]:
     """Rebuild an ObjectRef whose result comes along, or is kept (named in pickles)."""
     future: Future[Any] = InnerFuture()
     future.set_result(value)
-    return ObjectRef._arrived(ref_id, label, future, None)
+    return ObjectRef(future, label=label, ref_id=ref_id)
 
 
 def _arrive_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
     """Rebuild an ObjectRef of a call that failed (named in pickles)."""
     error = exceptions.load(packed, loads=codec.loads)
-    return ObjectRef._arrived(ref_id, label, _failed(error), None)
+    return ObjectRef(_failed(error), label=label, ref_id=ref_id)
 
 
 def _arrive_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
     """Rebuild an ObjectRef whose call is not over (named in pickles)."""
-    return ObjectRef._arrived(ref_id, label, None, promise)
+    return ObjectRef(None, label=label, promise=promise, ref_id=ref_id)
 
 
 def _load(address: pickles.Address, ref_id: bytes, label: str) -> ObjectRef[Any]:
@@ -607,11 +600,11 @@ def _load(address: pickles.Address, ref_id: bytes, label: str) -> ObjectRef[Any]
     Raises: as :func:`pickles.find`.
     """
     promise = pickles.find(address, f"an ObjectRef to {label}")
-    future = promise._references.promised.get(address.value) if promise.is_owner() else None
-    return ObjectRef._arrived(ref_id, label, future, promise)
+    future = rrefs.runtime().promised.get(address.value) if promise.is_owner() else None
+    return ObjectRef(future, label=label, promise=promise, ref_id=ref_id)
 
 
-codec.register(ObjectRef, _reduce)
+codec.register(ObjectRef, ObjectRef._reduce)
 
 
 def put(value: T) -> ObjectRef[T]:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from actorrpc.compat.rpc.references import RRef
-from actorrpc.rpc.rref import reduce
 from actorrpc.serialization import torchscript
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
@@ -76,7 +75,7 @@ class _InternalRPCPickler:
 
     def __init__(self) -> None:
         self._class_reducer_dict: dict[type, _Reducer] = {}
-        self._own: dict[type, _Reducer] = {RRef: reduce, **torchscript.REDUCERS}
+        self._own: dict[type, _Reducer] = {RRef: RRef._reduce, **torchscript.REDUCERS}
 
     def _register_reducer(self, obj_class: type, reducer: _Reducer) -> None:
         """Have objects of a class be reduced by a function; the first one given for a class stays."""

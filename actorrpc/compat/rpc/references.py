@@ -85,7 +85,7 @@ class RRef(rref.RRef[T]):
         if self.is_owner():
             error = None if self._creation is None else self._creation.error
         else:
-            error = self._references.table.failure(self._handle)
+            error = rref.failure(self)
         return error if isinstance(error, RpcTimeoutError) else None
 
     def _say_not_made(self, error: RpcTimeoutError) -> str:

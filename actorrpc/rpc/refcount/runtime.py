@@ -51,7 +51,7 @@ class References:
 
     Args:
         default_timeout: gives the time-out, in seconds, of fetches and calls that name none.
-        wrap: makes the user's object for a handle.
+        wrap: makes the user's object for a handle, and for the future of the call that creates its value.
         make: the function that is called on an owner to make a value there.
     """
 
@@ -60,7 +60,7 @@ class References:
         agent: Agent,
         default_timeout: Callable[[], float],
         *,
-        wrap: Callable[[References, Handle], Any],
+        wrap: Callable[[References, Handle, Future[None] | None], Any],
         make: Callable[..., Any],
     ) -> None:
         self.agent = agent
@@ -77,6 +77,10 @@ class References:
         agent.on_notice[_GIVEN_UP] = self._creation_given_up
         agent.on_peer_end.append(self._peer_ended)
         agent.references = self
+
+    def wrapped(self, handle: Handle, creation: Future[None] | None = None) -> Any:
+        """Return the user's object for a handle."""
+        return self._wrap(self, handle, creation)
 
     # -- carrying out what the table asks for ------------------------------------------------------
 
@@ -175,7 +179,7 @@ class References:
 
     def arrived(self, context: MessageContext, packed: bytes) -> None:
         received = self.table.receive(unpack_forks(packed), context.peer.key)
-        context.received = [received.pending, *(self._wrap(self, handle) for handle in received.handles)]
+        context.received = [received.pending, *map(self.wrapped, received.handles)]
         self.carry_out(received.effects)
 
     def refuse(self, peer: Peer, packed: bytes) -> None:
@@ -253,7 +257,7 @@ class References:
         handle = self.table.create_user(self.me)
         # No call is under way that could bring the value: nothing but its holders keeps the entry.
         self.carry_out(self.table.confirmed(handle))
-        rref = self._wrap(self, handle)
+        rref = self.wrapped(handle)
         rref_id = handle.rref_id
         self.promised[rref_id] = future
 
@@ -294,8 +298,7 @@ class References:
         handle = self.table.create_user(peer.key)
         if future is None:
             future = Future()
-        rref = self._wrap(self, handle)
-        rref._creation = future
+        rref = self.wrapped(handle, future)
         is_unsent = False
 
         def created(done: Future[None]) -> None:
