@@ -364,17 +364,13 @@ class RRef(Generic[T]):
                         worker=self._references.agent.name,
                     ) from None
             return future.wait()
+        return self._ask_owner(_fetch, (self._handle.rref_id[:],), seconds, "to_here")  # type: ignore[no-any-return]
+
+    def _ask_owner(self, function: Any, args: tuple[Any, ...], seconds: float, what: str) -> Any:
         self._check()
-        agent = self._references.agent
-        return agent.ask(  # type: ignore[no-any-return]
-            self._references.peer_of(self._handle.owner),
-            _fetch,
-            (self._handle.rref_id[:],),
-            {},
-            seconds,
-            keep=self,
-            label="RRef.to_here",
-        )
+        references = self._references
+        peer = references.peer_of(self._handle.owner)
+        return references.agent.ask(peer, function, args, {}, seconds, keep=self, label=f"RRef.{what}")
 
     def _to_future(
         self, future: Future[Any] | None = None, fetch: Any = _fetch, more: tuple[Any, ...] = ()
@@ -429,10 +425,7 @@ class RRef(Generic[T]):
             return
         if dist_autograd_ctx_id == _NO_CONTEXT:
             raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        self._check()
-        agent = self._references.agent
-        peer = self._references.peer_of(self._handle.owner)
-        agent.ask(peer, _backward, arguments, {}, 0, keep=self, label="RRef.backward")
+        self._ask_owner(_backward, arguments, 0, "backward")
 
     def _check(self) -> None:
         """Raise what has happened to this reference, if anything has."""

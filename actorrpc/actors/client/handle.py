@@ -25,6 +25,7 @@ from typing import (
     ParamSpec,
     Self,
     TypeVar,
+    get_args,
     overload,
 )
 
@@ -219,7 +220,7 @@ class _RemoteCall(_LikeItsMethod):
             return ref
         again = self._route.again(info, self._sent, args, kwargs)
         future = self._route.call(info, self._sent, args, kwargs, True)
-        return shaped(future, info, self._options, route=self._route, again=again)
+        return shaped(future, info, self._options, self._route.explain, again)
 
     def __repr__(self) -> str:
         return f"<remote of {ActorMethod(self._card, self._route, self._info, self._options)!r}>"
@@ -346,17 +347,9 @@ class _Calling:
     def __get__(self, handle: ActorHandle[Any] | None, owner: Any = None) -> Any:
         if handle is None:
             return self
-        card = _card(handle)
-        info = card.info.methods.get("__call__")
-        if info is None:
+        if "__call__" not in _card(handle).info.methods:
             return _Offered(handle, _not_callable, "__call__")
-        state = handle.__dict__
-        found = state.get("__call__")
-        if found is None:
-            found = state["__call__"] = _method(
-                card, state["_actorrpc_route"], info, state["_actorrpc_given"]
-            )
-        return found
+        return handle.__dict__.get("__call__") or handle.__getattr__("__call__")
 
 
 def _not_callable(handle: ActorHandle[Any], *args: Any, **kwargs: Any) -> Any:
@@ -454,7 +447,9 @@ class ActorHandle(Generic[C_co]):
                 raise AttributeError(name)
             info = card.info.methods.get(name)
             if info is not None:
-                found = state[name] = _method(card, state["_actorrpc_route"], info, state["_actorrpc_given"])
+                # It knows the route, not the handle, which keeps it: no cycle holds a handle, whose end ends the actor.
+                options = _options_of(card, info, state["_actorrpc_given"])
+                found = state[name] = ActorMethod(card, state["_actorrpc_route"], info, options)
                 return found
             if name in _offered:
                 return _Offered(self, _offered[name], name)
@@ -504,13 +499,6 @@ class ActorHandle(Generic[C_co]):
 def _card(handle: ActorHandle[Any]) -> Card:
     card: Card = handle.__dict__["_actorrpc_card"]
     return card
-
-
-def _method(
-    card: Card, route: Route, info: MethodInfo, given: dict[str, Any] | None
-) -> ActorMethod[..., Any]:
-    # It knows the route, not the handle, which keeps it: no cycle holds a handle, whose end ends the actor.
-    return ActorMethod(card, route, info, _options_of(card, info, given))
 
 
 def _options_of(card: Card, info: MethodInfo, given: dict[str, Any] | None) -> CallOptions:
@@ -715,7 +703,7 @@ def _send(
     if style == "remote" or info.streams or options.num_returns == "streaming":
         again = route.again(info, options, args, kwargs)
         future = route.call(info, options, args, kwargs, refs=True, timeout=seconds)
-        return shaped(future, info, options, route=route, again=again)
+        return shaped(future, info, options, route.explain, again)
     if options.num_returns != 1:
         options = options.merged(num_returns=1)  # torch knows no such thing: the value is what it returns
     if style == "rref":
@@ -733,16 +721,11 @@ def call_function(handle: ActorHandle[Any], args: tuple[Any, ...], kwargs: dict[
 # -- what every handle has ----------------------------------------------------------------------------------------
 
 
-def _rpc_sync(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
-    return ActorProxy(handle, "rpc_sync", timeout)
+def _offer_proxies(style: Style) -> None:
+    def proxy(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
+        return ActorProxy(handle, style, timeout)
 
-
-def _rpc_async(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
-    return ActorProxy(handle, "rpc_async", timeout)
-
-
-def _remote(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
-    return ActorProxy(handle, "remote", timeout)
+    offer(style, proxy)
 
 
 def _options(handle: ActorHandle[Any], **options: Any) -> ActorHandle[Any]:
@@ -750,10 +733,6 @@ def _options(handle: ActorHandle[Any], **options: Any) -> ActorHandle[Any]:
     given = {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)}
     _check_group(CallOptions(**given), state["_actorrpc_card"])
     return ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], given)
-
-
-def _actor_id(handle: ActorHandle[Any]) -> int:
-    return _card(handle).actor_id
 
 
 def _rref(handle: ActorHandle[Any]) -> Any:
@@ -782,11 +761,10 @@ def _remote_parameters(handle: ActorHandle[Any], recurse: bool = True) -> Any:
 
 
 _offered_to_modules["remote_parameters"] = _remote_parameters
-offer("rpc_sync", _rpc_sync)
-offer("rpc_async", _rpc_async)
-offer("remote", _remote)
+for _style in get_args(Style):
+    _offer_proxies(_style)
 offer("options", _options)
-offer("actor_id", _actor_id, value=True)
+offer("actor_id", lambda handle: _card(handle).actor_id, value=True)
 offer("rref", _rref, value=True)
 
 

@@ -57,44 +57,28 @@ _UNCHANGING: Final = frozenset({int, float, bool, str, bytes, type(None), comple
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
 
 
-class QueueOfCalls(Protocol):
-    """The queue of an actor as its calls use it: a CallQueue."""
+class _QueueOfCalls(Protocol):
+    """The queue of an actor as its calls use it: a CallQueue, which says what the methods do."""
 
     agent: Agent
     flying: dict[int, ResultFuture]
     barrier: set[int] | None
 
-    def next_number(self) -> int:
-        """Return the number of the next call."""
-
-    def caught(self, future: ResultFuture, error: BaseException) -> bool:
-        """See CallQueue.caught."""
-
-    def passed(self, number: int) -> None:
-        """See CallQueue.passed."""
-
-    def swept(self) -> None:
-        """See CallQueue.swept."""
-
-    def waits_for(self) -> str:
-        """See CallQueue.waits_for."""
-
-    def is_gone(self, epoch: int) -> bool:
-        """See CallQueue.is_gone."""
-
-    def bounced(self, future: ResultFuture) -> None:
-        """See CallQueue.bounced."""
-
-    def ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
-        """See CallQueue.ended_unsent."""
+    def next_number(self) -> int: ...
+    def caught(self, future: ResultFuture, error: BaseException) -> bool: ...
+    def passed(self, number: int) -> None: ...
+    def swept(self) -> None: ...
+    def waits_for(self) -> str: ...
+    def is_gone(self, epoch: int) -> bool: ...
+    def bounced(self, future: ResultFuture) -> None: ...
+    def ended_unsent(self, future: ResultFuture, error: BaseException) -> None: ...
 
 
-class RouteOfCall(Protocol):
+class _RouteOfCall(Protocol):
     """The route that a call takes: a Route. It holds the actor's anchor."""
 
     @property
-    def queue(self) -> QueueOfCalls:
-        """The queue of the actor."""
+    def queue(self) -> _QueueOfCalls: ...
 
 
 class ResultFuture(InnerFuture[Any]):
@@ -109,11 +93,11 @@ class ResultFuture(InnerFuture[Any]):
 
     __slots__ = ("number", "pending", "route", "template")
 
-    def __init__(self, route: RouteOfCall, template: CallTemplate) -> None:
+    def __init__(self, route: _RouteOfCall, template: CallTemplate) -> None:
         Future.__init__(self)
         self.label = template
         self.number = route.queue.next_number()
-        self.route: RouteOfCall | None = route
+        self.route: _RouteOfCall | None = route
         self.template: CallTemplate | None = template
         self.pending: PendingCall | None = None
 
@@ -418,7 +402,9 @@ class ReservedCall:
 
     __slots__ = ("_call", "_free", "_future", "_left", "_queue", "_template")
 
-    def __init__(self, queue: QueueOfCalls, future: ResultFuture, template: CallTemplate, call: Call) -> None:
+    def __init__(
+        self, queue: _QueueOfCalls, future: ResultFuture, template: CallTemplate, call: Call
+    ) -> None:
         self._queue, self._future, self._template, self._call = queue, future, template, call
         awaits = call.awaits if len(call.awaits) == 1 else dict.fromkeys(call.awaits)
         self._left = [None] * len(awaits)

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.call_queue import CallQueue
@@ -42,34 +42,26 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.rpc.rref import RRef
 
-__all__ = ["Explains", "Route", "Routes", "shaped"]
-
-
-class Explains(Protocol):
-    """Says what the end of a stream's worker means: a route."""
-
-    def explain(
-        self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
-    ) -> BaseException | Future[Any]:
-        """See :meth:`Route.explain`."""
+__all__ = ["Route", "Routes", "shaped"]
 
 
 def shaped(
     future: Future[Any],
     info: MethodInfo,
     options: CallOptions,
+    explain: Callable[..., BaseException | Future[Any]],
+    again: Again | None,
     label: object = None,
-    route: Explains | None = None,
-    again: Again | None = None,
 ) -> Any:
     """Return what ``remote`` gives for a call: an ObjectRef, several, none, or a stream.
 
     Args:
+        explain: says what the end of a stream's worker means, as :meth:`Route.explain`.
         again: makes a call again that gives a stream.
     """
     count = options.num_returns
     if count == "streaming" or info.streams:
-        translate = None if route is None else partial(route.explain, info, options)
+        translate = partial(explain, info, options)
         stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, translate=translate, again=again)
         return spread(stream, count) if isinstance(count, int) and count > 1 else stream
     if count == 1:

@@ -429,7 +429,7 @@ class TaskFuture(InnerFuture[Any]):
             try:
                 if error is not None:
                     raise error
-                context.run(self.start, *(held if type(held) is tuple else held.open()))
+                context.run(self.start, *PendingCall.opened(held))
             except BaseException as failed:
                 self.try_fail(failed)
                 if is_of_handler(failed):
@@ -554,7 +554,7 @@ class RemoteFunction(Generic[P, Out]):
                 if lease is not None:
                     lease.wait()
                 task.start(given, kwargs)
-            return shaped(task, self._method, self._shape, label=self._title, route=task, again=task.again)
+            return shaped(task, self._method, self._shape, task.explain, task.again, self._title)
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> RemoteFunction[P, Any]: ...

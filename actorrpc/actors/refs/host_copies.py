@@ -52,9 +52,18 @@ class HostCopies:
         self._references = references
         self._fetched: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
 
-    def find(self, value: RRefId) -> Future[Any] | None:
-        """Return what is, or will be, completed with a copy."""
-        return self._fetched.get(value)
+    def share(self, value: RRefId) -> Any:
+        """Answer with the copy that this worker has fetched, or None where it has none any more."""
+        agent, future = self._references.agent, self._fetched.get(value)
+        if future is None:
+            return None
+        if future.completed:
+            return _shared(agent, future)
+        answer: Future[Any] = Future()
+        answer.label = future.label
+        # It may be long to copy: not on the thread that reads.
+        future.add_done_callback(lambda done: agent.submit(lambda: answer.set_result(_shared(agent, done))))
+        return Later(answer)
 
     def fetch(self, rref: RRef[Any], future: Future[Any], anew: bool) -> Future[Any]:
         """Return what completes with an object, or with :class:`CopyOnHost`. Never raises.
@@ -121,19 +130,7 @@ def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, found: Any) -> An
 
 
 def _share(value: RRefId) -> Any:
-    """Answer with the copy that this worker has fetched, or None where it has none any more."""
-    agent = runtime().agent
-    copies: HostCopies = runtime().host_copies
-    future = copies.find(value)
-    if future is None:
-        return None
-    if future.completed:
-        return _shared(agent, future)
-    answer: Future[Any] = Future()
-    answer.label = future.label
-    # It may be long to copy: not on the thread that reads.
-    future.add_done_callback(lambda done: agent.submit(lambda: answer.set_result(_shared(agent, done))))
-    return Later(answer)
+    return runtime().host_copies.share(value)
 
 
 def _shared(agent: Agent, done: Future[Any]) -> Snapshot | None:

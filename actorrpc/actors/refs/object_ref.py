@@ -377,13 +377,6 @@ class ObjectRef(Generic[T_co]):
         """
         return self._ask().cancel()
 
-    def _get(self, timeout: float | None, clock: Any) -> T_co:
-        until = None if timeout is None else clock() + timeout
-        value = self._ask().wait(timeout)
-        if type(value) is StoredResult:
-            value = self._settled().wait(None if until is None else max(0.0, until - clock()))
-        return self._value(value)  # type: ignore[no-any-return]
-
     def __await__(self) -> Generator[Any, None, T_co]:
         try:
             value = yield from self._ask().__await__()

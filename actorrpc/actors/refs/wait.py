@@ -340,21 +340,23 @@ def get(
     try:
         if type(refs) is ObjectRef:
             execution = CURRENT.get()
+            until = _INFINITE
             if timeout is None and (execution is None or execution.deadline == _INFINITE):
                 value = (refs._future or refs._ask()).wait()  # the path of most calls
-                if type(value) in ATOMS:
-                    return value
-                if type(value) is StoredResult:
-                    value = refs._settled().wait()
-                sole = sys.getrefcount(refs) == SOLE
-                return refs._value(value, copy, sole)
-            return _get_one(refs, deadline_of(timeout), timeout, copy)
+            else:
+                until = deadline_of(timeout)
+                value = _wait_for(refs._ask(), until, timeout)
+            if type(value) in ATOMS:
+                return value
+            if type(value) is StoredResult:
+                value = _wait_for(refs._settled(), until, timeout)
+            sole = sys.getrefcount(refs) == SOLE
+            return refs._value(value, copy, sole)
         until = deadline_of(timeout)
         if not isinstance(refs, (list, tuple)):
             if isinstance(refs, Arrivals):
                 return _get_all([refs], until, timeout, copy, cancel_on_interrupt)[0]
-            future = _start(refs, "get()", True)
-            return _wait_for(future, until, timeout)
+            return _wait_for(_start(refs, "get()", True), until, timeout)
         flat: list[Any] = []
         sole = type(refs) is list and sys.getrefcount(refs) == SOLE
         for item in refs:
@@ -389,16 +391,6 @@ def _interrupted(error: BaseException, items: Iterable[Any], wanted: bool | None
         for each in items:
             if isinstance(each, (ObjectRef, Arrivals)):
                 each.cancel()
-
-
-def _get_one(ref: ObjectRef[T], until: float, timeout: float | None, copy: bool | None) -> T:
-    try:
-        value = _wait_for(ref._ask(), until, timeout)
-        if type(value) is StoredResult:
-            value = _wait_for(ref._settled(), until, timeout)
-        return ref._value(value, copy)  # type: ignore[no-any-return]
-    finally:
-        del ref
 
 
 def _opened(item: Any, future: Future[Any], copy: bool | None = None) -> Any:
