@@ -234,17 +234,7 @@ class CallQueue:
                 place = None if pending is None else pending.place
                 mail = template.mail_for(unresolved and not awaits, place)
             call = self.agent.call(
-                template.peer,
-                None,
-                args,
-                kwargs,
-                seconds,
-                future,
-                None,
-                template.label,
-                mail,
-                None,
-                awaits,
+                template.peer, None, args, kwargs, seconds, future, None, template.label, mail, None, awaits
             )
             if awaits:
                 ReservedCall(self, future, template, call)

@@ -11,7 +11,7 @@ from typing import Any
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.refs.wait import all_of
+from actorrpc.actors.refs.wait import all_of, cover
 from actorrpc.futures import Future
 
 __all__ = ["awaited", "has_refs", "pack_arguments", "resolve"]
@@ -61,9 +61,7 @@ def pack_arguments(
             left,
         )
     except BaseException:
-        for each in (*args, *kwargs.values()):
-            if type(each) is ObjectRef and each._future is not None:
-                each._future.cover()
+        cover([*args, *kwargs.values()])
         raise
 
 
@@ -84,19 +82,14 @@ def resolve(
     """
     if not has_refs(args, kwargs):
         return None
-    refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
-    resolved: Future[tuple[tuple[Any, ...], dict[str, Any]]] = Future()
-    resolved.label = "the ObjectRefs among the arguments"
 
-    def fetched(done: Future[list[Any]]) -> None:
-        found = done.value_or_none
-        if found is None:
-            resolved.follow(done)
-            return
-        values = iter(found)
+    def fetched(done: Future[list[Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = iter(done.value())
         complete = tuple([next(values) if type(each) is ObjectRef else each for each in args])
-        named = {name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()}
-        resolved.set_result((complete, named))
+        return complete, {
+            name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()
+        }
 
-    all_of(refs).add_done_callback(fetched)
+    resolved = all_of([each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]).then(fetched)
+    resolved.label = "the ObjectRefs among the arguments"
     return resolved

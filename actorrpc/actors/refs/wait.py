@@ -35,6 +35,7 @@ __all__ = [
     "GetTimeoutError",
     "all_of",
     "as_completed",
+    "cover",
     "deadline_of",
     "get",
     "progress",
@@ -94,7 +95,7 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
         NotInitializedError: it is pending in the process of which this one is a fork.
     """
     if type(item) is ObjectRef:
-        future = item._future or item._ask()
+        future = item._ask()
         if not future.completed:
             future.check_process()
         elif final and type(future.value_or_none) is StoredResult:
@@ -481,7 +482,7 @@ def _get_each(
     except BaseException as error:
         _interrupted(error, items, cancel)
         if _time_is_over() or any(each.error is not None for each in _behind(items, futures)):
-            _cover(items, futures)
+            cover(items, futures)
         items.clear()  # they are the caller's own list: see get()
         futures.clear()
         raise
@@ -489,12 +490,11 @@ def _get_each(
 
 def _behind(items: Sequence[Any], futures: Sequence[Future[Any]]) -> list[Future[Any]]:
     """Return the futures whose failures end a wait for several results: those of calls and those of fetches."""
-    refs = [item for item in items if type(item) is ObjectRef]
-    found = [future for ref in refs for future in (ref._future, ref._fetched) if future is not None]
-    return [*futures, *found]
+    return [*futures, *(each for item in items if type(item) is ObjectRef for each in item._futures())]
 
 
-def _cover(items: Sequence[Any], futures: Sequence[Future[Any]]) -> None:
+def cover(items: Sequence[Any], futures: Sequence[Future[Any]] = ()) -> None:
+    """Have the failures not be reported of ObjectRefs among the items, and of these futures."""
     for each in _behind(items, futures):
         each.cover()
 
@@ -552,7 +552,7 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
         collector.close()
         for future in futures:
             if future.error is not None:
-                _cover(refs, futures)
+                cover(refs, futures)
                 values.set_exception(future.error)
                 return
         try:
@@ -749,7 +749,7 @@ class _Registered(_Collecting):
     def cover(self) -> None:
         """Have the failures of these results not be reported: the time is over for the thread that waits for them."""
         items = list(self.items.values())
-        _cover(items, [*self._collector.futures, *(each for each in items if isinstance(each, Future))])
+        cover(items, [*self._collector.futures, *(each for each in items if isinstance(each, Future))])
 
     def take(self, count: int) -> list[Any]:
         """Take out the first ``count`` of the results that have ended, in order."""
@@ -885,7 +885,7 @@ class Completed(_Collecting, Generic[T]):
         return _late(f"one of {self._left} results", self._timeout)
 
     def _cover(self) -> None:
-        _cover([each.item for each in self._collector.watches.values()], self._collector.futures)
+        cover([each.item for each in self._collector.watches.values()], self._collector.futures)
 
 
 @overload
