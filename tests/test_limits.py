@@ -129,10 +129,10 @@ def test_a_small_message_with_a_header_and_shared_memory_gives_it_back(
             for _ in range(8):
                 with pytest.raises(LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory"):
                     one.ask(to, len, (given,), {}, 20.0)
-        if to.conn.lender is None:
+        if to.conn.lane.lender is None:
             pytest.skip("these connections have no shared memory")
         assert one.ask(to, len, (given,), {}, 20.0) == 2
-        assert to.conn.lender.stats().segments <= 4  # what was refused has come back
+        assert to.conn.lane.lender.stats().segments <= 4  # what was refused has come back
 
 
 @pytest.mark.prints("the connection to a[01] was closed: no memory to read a message of")
@@ -176,7 +176,7 @@ def test_shared_memory_that_cannot_be_mapped_is_tried_again(monkeypatch: pytest.
 
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        if not one.ask(to, _size, (_ones(8 * _MIB),), {}, 20.0) or to.conn.lender is None:
+        if not one.ask(to, _size, (_ones(8 * _MIB),), {}, 20.0) or to.conn.lane.lender is None:
             pytest.skip("these connections have no shared memory")
         monkeypatch.setattr(shared_memory, "reserve", refuse)
         for _ in range(2):

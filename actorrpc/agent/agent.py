@@ -648,7 +648,7 @@ class Agent:
 
     def lender(self, conn: Connection) -> Any:
         """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
-        lender = conn.lender
+        lender = conn.lane.lender
         self.scheduler.keep_trim()
         if lender is None and self.settings.lane:
             lender = self.connector.open_lane(conn)
@@ -860,12 +860,7 @@ class Agent:
         for conn in conns:
             while not (
                 # Another thread may have taken out what it sends, or is to keep; it has the lock until then.
-                (
-                    conn.flush()
-                    and not conn.write_lock.locked()
-                    and conn.flush()
-                    and (conn.local or not holds_back(conn.sock))
-                )
+                (conn.flush() and conn.writer.is_drained() and (conn.local or not holds_back(conn.sock)))
                 or conn.state is CLOSED
                 or _time.now() - begun >= (min(parting, _GOODBYE_S) if hurried(conn) else parting)
             ):

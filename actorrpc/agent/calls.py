@@ -383,7 +383,7 @@ class Call(Progress):
             DeadlockError: this thread is reading the connection, and has come here by a finaliser that the collector has run.
         """
         conn = self.conn
-        if conn is not None and conn.reader == get_ident():
+        if conn is not None and conn.read_by == get_ident():
             raise DeadlockError(
                 f"{self} cannot be waited for here: a finaliser waits, on the very thread that was about to read the answer. "
                 "A __del__ or a weakref's callback may make calls, but not wait for them",

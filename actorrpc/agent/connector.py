@@ -12,7 +12,7 @@ random token.
 dials again, for as long as the grace time lasts; the other side waits for it. Either one finds out at once where the peer's
 process is gone: nobody listens at its address any more. Until the connection goes on, the messages to be sent wait in its outbox,
 under the deadlines of the calls; when it does not, its end is the peer's. Attempts run on pool threads, and several for one
-connection may be under way at both ends. Nothing is guarded there: the latest counts, by the number that each draws.
+connection may be under way at both ends. Nothing is guarded there: the latest counts (:mod:`actorrpc.transport.session`).
 :meth:`Connection.standstill`, before a side tells how far it has come, puts an end to all earlier ones, and
 :meth:`Connection.resume` is a single step under the connection's locks.
 """
@@ -47,6 +47,7 @@ from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED, SUSPENDED
 from actorrpc.transport.failure_detector import process_state, set_up_tcp
+from actorrpc.transport.session import Replay
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
 from actorrpc.transport.tls import Stream, Tls, explain
@@ -112,7 +113,7 @@ class Resumption:
         _log.info("the connection to %r is interrupted: %s", _name(conn), error)
         until = _time.now() + grace
         agent.clock.at(until, partial(agent.pool.submit, partial(self._give_up, conn, error, lapse)))
-        if conn.dialled:
+        if conn.replay is not None and conn.replay.dialled:
             self._redial(conn, error, lapse, until, 0, 0)
         else:
             self._probe(conn, error, lapse)
@@ -142,7 +143,7 @@ class Resumption:
         gone = True
         for family, address in self._connector.addresses(conn.peer):
             try:
-                number = next(conn.attempts)
+                number = next(_replay(conn).attempts)
                 sock, _ = self._connector.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
                 if self._agree(conn, sock, number, limit):
                     return
@@ -210,7 +211,7 @@ class Resumption:
             answer: the last message of the handshake.
         """
         # Before the other side hears that it may go on: from there, its next attempt is a later one here as well.
-        number = 0 if conn is None else next(conn.attempts)
+        number = 0 if conn is None or conn.replay is None else next(conn.replay.attempts)
         try:
             sock.settimeout(self._agent.settings.handshake_timeout)
             sock.sendall(answer)
@@ -220,7 +221,7 @@ class Resumption:
                 sock.close()
                 return
             mine = None
-            if not conn.overtaken(number):
+            if not _replay(conn).is_overtaken(number):
                 conn.suspend(ConnectionResetError("the other side has begun a new one"))
                 mine = conn.standstill(number)
             if mine is None:
@@ -237,7 +238,7 @@ class Resumption:
         return (
             conn.state is not CLOSED
             and conn.replay is not None
-            and conn.other == (session.peer_name, session.peer_incarnation)
+            and conn.replay.other == (session.peer_name, session.peer_incarnation)
         )
 
     # -- both --------------------------------------------------------------------------------------
@@ -259,8 +260,8 @@ class Resumption:
         if not resumed:
             sock.close()
             return
-        self._connector.watch(conn)
-        self._agent.pool.submit(conn.flush_waiting)
+        conn.register()
+        self._agent.pool.submit(conn.writer.flush_waiting)
         _log.info("the connection to %r goes on", _name(conn))
 
 
@@ -276,12 +277,15 @@ def _read_count(sock: Stream) -> int:
 
 
 def _name(conn: Connection) -> str:
-    name: str = conn.other[0] if conn.peer is None else conn.peer.name
-    return name
+    return _replay(conn).other[0]
+
+
+def _replay(conn: Connection) -> Replay:
+    assert conn.replay is not None  # nothing else is suspended, and comes back
+    return conn.replay
 
 
 _BUSY: Final = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE)
-_LANE_AGAIN_S: Final = 10.0  # a tensor lane that could not be opened is tried again after so long
 _GONE: Final = (errno.ECONNREFUSED, errno.ENOENT)
 
 
@@ -330,12 +334,11 @@ class Connector:
         sock = pending.sock
         if session.purpose is Purpose.MAIN:
             conn = self._connection(sock, session, session.attach, pending.local, False)
-            conn.other = session.peer_name, session.peer_incarnation
             with self._lock:
                 self._introducing[conn] = session
             self._welcome(conn, answer)
             try:
-                self.watch(conn)
+                self._watch(conn, session)
             except (OSError, ValueError):  # the epoll was closed meanwhile
                 conn.close()
             if self._agent.closed_down:  # the thread that closed it may have looked before this one came
@@ -351,11 +354,13 @@ class Connector:
             return
         if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and pending.local:
             # In place before the lender can name any memory: it waits for our answer.
-            main.borrower = Borrower(
-                sock,
-                max_buffers=self._agent.settings.max_buffers,
-                on_freed=self._agent.scheduler.freed,
-                adopt=self._agent.objects.adopt,
+            main.lane.borrow(
+                Borrower(
+                    sock,
+                    max_buffers=self._agent.settings.max_buffers,
+                    on_freed=self._agent.scheduler.freed,
+                    adopt=self._agent.objects.adopt,
+                )
             )
             sock.setblocking(False)
             sock.send(answer)
@@ -378,6 +383,9 @@ class Connector:
                 settings=agent.settings,
                 attach=attach,
                 local=local,
+                replay=None
+                if local or not agent.settings.session_grace
+                else Replay((session.peer_name, session.peer_incarnation), dialled),
                 seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
                 leftover=session.leftover,
             )
@@ -388,7 +396,6 @@ class Connector:
                     sock.send(no_room(error))
             sock.close()
             raise
-        conn.dialled = dialled
         # Before anybody can find it, and close it: its number would be that of another one then, which nobody would read.
         agent.pool.watch(conn.fd, conn.turn)
         return conn
@@ -399,7 +406,7 @@ class Connector:
         Found by the thread that closes the agent, it is sent a goodbye: the write lock keeps that behind the answer.
         """
         try:
-            with conn.write_lock:
+            with conn.writer.lock:
                 self._enter(conn)
                 conn.sock.setblocking(True)
                 conn.sock.sendall(answer)
@@ -416,9 +423,9 @@ class Connector:
         with self._lock:
             self._connections[conn.attach] = conn
 
-    def watch(self, conn: Connection) -> None:
-        """Have the pool read a connection, from what has come already."""
-        if conn.fresh:
+    def _watch(self, conn: Connection, session: Session) -> None:
+        """Have the pool read a connection, from what has come right behind the handshake."""
+        if session.leftover:
             frames = conn.begin()
             if frames:
                 self._events.deliver(conn, frames, True)  # on any thread: others are woken for what came
@@ -550,7 +557,7 @@ class Connector:
         self._enter(conn)
         self._join(peer, conn)
         try:
-            self.watch(conn)
+            self._watch(conn, session)
         except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
             conn.close()
         if self._agent.closed_down:  # looked at when it can be found by the thread that closes the agent
@@ -677,34 +684,30 @@ class Connector:
     def open_lane(self, conn: Connection) -> Lender | None:
         """Make the descriptor socket over which memory is lent to the peer; None where that is not possible."""
         peer: Peer = conn.peer
-        path = peer.record.unix_path
-        if not conn.local or not path or conn.lane_failed or _time.now() < conn.lane_after:
+        lane, path = conn.lane, peer.record.unix_path
+        if not conn.local or not path or _time.now() < lane.opens_at:
             return None
         with peer.dial_lock:
-            if conn.lender is not None or _time.now() < conn.lane_after:
-                return cast("Lender | None", conn.lender)
+            if lane.lender is not None or _time.now() < lane.opens_at:
+                return lane.lender
             settings = self._agent.settings
+            limit = _time.now() + settings.handshake_timeout
             try:
-                sock, _ = self.dial(
-                    peer,
-                    socket.AF_UNIX,
-                    path,
-                    Purpose.LANE,
-                    conn.attach,
-                    _time.now() + settings.handshake_timeout,
-                )
+                sock, _ = self.dial(peer, socket.AF_UNIX, path, Purpose.LANE, conn.attach, limit)
             except (OSError, RpcError) as error:
                 _log.info("no shared memory with %r: %s", peer.name, error)
                 # One of the two may have had no descriptor, or no time: that passes.
-                conn.lane_failed = not isinstance(error, (OSError, LimitError))
-                conn.lane_after = _time.now() + _LANE_AGAIN_S
+                lane.cannot_lend(isinstance(error, (OSError, LimitError)))
                 return None
             sock.setblocking(False)
-            lender = Lender(
-                cast(socket.socket, sock), limit_bytes=settings.lane_bytes, threshold=settings.lane_threshold
+            lane.lend(
+                Lender(
+                    cast(socket.socket, sock),
+                    limit_bytes=settings.lane_bytes,
+                    threshold=settings.lane_threshold,
+                )
             )
-            conn.lender = lender
-            return lender
+            return lane.lender
 
     # -- the end -----------------------------------------------------------------------------------------
 

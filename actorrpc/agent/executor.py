@@ -200,7 +200,7 @@ class Executor:
         if agent.pool.queue:
             conn.flush(True)
             return
-        conn.answering.reply()
+        conn.reply()
 
     def run_posts(self, posts: deque[tuple[Any, Frame, float]]) -> None:
         """Execute posts on the thread that has read them as it waited.
@@ -346,8 +346,6 @@ class Executor:
             and agent.gate is None
             and execution.peer.same_main is not None
         ):
-            if conn.credits:
-                conn.credits.pop(execution.id, None)
             conn.outbox.append(outbound.pack(agent, conn, REPLY, execution.id, _dumps(value, 5)))  # type: ignore[arg-type]
             if agent.flights is not None:
                 agent.flights.executed(execution, False)
@@ -468,6 +466,3 @@ class Executor:
             data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(conn.peer.same_main))
             outbound.send(agent, conn, FAILURE, id, data)
             return False
-        finally:
-            if conn.credits:  # not before: a large answer may take its time
-                conn.credits.pop(id, None)

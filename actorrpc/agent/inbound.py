@@ -13,7 +13,6 @@ back, so the number of every request is looked up before anything of it runs.
 from __future__ import annotations
 
 import logging
-import struct
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["Inbox"]
 
 _log = logging.getLogger("actorrpc")
-_PAIRS: Final = struct.Struct("<QQ")
-_NUMBERS: Final = struct.Struct("<Q")
 _REPLIES: Final = (frames.REPLY, frames.FAILURE)
 
 
@@ -130,14 +127,9 @@ class Inbox:
             if conn.replay is not None:
                 conn.replay.acknowledged(frame.id)
         elif kind == frames.LANE_FREE:
-            if conn.lender is not None:
-                conn.lender.reclaim(list(_PAIRS.iter_unpack(frame.body)))
+            conn.lane.heard_freed(frame.body)
         elif kind == frames.LANE_RETIRE:
-            if conn.borrower is not None:
-                if frame.body:
-                    conn.borrower.retire([number for (number,) in _NUMBERS.iter_unpack(frame.body)])
-                else:
-                    conn.borrower.gather()
+            conn.lane.heard_retired(frame.body)
         elif kind == frames.DEFINITION:
             peer.definitions.add(frame.body[:16], frame.body[16:])
         elif kind == frames.STREAM_ABORT:
@@ -153,12 +145,10 @@ class Inbox:
     @staticmethod
     def _with_objects(conn: Connection, frame: Frame) -> Frame:
         """Return a message with the segments that it names; what nobody opens lets go of them by itself."""
-        if conn.borrower is None:
-            raise ProtocolError("a message names shared memory, but there is no descriptor socket")
         numbers = unpack_header(frame.extra).get("objects")
         if not isinstance(numbers, list):
             raise ProtocolError("a message does not say which objects it means")
-        return frame._replace(objects=conn.borrower.take_objects(numbers))
+        return frame._replace(objects=conn.lane.borrowed().take_objects(numbers))
 
     def _refuse_large(self, conn: Connection, frame: Frame, size: int) -> None:
         """Tell the sender of a message, or the caller that waits for it here, that there is no memory for it."""

@@ -275,7 +275,7 @@ def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadlin
     """
     flights, begun = agent.flights, _time.now()
     limit = None if deadline == _INFINITE else deadline
-    is_out = conn.send_chunks(packed.stream, _pieces(packed.buffers, agent.settings.chunk), limit)
+    is_out = conn.writer.send_chunks(packed.stream, _pieces(packed.buffers, agent.settings.chunk), limit)
     if flights is not None and packed.size >= COPIED_BYTES:
         flights.noted(begun, "copy", f"of {packed.size} bytes into the connection to {conn.peer.name}")
     return is_out
@@ -446,8 +446,7 @@ def _open_whole(
     if execution is not None:
         if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= CHARGED):
             # Its bytes no longer count as unread: the answer says so, or where that takes longer a frame of its own.
-            conn.credits[frame.id] = None
-            agent.scheduler.soon(conn)
+            agent.scheduler.soon(conn, frame.id)
         if message.received:
             agent.references.confirm(message.received, execution)
     if frame.kind == frames.REPLY:
@@ -478,20 +477,19 @@ def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Seq
         return buffers[:-1] if frame.flags & BODY else buffers, body_of(frame)
     if frame.flags & LANE:
         assert conn is not None
-        if conn.borrower is None:
-            raise ProtocolError("a message names shared memory, but there is no descriptor socket")
         packed = header.get("placement")
         if not isinstance(packed, bytes):
             raise ProtocolError("a message does not say which shared memory it means")
         place = Placement.unpack(packed)
-        return conn.borrower.views(place.segment_id, place.loan, place.offsets, place.sizes), frame.body
+        views = conn.lane.borrowed().views(place.segment_id, place.loan, place.offsets, place.sizes)
+        return views, frame.body
     sizes = header.get("sizes")
     if not isinstance(sizes, list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise ProtocolError("the sizes of inline buffers cannot be read")
     start = len(frame.body) - sum(sizes)
     if start < 0:
         raise ProtocolError("inline buffers are larger than their message")
-    views: list[memoryview] = []
+    views = []
     position = start
     for size in sizes:
         views.append(memoryview(bytearray(frame.body[position : position + size])))
@@ -501,7 +499,7 @@ def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Seq
 
 def discard(conn: Connection | None, frame: Frame) -> None:
     """Hand back what a message holds that nobody will open."""
-    if frame.flags & LANE and conn is not None and conn.borrower is not None:
+    if frame.flags & LANE and conn is not None and conn.lane.borrower is not None:
         try:
             _buffers(conn, frame, unpack_header(frame.extra))
         except ProtocolError:

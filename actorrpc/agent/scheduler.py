@@ -69,7 +69,7 @@ class Scheduler:
         #: connections that the pool listens to again soon, if nobody comes to read what is expected there
         self.expecting: dict[Connection, None] = {}
         self.expected = Tick(clock, _EXPECTED_S, self._listen)
-        self._laden: dict[Connection, None] = {}
+        self._laden: dict[tuple[Connection, int], None] = {}
         self._soon = Tick(clock, _SOON_S, self._send_laden)
         self.changes = MembershipEvents(agent.pool.submit)
         agent.on_peer_end.append(self._ended)
@@ -90,7 +90,7 @@ class Scheduler:
         late = _time.now() - 0.5 * _EXPECTED_S
         for conn in list(self.expecting):
             # A thread that expects and waits, again and again, is left alone.
-            if not conn.expecting or conn.expecting_since < late:
+            if conn.expecting < late:
                 self.expecting.pop(conn, None)
                 # Who has made many calls may be at it still. Who has made few, or the last one a while ago, waits elsewhere: in
                 # torch.futures.wait_all(), say, which is C, and reads nothing.
@@ -115,22 +115,23 @@ class Scheduler:
         self.flush()
         return busy
 
-    def soon(self, conn: Connection) -> None:
-        """Send what is in the outbox, and the credit that is owed, soon, if nothing takes it along before."""
-        self._laden[conn] = None
+    def soon(self, conn: Connection, taken_up: int = 0) -> None:
+        """Send what is in the outbox soon, if nothing takes it along before.
+
+        Args:
+            taken_up: the number of a large request whose bytes do not count as unread any more. Its answer says so, too.
+        """
+        self._laden[conn, taken_up] = None
         if not self._soon.active:
             self._soon.poke()
 
     def _send_laden(self) -> bool:
         busy = False
         while self._laden:
-            conn, _ = self._laden.popitem()
+            (conn, taken_up), _ = self._laden.popitem()
             busy = True
-            try:
-                while True:  # until it is empty: an answer may take the last one in this moment
-                    conn.outbox.append(pack_frame(frames.CREDIT, conn.credits.popitem()[0]))
-            except KeyError:
-                pass
+            if taken_up in conn.peer.running:
+                conn.outbox.append(pack_frame(frames.CREDIT, taken_up))
             if conn.outbox:
                 conn.flush()
         return busy
@@ -145,7 +146,7 @@ class Scheduler:
         self._ringing = False
         for peer in self._agent.peers():
             for conn in list(peer.conns):
-                if conn.state is not CLOSED and conn.hand_back():
+                if conn.state is not CLOSED and conn.lane.hand_back(conn.outbox):
                     self._agent.pool.submit(conn.flush)
         return False
 
@@ -168,9 +169,8 @@ class Scheduler:
         kept = self._agent.buffers.stats().free_bytes
         for peer in self._agent.peers():
             for conn in list(peer.conns):
-                if conn.lender is not None:
-                    conn.lender.trim(force=False)
-                    kept += conn.lender.stats().free_bytes
+                if conn.lane.lender is not None:
+                    kept += conn.lane.lender.stats().free_bytes
         return kept > 0
 
     def before_fork(self) -> None:
@@ -185,10 +185,10 @@ class Scheduler:
 
     def _borrowers(self) -> list[Any]:
         return [
-            conn.borrower
+            conn.lane.borrower
             for peer in self._agent.peers()
             for conn in list(peer.conns)
-            if conn.borrower is not None
+            if conn.lane.borrower is not None
         ]
 
     def watch(self, call: Call) -> None:

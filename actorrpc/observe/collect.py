@@ -286,10 +286,10 @@ def _held(session: DebugSession) -> dict[str, Any]:
 def _connection(peer: Peer, now: float) -> dict[str, Any]:
     conns = [each for each in list(peer.conns) if each.state is not CLOSED]
     heard = max([each.heard for each in conns] + [peer.failure_detector.heard])
-    lenders = [each.lender for each in conns if each.lender is not None]
+    lenders = [each.lane.lender for each in conns if each.lane.lender is not None]
     stats = [each.stats() for each in lenders]
     pending = list(peer.pending.values())  # in the order in which they were made
-    borrowers = [each.borrower for each in conns if each.borrower is not None]
+    borrowers = [each.lane.borrower for each in conns if each.lane.borrower is not None]
     return {
         "worker": peer.name,
         "state": state_of(peer),
@@ -302,11 +302,11 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "calls_in": len(peer.running),
         "unread": peer.charged,
         "blocked": _lasted(peer.blocked, now),
-        "stalled": max((_lasted(each.chunks.blocked, now) for each in conns), default=0.0),
-        "sent": sum(each.bytes_out for each in conns),
-        "received": sum(each.bytes_in for each in conns),
-        "chunks_sent": sum(each.chunk_bytes_out for each in conns),
-        "chunks_received": sum(each.chunk_bytes_in for each in conns),
+        "stalled": max((_lasted(each.writer.blocked, now) for each in conns), default=0.0),
+        "sent": sum(each.writer.sent for each in conns),
+        "received": sum(each.reader.received for each in conns),
+        "chunks_sent": sum(each.writer.sent_in_chunks for each in conns),
+        "chunks_received": sum(each.reader.received_in_chunks for each in conns),
         "lent": sum(each.lent_bytes for each in stats),
         "placed": sum(each.placed_bytes for each in stats),
         "borrowed": sum(each.held_bytes for each in borrowers),

@@ -12,13 +12,10 @@ for in a hang:
 * under the lock, frames are only split, and control frames handled (they are short and run no user code);
   everything else happens after the release.
 
-**Writing.** Frames are put into ``outbox``; the thread that gets ``write_lock`` sends what is there, for everybody. A
-thread that does not get it goes away: the holder looks again after releasing. Large buffers leave as chunks,
-one at a time, each preceded by whatever small frames have come up. Nobody blocks in a send except the caller
-whose data it is.
+**Writing.** See :mod:`actorrpc.transport.writer`.
 
-Lock order: ``read_lock`` before ``write_lock``, which is waited for only where the connection is suspended or broken: a writer
-may wait for what has to be read. Neither is ever held while user code, or code that may run the garbage collector into
+Lock order: ``read_lock`` before the writer's, which is waited for only where the connection is suspended or broken: a writer may
+wait for what has to be read. Neither is ever held while user code, or code that may run the garbage collector into
 user code for long, is called on purpose. The functions that read, write and arm are marked
 uninterruptible: signal handlers wait for their end, and any exception in one of them closes the connection.
 
@@ -28,11 +25,9 @@ uninterruptible: signal handlers wait for their end, and any exception in one of
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import select
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -47,33 +42,16 @@ from actorrpc.errors import ProtocolError
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED, Goodbye, StateMachine
-from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, WEIGHT, ServerTurn, Spinning, spinner
+from actorrpc.transport.lane import Lane
+from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, WEIGHT, Spinning, spinner
 from actorrpc.transport.session import Replay
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.transport.tls import Stream, TlsSocket
-from actorrpc.transport.writer import ChunkSender
-from actorrpc.wire.frames import (
-    ACK,
-    FAILURE,
-    LANE_FREE,
-    LANE_RETIRE,
-    MAIL,
-    OBJECTS,
-    STREAM,
-    Frame,
-    FrameReader,
-    pack_frame,
-)
+from actorrpc.transport.tls import Stream
+from actorrpc.transport.writer import Writer
+from actorrpc.wire.frames import FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader
 from actorrpc.wire.integrity import SealedReader, Seals
 
-__all__ = ["Connection", "Events", "ReadWaiter", "Sendable"]
-
-
-class Sendable(Protocol):
-    """Something in the outbox that wants to know when it has been handed to the kernel."""
-
-    frame: bytes
-    sent: bool
+__all__ = ["Connection", "Events", "ReadWaiter"]
 
 
 class ReadWaiter(Protocol):
@@ -111,16 +89,34 @@ class Events(Protocol):
 
 
 _DONTWAIT: Final = socket.MSG_DONTWAIT
-_SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _LOOKED_AT: Final = STREAM | MAIL | OBJECTS
-_PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 
 
 class Connection(StateMachine):
-    """One connected, authenticated stream socket."""
+    """One connected, authenticated stream socket.
+
+    Args:
+        attach: the token that names it.
+        local: both ends are on this host, without TCP.
+        replay: has it go on over another socket, where the first one breaks. On one host, the end of a socket is a death.
+        seals: make and check the proofs that what comes is what was sent.
+        leftover: what came right behind the handshake; :meth:`begin` looks at it.
+
+    Attributes:
+        peer: the worker at the other end, once it is known.
+        assemblies: what takes the chunks that are coming in, by the number of their stream.
+        undelivered: one entry for each batch that was read and is not delivered yet; put in under the read lock.
+        heard: when bytes came last.
+        reader: splits what comes into frames. Guarded by ``read_lock``, as are reading and the poller.
+        read_by: the number of the thread that holds the read lock, and may run finalisers meanwhile; 0 where that cannot be.
+        outbox, flush: the writer's.
+        spinning: of the threads that wait for a reply; ``answering``: of those that have executed a call.
+        expecting: since when the connection is disarmed although nobody reads: the thread that made a call is about to wait for
+            it, or the clock listens again soon. 0: it is not.
+        unattended: how many more replies are to be read by the threads that wait for them before one is expected again.
+    """
 
     def __init__(
         self,
@@ -131,6 +127,7 @@ class Connection(StateMachine):
         settings: Settings,
         attach: bytes,
         local: bool,
+        replay: Replay | None = None,
         seals: Seals | None = None,
         leftover: bytes = b"",
     ) -> None:
@@ -140,75 +137,45 @@ class Connection(StateMachine):
         self.fd = sock.fileno()
         self.local = local
         self.attach = attach
+        self.events = events
         self.peer: Any = None
-        self.lender: Any = None
-        self.borrower: Any = None
-        self.lane_failed = False
-        self.lane_after = 0.0  # when opening a tensor lane may be tried again
+        self.lane = Lane()
         self.assemblies: dict[int, Any] = {}
-        #: large requests that have been taken up, of which the other side has not been told
-        self.credits: dict[int, None] = {}
-        #: one entry for each batch that was read and is not delivered yet; put in under the read lock
         self.undelivered: deque[None] = deque()
-        #: bytes that have gone over its sockets, those of them that were chunks, and those that have come; counted under
-        #: the lock of the direction
-        self.bytes_out = self.chunk_bytes_out = self.bytes_in = self.chunk_bytes_in = 0
         self.goodbye: Goodbye | None = None
-        # What is between hosts may break and go on over another socket; on one host, the end of a socket is a death.
-        self.replay = Replay() if not local and settings.session_grace else None
-        self.dialled = False
-        self.other = ("", "")  # name and incarnation of the worker at the other end, as it has proved itself
-        #: attempts to come back; each draws its number before it says anything
-        self.attempts = itertools.count(1)
-        self._told = 0  # the latest attempt over which the other side was told how far reading has come
+        self.replay = replay
         self.heard = _time.now()
-        # Guards reading, the frame reader and the read side's poller.
         self.read_lock = _time.Lock()
-        #: the number of the thread that holds it, and may run finalisers meanwhile; 0 where that cannot be
-        self.reader = 0
-        # Guards sending and ``_rest``.
-        self.write_lock = _time.Lock()
-        self.outbox: deque[bytes | Sendable] = deque()
-        self._rest: list[memoryview] = []
-        self._flushing = False
-        self._epoll = epoll
-        self._events = events
-        self.settings = settings
-        #: what is sent is sealed, in the order of the wire, under the write lock
-        self.seal = None if seals is None else seals.outgoing
-        reader = FrameReader if seals is None else partial(SealedReader, seals.incoming)
-        self._reader = reader(
+        self.read_by = 0
+        self.writer = Writer(self, None if seals is None else seals.outgoing)
+        self.outbox = self.writer.outbox
+        self.flush = self.writer.flush
+        self.reader = (FrameReader if seals is None else partial(SealedReader, seals.incoming))(
             max_frame=settings.max_frame,
             max_chunk=max(settings.chunk, 1 << 20),
             sink_for=self._sink_for,
             allocate=untouched,
         )
-        self.fresh = bool(leftover)  # what came with the handshake has not been looked at
         if leftover:
-            self._reader.put(leftover)
-            if self.replay is not None:
-                self.replay.count(len(leftover))
+            self.reader.put(leftover)
+            if replay is not None:
+                replay.count(len(leftover))
+        self._epoll = epoll
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: wakes for what comes, for :meth:`wake` and, on the main thread, for a signal handler that was put off
         self._poller = _time.poll()
         for fd in (self.fd, self._wake_fd, signals.wake_fd()):
             if fd >= 0:
                 self._poller.register(fd, select.POLLIN)
-        self._writer_poller: select.poll | None = None
-        self.answering = ServerTurn(self)
-        self.spinning = Spinning()  # of the threads that wait for a reply
-        self.chunks = ChunkSender(self)
-        self.send_chunks = self.chunks.send
-        #: disarmed although nobody reads: the thread that made a call is about to wait for it, or the clock listens again soon
-        self.expecting = False
-        self.expecting_since = 0.0
-        #: how many more replies are to be read by the threads that wait for them before one is expected again
+        spin_s = settings.spin_us * 1e-6
+        self.spinning, self.answering = Spinning(spin_s), Spinning(spin_s)
+        self.expecting = 0.0
         self.unattended = 0
 
     @property
     def receiving(self) -> bool:
         """Whether a message has come in part."""
-        return bool(self.assemblies) or self._reader.mid_frame
+        return bool(self.assemblies) or self.reader.mid_frame
 
     # -- the pool's side of reading -------------------------------------------------------------
 
@@ -264,11 +231,11 @@ class Connection(StateMachine):
         """
         if self.state is not OPEN or not self.read_lock.acquire(False):
             return None
-        self.reader = threading.get_ident()
+        self.read_by = threading.get_ident()
         modify = self._epoll.modify
         frames: list[Frame] = []
         if self.expecting or woken:
-            self.expecting = False
+            self.expecting = 0.0
         else:
             try:
                 modify(self.fd, DISARMED)  # otherwise what comes wakes a pool thread as well
@@ -289,18 +256,43 @@ class Connection(StateMachine):
         finally:
             if frames:
                 self.undelivered.append(None)
-            self.reader = 0
+            self.read_by = 0
             self.read_lock.release()
         if self.state is not CLOSED:
             try:
                 modify(self.fd, ARMED)
             except (OSError, ValueError):
                 pass
-        return self._events.deliver(self, frames, waiter is not None) if frames else False
+        return self.events.deliver(self, frames, waiter is not None) if frames else False
 
     def turn(self) -> None:
         """Read what is there, as a thread that the kernel has woken for it, unless another thread reads."""
         self.reading(woken=True)
+
+    def reply(self) -> None:
+        """Send the answers in the outbox, and read what comes at once or soon after: the end of a call that was executed here.
+
+        Where both ends share a processor, the next request is here before ``send`` returns: then it is read here,
+        instead of waking another thread for it. Where they do not, spinning may pay. Any thread may call it; the measurements
+        need no exactness.
+        """
+        spinning = self.answering
+        if spinning.at_once > spinner.pays or not spinning.count & 15:
+            before = self.reader.received
+            came = self.reading()
+            if self.outbox:
+                # It has answers to other threads' callers as well: with nothing to execute, this thread waits until they leave.
+                self.flush(not came)
+            if came is None:
+                return
+            hit = self.reader.received != before
+            spinning.at_once += WEIGHT * (hit - spinning.at_once)
+            if hit or spinning.at_once > spinner.pays:
+                return
+        else:
+            self.flush(True)
+        if spinning.pays():  # ``at_once`` is low here
+            self.reading(None, spinning)
 
     @uninterruptible
     def expect(self) -> bool:
@@ -315,21 +307,20 @@ class Connection(StateMachine):
             self._epoll.modify(self.fd, DISARMED)
         except (OSError, ValueError):  # it is closed
             pass
-        self.expecting = True
-        self.expecting_since = _time.now()
+        self.expecting = _time.now()
         self.read_lock.release()
         return True
 
     @uninterruptible
     def listen(self) -> bool:
         """Listen again, if nobody has come to read what was expected; says whether that is so."""
-        was = False
+        was = 0.0
         if self.expecting and self.read_lock.acquire(False):
-            was, self.expecting = self.expecting, False
+            was, self.expecting = self.expecting, 0.0
             self.read_lock.release()
             if was:
                 self.arm(ARMED)
-        return was
+        return was > 0
 
     def wake(self) -> None:
         """End the sleep of the thread that polls this connection for a reply."""
@@ -350,9 +341,8 @@ class Connection(StateMachine):
         try:
             if waiter.awake:
                 return
-            if spinning.at_once < spinner.shared and self.settings.spin_us and spinning.pays():
-                if self._spin(frames, spinning):
-                    return
+            if spinning.at_once < spinner.shared and spinning.pays() and self._spin(frames, spinning):
+                return
             begun = _time.now()
             wait_ms = None if deadline is None else _SLICE_MS
             if deadline is not None and deadline - begun < _time.near_s:
@@ -374,7 +364,7 @@ class Connection(StateMachine):
         """Try to read for at most the spin time, unless another thread spins; say whether something came. Under the read lock."""
         if not spinner.acquire():
             return False
-        until = _time.now() + self.settings.spin_us * 1e-6
+        until = _time.now() + spinning.seconds
         first = came = self.receive(frames)
         try:
             while not came and _time.now() <= until:
@@ -394,7 +384,7 @@ class Connection(StateMachine):
         Args:
             fresh: look at what came with the handshake, and read nothing else.
         """
-        reader, events, came = self._reader, self._events, False
+        reader, events, came = self.reader, self.events, False
         for _ in range(_BULK_READS):
             count = 0
             if not fresh:
@@ -410,7 +400,6 @@ class Connection(StateMachine):
                 if not count:
                     raise EOFError("end of file")
                 self.heard = _time.now()
-                self.bytes_in += count
                 if self.replay is not None and self.replay.count(count):
                     self.flush()
             came = True
@@ -435,7 +424,6 @@ class Connection(StateMachine):
     def begin(self) -> list[Frame]:
         """Take what came right behind the handshake, unless somebody who waits for a reply has."""
         frames: list[Frame] = []
-        self.fresh = False
         with self.read_lock:
             try:
                 self.receive(frames, fresh=True)
@@ -449,147 +437,8 @@ class Connection(StateMachine):
         assembly = self.assemblies.get(stream)
         if assembly is None:
             raise ProtocolError(f"a chunk of unknown stream {stream}")
-        self.chunk_bytes_in += length
         sink: memoryview = assembly.sink(position, length)
         return sink
-
-    # -- writing -----------------------------------------------------------------------------------
-
-    @uninterruptible
-    def flush(self, wait: bool = False, held: bool = False) -> bool:
-        """Send what is in the outbox. Returns whether all of it was handed to the kernel.
-
-        Args:
-            wait: sleep while the kernel takes no more; otherwise a pool thread sends the rest.
-            held: this thread holds the write lock, and sends the rest itself. False then also means that nothing more may be
-                sent until the other side acknowledges what it has.
-        """
-        outbox, replay = self.outbox, self.replay
-        borrower, lender = self.borrower, self.lender
-        if (borrower is not None and borrower.freed) or (lender is not None and lender.retired):
-            self.hand_back()
-        while outbox or self._rest or (replay is not None and replay.owed):
-            if self.state is not OPEN:
-                return False
-            if not held and not self.write_lock.acquire(False):
-                return False  # the holder looks at the outbox again when it is done
-            full = False
-            try:
-                try:
-                    while True:
-                        if self._rest:
-                            self._send_rest()
-                            continue
-                        if replay is not None:
-                            if replay.owed:
-                                replay.owed = False
-                                outbox.appendleft(pack_frame(ACK, replay.received))
-                            elif replay.full:
-                                full = True
-                                break
-                        if not outbox:
-                            break
-                        item = outbox.popleft()  # only the thread that holds the write lock takes items out
-                        if type(item) is not bytes:
-                            item.sent = True  # type: ignore[union-attr]
-                            item = item.frame  # type: ignore[union-attr]
-                        if outbox or self.seal is not None:
-                            item = self._join(item)
-                        try:
-                            count = self.sock.send(item, _SEND)
-                        except OSError:
-                            self._rest = [memoryview(item)]  # another socket may take it
-                            raise
-                        self.bytes_out += count
-                        if count != len(item):
-                            self._rest = [memoryview(item)[count:]]
-                            item = item[:count]
-                        if replay is not None:
-                            replay.note(item)
-                except BlockingIOError:
-                    full = True
-                if full and wait:
-                    self._wait_writable()
-            except BaseException as error:
-                self.failed(error)
-                return False
-            finally:
-                if not held:
-                    self.write_lock.release()
-            if full and not wait:
-                if not held and not self._flushing:  # one thread that waits for the peer to read is enough
-                    self._flushing = True
-                    self._events.submit(self.flush_waiting)
-                return False
-        return not held or replay is None or not replay.full
-
-    def hand_back(self) -> bool:
-        """Put word of shared memory that has died on either side before what is sent next; say whether there was any."""
-        found = False
-        borrower, lender = self.borrower, self.lender
-        if borrower is not None and borrower.freed:
-            freed = borrower.drain_freed()
-            if freed:
-                found = True
-                self.outbox.appendleft(
-                    pack_frame(LANE_FREE, body=struct.pack(f"<{2 * len(freed)}Q", *itertools.chain(*freed)))
-                )
-        if lender is not None:
-            retired = lender.drain_retired()
-            if retired:
-                found = True
-                self.outbox.append(pack_frame(LANE_RETIRE, body=struct.pack(f"<{len(retired)}Q", *retired)))
-        return found
-
-    def flush_waiting(self) -> None:
-        """Send everything, on a pool thread that may sleep meanwhile."""
-        self.flush(wait=True)
-        self._flushing = False
-        self.flush()  # what was left by somebody who saw the mark
-
-    def _send_rest(self) -> None:
-        """Send on what was sent in part. Under the write lock.
-
-        Raises:
-            BlockingIOError: the kernel takes no more.
-        """
-        rest = self._rest
-        count = self.sock.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
-        self.bytes_out += count
-        if self.replay is not None:
-            self.replay.note_parts(rest, count)
-        while rest and count >= len(rest[0]):
-            count -= len(rest[0])
-            del rest[0]
-        if rest and count:
-            rest[0] = rest[0][count:]
-
-    def _join(self, first: bytes) -> bytes:
-        outbox, seal = self.outbox, self.seal
-        parts = [first if seal is None else seal.sealed(first)]
-        size = len(first)
-        while size < _JOIN:
-            try:
-                item = outbox.popleft()
-            except IndexError:
-                break
-            if type(item) is not bytes:
-                item.sent = True  # type: ignore[union-attr]
-                item = item.frame  # type: ignore[union-attr]
-            parts.append(item if seal is None else seal.sealed(item))
-            size += len(item)
-        return b"".join(parts)
-
-    def _wait_writable(self, deadline: float | None = None) -> None:
-        """Sleep until the kernel takes more, for at most a slice. Under the write lock."""
-        if not self._rest and self.replay is not None and self.replay.full:
-            self.replay.wait(0.1)
-            return
-        if (poller := self._writer_poller) is None:
-            poller = self._writer_poller = _time.poll()
-            poller.register(self.sock.wire() if type(self.sock) is TlsSocket else self.fd, select.POLLOUT)
-        left = 0.1 if deadline is None else min(0.1, max(0.0, deadline - _time.now()))
-        poller.poll(left * 1e3)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -610,11 +459,7 @@ class Connection(StateMachine):
         """Give the socket up, which has failed, and have another one looked for. Idempotent; never blocks."""
         if self.enter(SUSPENDED):
             self._shut()
-            self._events.suspended(self, error)
-
-    def overtaken(self, attempt: int) -> bool:
-        """Whether a later attempt to come back has told the other side how far reading has come."""
-        return attempt < self._told
+            self.events.suspended(self, error)
 
     def standstill(self, attempt: int) -> int | None:
         """End all reading, until this attempt or a later one comes back; return how many bytes have come.
@@ -623,9 +468,8 @@ class Connection(StateMachine):
         """
         assert self.replay is not None
         with self.read_lock:
-            if self.overtaken(attempt):
+            if not self.replay.may_tell(attempt):
                 return None
-            self._told = attempt
             # An earlier attempt may have come back meanwhile, with what it was told then.
             self.suspend(ConnectionResetError("another attempt to come back has begun"))
             return self.replay.received
@@ -645,16 +489,16 @@ class Connection(StateMachine):
         assert self.replay is not None
         with self.read_lock:
             # Before the other lock: the thread that has that may wait for an acknowledgement, which somebody has to read.
-            if self.state is not SUSPENDED or self.overtaken(attempt):
+            if self.state is not SUSPENDED or self.replay.is_overtaken(attempt):
                 return False
-            with self.write_lock:
-                self._rest = self.replay.rewind(arrived) + self._rest
+            with self.writer.lock:
+                self.writer.rewind(arrived)
                 move()
                 self._poller.unregister(self.fd)
                 self.sock.close()
-                self.sock, self.fd, self._writer_poller = sock, sock.fileno(), None
+                self.sock, self.fd = sock, sock.fileno()
                 self._poller.register(self.fd, select.POLLIN)
-                self.expecting = False
+                self.expecting = 0.0
                 self.heard = _time.now()
                 return self.enter(OPEN)
 
@@ -662,7 +506,7 @@ class Connection(StateMachine):
         """Shut the connection, waking everybody who uses it. Idempotent; never blocks."""
         if self.enter(CLOSED):
             self._shut()
-            self._events.closed(self, error)
+            self.events.closed(self, error)
 
     def _shut(self) -> None:
         try:
@@ -694,7 +538,7 @@ class Connection(StateMachine):
 
     def reap(self) -> None:
         """Close the descriptors, once nobody reads or writes any more. Runs on a pool thread or at the very end."""
-        with self.read_lock, self.write_lock:
+        with self.read_lock, self.writer.lock:
             if self.sock.fileno() < 0:
                 return
             try:
@@ -704,12 +548,9 @@ class Connection(StateMachine):
             self.sock.close()
             os.close(self._wake_fd)
             self._wake_fd = -1
-        self.outbox.clear()
-        self._rest = []
+        self.writer.clear()
         self.assemblies.clear()
-        for lane in (self.lender, self.borrower):
-            if lane is not None:
-                lane.close()
+        self.lane.close()
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child, where locks may be held by threads that do not exist."""
@@ -719,6 +560,4 @@ class Connection(StateMachine):
                 close()
             except OSError:
                 pass
-        for lane in (self.lender, self.borrower):
-            if lane is not None:
-                lane.abandon()
+        self.lane.abandon()

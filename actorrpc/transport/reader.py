@@ -1,8 +1,8 @@
-"""The wait of a thread that serves calls for what comes next over a connection, and when a thread spins before it sleeps.
+"""When a thread that waits for what comes over a connection spins before it sleeps.
 
-A thread that has executed a call sends the answer, and may find the next request before the kernel wakes another thread for it
-(:class:`ServerTurn`). Where both ends share a processor, the caller has run while the answer was being sent, and its next request
-is there at the first look. Where they do not, spinning for ``spin_us`` may find it.
+That is a caller that waits for its reply, or a thread that has executed a call: that sends the answer, and may find the next
+request before the kernel wakes another thread for it. Where both ends share a processor, the caller has run while the answer was
+being sent, and its next request is there at the first look. Where they do not, spinning for ``spin_us`` may find it.
 
 Spinning is cheaper than sleeping only where something comes within that time, and only where the other end runs meanwhile. Each
 place that waits keeps two shares: of the waits that found something at the first look (then both ends share a processor, and the
@@ -13,16 +13,12 @@ each other.
 
 from __future__ import annotations
 
-import itertools
 import select
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from actorrpc import _time
 
-if TYPE_CHECKING:
-    from actorrpc.transport.connection import Connection
-
-__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "WEIGHT", "ServerTurn", "Spinning", "spinner"]
+__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "WEIGHT", "Spinning", "spinner"]
 
 AT_ONCE_S: Final = 4e-6
 """A wait that is shorter (in seconds) found what it waited for at the first look."""
@@ -64,57 +60,20 @@ class Spinning:
     """What one place that waits knows of spinning. One thread at a time uses it: the one that holds the read lock.
 
     Attributes:
+        seconds: how long a thread spins; 0: never.
         at_once: share of the latest waits, 0 to 1, that found something at the first look.
         found: share of the latest spins that found something later.
-        count: how many waits there were; one in 64 spins in any case, unless both ends share a processor.
+        count: how many waits there were that did not; one in 64 spins in any case, unless both ends share a processor.
     """
 
-    __slots__ = ("at_once", "count", "found")
+    __slots__ = ("at_once", "count", "found", "seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.count = 0
         self.at_once = self.found = 0.0
 
     def pays(self) -> bool:
         """Say, where the ends do not share a processor, whether to spin in the next wait: it pays, or is tried again."""
         self.count += 1
-        return self.found >= spinner.worth or not self.count & 63
-
-
-class ServerTurn:
-    """The end of a call, for one connection. Any thread may use it; the measurements need no exactness.
-
-    Attributes:
-        spinning: of the threads that have executed a call, and wait for the next one.
-    """
-
-    __slots__ = ("_conn", "_replies", "spinning")
-
-    def __init__(self, conn: Connection) -> None:
-        self._conn = conn
-        self.spinning = Spinning()
-        self._replies = itertools.count()
-
-    def reply(self) -> None:
-        """Send the answers in the outbox, and read what comes at once or soon after.
-
-        Where both ends share a processor, the next request is here before ``send`` returns: then it is read here,
-        instead of waking another thread for it. Where they do not, spinning may pay.
-        """
-        conn, spinning = self._conn, self.spinning
-        if spinning.at_once > spinner.pays or not next(self._replies) & 15:
-            before = conn.bytes_in
-            came = conn.reading()
-            if conn.outbox:
-                # It has answers to other threads' callers as well: with nothing to execute, this thread waits until they leave.
-                conn.flush(not came)
-            if came is None:
-                return
-            hit = conn.bytes_in != before
-            spinning.at_once += WEIGHT * (hit - spinning.at_once)
-            if hit or spinning.at_once > spinner.pays:
-                return
-        else:
-            conn.flush(True)
-        if conn.settings.spin_us and spinning.pays():  # ``at_once`` is low here
-            conn.reading(None, spinning)
+        return self.seconds > 0 and (self.found >= spinner.worth or not self.count & 63)

@@ -4,10 +4,13 @@ Each direction of a connection is a stream of bytes, counted from the first one 
 what has come and says so now and then; the writer keeps what was sent until then. When the socket breaks, both sides tell
 each other how far they have come, over a new one, and the rest is sent again: every byte arrives once, in order, and as it
 was when it was first sent. What is above (frames, also half ones) does not notice.
+
+Several attempts may be under way at both ends. The latest counts, by the number that each draws before it says anything.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -25,15 +28,18 @@ _LARGE: Final = 64 << 10  # fresh memory for so much costs more than copying
 class Replay:
     """The memory of one connection.
 
-    The reader, under the connection's read lock, uses :meth:`count` and :meth:`acknowledged`; the writer, under its
-    write lock, everything else. No lock of its own: they share numbers which only grow, and a mark.
+    The reader, under the connection's read lock, uses :meth:`count`, :meth:`acknowledged` and :meth:`may_tell`; the writer, under
+    its lock, everything else. No lock of its own: they share numbers which only grow, and a mark.
 
     Args:
+        other: name and incarnation of the worker at the other end, as it has proved itself.
+        dialled: this side has dialled, and dials again.
         say_every: bytes that come before the other side is told.
         limit: bytes that may be on their way.
         large: copies of at least so many bytes go into memory that is kept for them.
 
     Attributes:
+        attempts: numbers of attempts to come back.
         received: bytes that have come.
         owed: whether the other side is to be told so. That is done also while :attr:`full`, or two sides that are both
             full would wait for each other.
@@ -50,11 +56,27 @@ class Replay:
         "_said",
         "_say_every",
         "_size",
+        "_told",
+        "attempts",
+        "dialled",
+        "other",
         "owed",
         "received",
     )
 
-    def __init__(self, *, say_every: int = _SAY_EVERY, limit: int = _LIMIT, large: int = _LARGE) -> None:
+    def __init__(
+        self,
+        other: tuple[str, str] = ("", ""),
+        dialled: bool = True,
+        *,
+        say_every: int = _SAY_EVERY,
+        limit: int = _LIMIT,
+        large: int = _LARGE,
+    ) -> None:
+        self.other = other
+        self.dialled = dialled
+        self.attempts = itertools.count(1)
+        self._told = 0  # the latest attempt over which the other side was told how far reading has come
         self._say_every = say_every
         self._limit = limit
         self._large = large
@@ -67,6 +89,15 @@ class Replay:
         self._size = 0
         self._parts: deque[bytes | memoryview] = deque()
         self._ring: _Ring | None = None
+
+    def is_overtaken(self, attempt: int) -> bool:
+        """Whether a later attempt to come back has told the other side how far reading has come."""
+        return attempt < self._told
+
+    def may_tell(self, attempt: int) -> bool:
+        """Note that an attempt tells the other side how far reading has come, unless it is overtaken."""
+        self._told = max(self._told, attempt)
+        return self._told == attempt
 
     def count(self, count: int) -> bool:
         """Note that bytes have come; say whether the other side is to be told from now on."""

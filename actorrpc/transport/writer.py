@@ -1,45 +1,233 @@
-"""Chunks: how large memory leaves a connection, piece by piece, so that small frames can overtake it.
+"""Writing: how small frames and large memory leave a connection, and neither waits for the other.
 
-The thread that sends it sleeps here while the kernel is full, under the connection's write lock, or while the connection waits
-for another socket, without it. It wakes for the deadline, signal handlers and the end of the connection.
+Frames are put into the outbox; the thread that gets the lock sends what is there, for everybody. A thread that does not get it
+goes away: the holder looks again after releasing. Large memory leaves as chunks, piece by piece, each preceded by whatever small
+frames have come up. Nobody blocks in a send except the thread whose chunk it is. That one sleeps while the kernel is full, under
+the lock, or while the connection waits for another socket, without it. It wakes for the deadline, signal handlers and the end of
+the connection.
 """
 
 from __future__ import annotations
 
+import select
+import socket
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.transport.blocked_sends import BlockedSends
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
-from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
-from actorrpc.wire.integrity import chunk_head
+from actorrpc.transport.tls import TlsSocket
+from actorrpc.wire.frames import ACK, CHUNK, STREAM_ABORT, pack_frame, pack_position
+from actorrpc.wire.integrity import Seal, chunk_head
 
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ChunkSender"]
+__all__ = ["Sendable", "Writer"]
 
+_SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
+_PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _RESUMED_S: Final = 0.01  # how often it is looked whether a connection can go on
 
 
-class ChunkSender:
-    """Sends chunks over one connection. Any thread may use it, several at a time.
+class Sendable(Protocol):
+    """Something in the outbox that wants to know when it has been handed to the kernel."""
+
+    frame: bytes
+    sent: bool
+
+
+class Writer:
+    """The writing side of one connection. Any thread may use it, several at a time.
 
     Attributes:
-        blocked: the time in which a thread had a chunk to send and the kernel took no byte. The write lock guards it.
+        outbox: what is to be sent next.
+        lock: guards sending, and the counts.
+        sent: bytes that have gone over the connection's sockets; ``sent_in_chunks``: those of them that were chunks.
+        seal: seals what is sent, in the order of the wire; None: nothing is sealed.
+        blocked: the time in which a thread had a chunk to send and the kernel took no byte. The lock guards it.
     """
 
-    __slots__ = ("_conn", "blocked")
+    __slots__ = (
+        "_conn",
+        "_flushing",
+        "_poller",
+        "_rest",
+        "blocked",
+        "lock",
+        "outbox",
+        "seal",
+        "sent",
+        "sent_in_chunks",
+    )
 
-    def __init__(self, conn: Connection) -> None:
+    def __init__(self, conn: Connection, seal: Seal | None) -> None:
         self._conn = conn
+        self.outbox: deque[bytes | Sendable] = deque()
+        self.lock = _time.Lock()
+        self.sent = self.sent_in_chunks = 0
+        self.seal = seal
         self.blocked = BlockedSends()
+        self._rest: list[memoryview] = []  # what was sent in part
+        self._flushing = False  # a pool thread is to send the outbox
+        self._poller: select.poll | None = None
+
+    # -- small frames ------------------------------------------------------------------------------
 
     @uninterruptible
-    def send(
+    def flush(self, wait: bool = False, held: bool = False) -> bool:
+        """Send what is in the outbox. Returns whether all of it was handed to the kernel.
+
+        Args:
+            wait: sleep while the kernel takes no more; otherwise a pool thread sends the rest.
+            held: this thread holds the lock, and sends the rest itself. False then also means that nothing more may be sent until
+                the other side acknowledges what it has.
+        """
+        conn, outbox = self._conn, self.outbox
+        lane, replay = conn.lane, conn.replay
+        if lane is not None and lane.is_open:
+            lane.hand_back(outbox)
+        while outbox or self._rest or (replay is not None and replay.owed):
+            if conn.state is not OPEN:
+                return False
+            if not held and not self.lock.acquire(False):
+                return False  # the holder looks at the outbox again when it is done
+            full = False
+            try:
+                try:
+                    while True:
+                        if self._rest:
+                            self._send_rest()
+                            continue
+                        if replay is not None:
+                            if replay.owed:
+                                replay.owed = False
+                                outbox.appendleft(pack_frame(ACK, replay.received))
+                            elif replay.full:
+                                full = True
+                                break
+                        if not outbox:
+                            break
+                        item = outbox.popleft()  # only the thread that holds the lock takes items out
+                        if type(item) is not bytes:
+                            item.sent = True  # type: ignore[union-attr]
+                            item = item.frame  # type: ignore[union-attr]
+                        if outbox or self.seal is not None:
+                            item = self._join(item)
+                        try:
+                            count = conn.sock.send(item, _SEND)
+                        except OSError:
+                            self._rest = [memoryview(item)]  # another socket may take it
+                            raise
+                        self.sent += count
+                        if count != len(item):
+                            self._rest = [memoryview(item)[count:]]
+                            item = item[:count]
+                        if replay is not None:
+                            replay.note(item)
+                except BlockingIOError:
+                    full = True
+                if full and wait:
+                    self._wait()
+            except BaseException as error:
+                conn.failed(error)
+                return False
+            finally:
+                if not held:
+                    self.lock.release()
+            if full and not wait:
+                if not held and not self._flushing:  # one thread that waits for the peer to read is enough
+                    self._flushing = True
+                    conn.events.submit(self.flush_waiting)
+                return False
+        return not held or replay is None or not replay.full
+
+    def flush_waiting(self) -> None:
+        """Send everything, on a pool thread that may sleep meanwhile."""
+        self.flush(wait=True)
+        self._flushing = False
+        self.flush()  # what was left by somebody who saw the mark
+
+    def is_drained(self, wait: bool = False) -> bool:
+        """Say whether the kernel has all that was to be sent. It has not while another thread sends; ``wait`` for its end."""
+        if not self.lock.acquire(wait):
+            return False
+        try:
+            return not self.outbox and not self._rest
+        finally:
+            self.lock.release()
+
+    def _send_rest(self) -> None:
+        """Send on what was sent in part. Under the lock.
+
+        Raises:
+            BlockingIOError: the kernel takes no more.
+        """
+        conn, rest = self._conn, self._rest
+        count = conn.sock.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
+        self.sent += count
+        if conn.replay is not None:
+            conn.replay.note_parts(rest, count)
+        while rest and count >= len(rest[0]):
+            count -= len(rest[0])
+            del rest[0]
+        if rest and count:
+            rest[0] = rest[0][count:]
+
+    def _join(self, first: bytes) -> bytes:
+        outbox, seal = self.outbox, self.seal
+        parts = [first if seal is None else seal.sealed(first)]
+        size = len(first)
+        while size < _JOIN:
+            try:
+                item = outbox.popleft()
+            except IndexError:
+                break
+            if type(item) is not bytes:
+                item.sent = True  # type: ignore[union-attr]
+                item = item.frame  # type: ignore[union-attr]
+            parts.append(item if seal is None else seal.sealed(item))
+            size += len(item)
+        return b"".join(parts)
+
+    def _wait(self, deadline: float | None = None) -> None:
+        """Sleep until the kernel takes more, for at most a slice. Under the lock."""
+        conn = self._conn
+        if not self._rest and conn.replay is not None and conn.replay.full:
+            conn.replay.wait(0.1)
+            return
+        if (poller := self._poller) is None:
+            poller = self._poller = _time.poll()
+            sock = conn.sock
+            poller.register(sock.wire() if type(sock) is TlsSocket else conn.fd, select.POLLOUT)
+        left = 0.1 if deadline is None else min(0.1, max(0.0, deadline - _time.now()))
+        poller.poll(left * 1e3)
+
+    def rewind(self, arrived: int) -> None:
+        """Send again what has left behind the first ``arrived`` bytes, over another socket. Under the lock.
+
+        Raises:
+            ProtocolError: the other side cannot have had just so much.
+        """
+        replay = self._conn.replay
+        assert replay is not None
+        self._rest = replay.rewind(arrived) + self._rest
+        self._poller = None
+
+    def clear(self) -> None:
+        """Drop what is to be sent: the connection is closed."""
+        self.outbox.clear()
+        self._rest = []
+
+    # -- chunks ------------------------------------------------------------------------------------
+
+    @uninterruptible
+    def send_chunks(
         self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
     ) -> bool:
         """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping where the kernel is
@@ -54,17 +242,16 @@ class ChunkSender:
             return done
         finally:
             if not done and self._conn.state is not CLOSED:
-                self._conn.outbox.append(pack_frame(STREAM_ABORT, stream))
-                self._conn.flush()
+                self.outbox.append(pack_frame(STREAM_ABORT, stream))
+                self.flush()
 
     def _send_all(
         self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
     ) -> bool:
-        conn = self._conn
         copy = memoryview(b"")
         for index, offset, piece in pieces:
             prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
-            if conn.seal is not None:
+            if self.seal is not None:
                 # From a copy: what is sent must be what was sealed, also where the caller's memory changes meanwhile.
                 # It can be made again for the next piece: what is left of this one is copied once more below.
                 copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
@@ -73,7 +260,7 @@ class ChunkSender:
                 prefix = chunk_head(prefix, piece)
             if not self._send(prefix, piece, deadline):
                 return False
-        return conn.state is not CLOSED
+        return self._conn.state is not CLOSED
 
     def _send(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool:
         conn = self._conn
@@ -90,7 +277,7 @@ class ChunkSender:
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
         """Send one chunk; None: before it began, the socket has failed or a signal handler was put off."""
         conn = self._conn
-        while not conn.write_lock.acquire(timeout=0.1):
+        while not self.lock.acquire(timeout=0.1):
             if conn.state is CLOSED or (deadline is not None and _time.now() > deadline):
                 return False
             if pending_here():
@@ -103,49 +290,44 @@ class ChunkSender:
                     return False
                 if conn.state is SUSPENDED:
                     return self._leave(begun)
-                if conn.flush(held=True):
+                if self.flush(held=True):
                     if begun:
                         return True
-                    head = prefix if conn.seal is None else conn.seal.tagged(prefix)
-                    conn._rest = [memoryview(head), piece]
-                    conn.chunk_bytes_out += len(piece)
+                    head = prefix if self.seal is None else self.seal.tagged(prefix)
+                    self._rest = [memoryview(head), piece]
+                    self.sent_in_chunks += len(piece)
                     begun = True
                     continue
                 if conn.state is not OPEN:
                     continue
-                if conn.bytes_out != sent:
-                    sent, self.blocked.since = conn.bytes_out, _time.now()
-                conn._wait_writable(deadline)
+                if self.sent != sent:
+                    sent, self.blocked.since = self.sent, _time.now()
+                self._wait(deadline)
                 self._note_blocked()
                 late = deadline is not None and _time.now() > deadline
                 if late or pending_here():
                     # The chunk must be finished, but not by us and not from the caller's memory.
-                    conn._rest = [memoryview(bytes(part)) for part in conn._rest]
-                    conn._events.submit(conn.flush_waiting)
-                    if late:
-                        return begun and not conn._rest  # all of it may have gone
-                    return True if begun else None
+                    left = self._leave(begun)
+                    conn.events.submit(self.flush_waiting)
+                    return begun and not self._rest if late else left  # all of it may have gone
         except BaseException as error:
             conn.failed(error)
             return self._leave(begun) if conn.state is SUSPENDED else False
         finally:
             self.blocked.since = None
-            conn.write_lock.release()
-            conn.flush()
+            self.lock.release()
+            self.flush()
 
     def _note_blocked(self) -> None:
-        """Have a wait that takes long logged, elsewhere: a handler of the log may run anything. Under the write lock."""
+        """Have a wait that takes long logged, elsewhere: a handler of the log may run anything. Under the lock."""
         blocked, conn = self.blocked, self._conn
         if blocked.since is not None and blocked.is_due(blocked.since):
             name = conn.peer.name if conn.peer else "a stranger"
             what = f"a large message to worker {name!r}"
             why = "the worker does not read. Its process may be stopped, or the network between the two may be slow"
-            conn._events.submit(partial(blocked.log, what, why))
+            conn.events.submit(partial(blocked.log, what, why))
 
     def _leave(self, begun: bool) -> bool | None:
-        """Leave a chunk that has begun to the attempt that goes on over another socket, from a copy."""
-        conn = self._conn
-        if not begun:
-            return None
-        conn._rest = [memoryview(bytes(part)) for part in conn._rest]
-        return True
+        """Leave a chunk that has begun to another thread, from a copy."""
+        self._rest = [memoryview(bytes(part)) for part in self._rest]
+        return True if begun else None

@@ -174,6 +174,7 @@ class FrameReader:
     Attributes:
         empty: the whole read buffer, where the next bytes begin a frame; ``None``: see :meth:`target`.
         more: see :meth:`fed`.
+        received: how many bytes have come; ``received_in_chunks``: those of them that were for chunks.
         sink: where a chunk goes that has begun and whose rest has not been read; ``None``: there is none.
     """
 
@@ -191,6 +192,8 @@ class FrameReader:
         "_whole",
         "empty",
         "more",
+        "received",
+        "received_in_chunks",
         "sink",
     )
 
@@ -216,6 +219,7 @@ class FrameReader:
         self.empty: memoryview | None = self._view
         self._sink_got = 0
         self.more = False
+        self.received = self.received_in_chunks = 0
         self._chunk: Frame | None = None
 
     @property
@@ -249,6 +253,7 @@ class FrameReader:
         """
         frames: list[Frame] = []
         self.more = False
+        self.received += count
         if self.sink is not None:
             room = len(self.sink) - self._sink_got
             if count < room:
@@ -309,6 +314,7 @@ class FrameReader:
         if self._sink_for is None or not 0 < length <= self._max_chunk:
             raise ProtocolError(self._nonsense(CHUNK, length, 0))
         sink = self._sink_for(frame.id, frame.chain, length)
+        self.received_in_chunks += length
         here = min(length, end - start)
         sink[:here] = self._view[start : start + here]
         self.sink, self._sink_got, self._chunk = sink, here, frame

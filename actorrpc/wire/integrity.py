@@ -158,6 +158,7 @@ class SealedReader(FrameReader):
         self._over = True  # unless this comes to its end
         frames: list[Frame] = []
         self.more = False
+        self.received += count
         if self.sink is not None:
             room = len(self.sink) - self._sink_got
             if count < room:

@@ -313,7 +313,7 @@ def test_cancelled_calls_end_at_once_and_free_their_number(pair: list[Agent]) ->
     keep = _later(a, "a1", _hold)  # so that the next one waits in the outbox for company
     conn = a.peer("a1").conn
     assert conn is not None
-    with conn.write_lock:
+    with conn.writer.lock:
         future = _later(a, "a1", _hold)
         assert future.cancel()
     with pytest.raises(CancelledError) as caught:

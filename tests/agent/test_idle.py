@@ -70,7 +70,7 @@ def _keep_memory_in_virtual_time() -> None:
     worker = current_worker()
     assert worker is not None
     agent = worker.agent
-    lenders = [conn.lender for peer in agent.peers() for conn in peer.conns]
+    lenders = [conn.lane.lender for peer in agent.peers() for conn in peer.conns]
     for keeper in (agent.buffers, agent.objects, *lenders):
         if keeper is not None:
             keeper._clock = lambda: _time.now()

@@ -19,6 +19,7 @@ from actorrpc.agent.executor import path_of
 from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.futures import Future
+from actorrpc.transport.writer import Writer
 from actorrpc.wire.frames import Frame
 from actorrpc.wire.headers import unpack_header
 from tests.agent.agents import agents
@@ -93,20 +94,18 @@ def test_a_letter_that_is_cut_short_gives_its_place_up(monkeypatch: pytest.Monke
     with agents(2, lane=False) as (a0, a1):
         router = Router(a1)
         _send(a0, "a1", "first")[1].wait(20)
-        conn = a0.peer("a1").conn
-        assert conn is not None
-        send_chunks = conn.send_chunks
+        send_chunks = Writer.send_chunks
 
-        def one_chunk(stream: int, pieces: Iterable[Any], deadline: float | None) -> bool:
+        def one_chunk(writer: Writer, stream: int, pieces: Iterable[Any], deadline: float | None) -> bool:
             def cut_short() -> Iterator[Any]:
                 yield from itertools.islice(pieces, 1)
                 raise InterruptedError
 
             with contextlib.suppress(InterruptedError):
-                send_chunks(stream, cut_short(), deadline)
+                send_chunks(writer, stream, cut_short(), deadline)
             return False
 
-        monkeypatch.setattr(conn, "send_chunks", one_chunk)
+        monkeypatch.setattr(Writer, "send_chunks", one_chunk)
         call, future = _send(a0, "a1", "large", torch.zeros(3_000_000))
         with pytest.raises(RpcError):
             future.wait(20)

@@ -181,7 +181,7 @@ def test_what_another_thread_has_taken_out_and_not_sent_is_waited_for(
                     threading.Thread(target=conn.flush).start()
                     assert gated.entered.wait(20)
 
-        conn.outbox = Outbox()
+        conn.outbox = conn.writer.outbox = Outbox()
         thread = threading.Thread(target=first.close, kwargs={"parting": 60.0})
         time = _Time(monkeypatch, thread)
         thread.start()

@@ -205,7 +205,7 @@ class _World:
         conn.peer, self.peer.conn = self.peer, conn
         self.peer.conns.append(conn)
         made.pool.watch(conn.fd, conn.turn)
-        made.connector.watch(conn)
+        conn.register()
         made.pool.start(2)
         made.clock.start()
         self.guest = _Guest(self)
@@ -359,20 +359,20 @@ class _World:
                 wrong.append(f"call {each.id} has its answer, and is not done")
         if struct.unpack("i", fcntl.ioctl(conn.fd, termios.FIONREAD, bytes(4)))[0]:
             wrong.append("nobody reads what there is")
-        if (conn.outbox or conn._rest) and self._takes_more():
+        if (conn.outbox or conn.writer._rest) and self._takes_more():
             wrong.append("nobody sends what there is")
         polling = [task.where.reads for task in tasks if isinstance(task.where, Poll)]
         reading, sending = True in polling, False in polling
         if conn.read_lock.locked() != reading:
             wrong.append("the read lock is held by nobody who reads, or the other way round")
-        if conn.write_lock.locked() != sending:
+        if conn.writer.lock.locked() != sending:
             wrong.append("the write lock is held by nobody who sends, or the other way round")
         if not reading and not self.epoll.mask(conn.fd) & select.EPOLLIN:
             wrong.append("nobody listens")
         if conn.expecting:
             wrong.append("somebody is expected still")
         where = self.guest_task.where
-        sends = where is conn.write_lock or (isinstance(where, Poll) and not where.reads)
+        sends = where is conn.writer.lock or (isinstance(where, Poll) and not where.reads)
         if self.guest.orders and not sends and not isinstance(where, Condition):
             wrong.append("the guest sleeps over its orders")
         if self.peer.waiting and not self.peer.full:

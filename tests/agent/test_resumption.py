@@ -22,13 +22,13 @@ import torch
 from actorrpc import testing
 from actorrpc.agent import acceptor
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.connector import Connector
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, ProtocolError, RpcError
 from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.session import Replay
 from actorrpc.wire import handshake
 from actorrpc.wire.frames import REPLY, Frame, pack_frame
 from actorrpc.wire.identity import WorkerRecord
@@ -195,7 +195,7 @@ class _LateEpoll:
 
 def test_a_connection_may_come_back_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     struck: list[Connection] = []
-    watch = Connector.watch
+    register = Connection.register
     with behind() as ((a0, a1), proxies):
 
         def strike() -> None:
@@ -204,13 +204,13 @@ def test_a_connection_may_come_back_before_it_is_read(monkeypatch: pytest.Monkey
                 pause.wait(0.002)
             proxies[1].reset()
 
-        def watching(connector: Connector, conn: Connection) -> None:
-            if connector is a1.connector and not struck:
+        def registering(conn: Connection) -> None:
+            if conn in a1.connector.connections() and not struck:
                 struck.append(conn)
                 conn._epoll = _LateEpoll(conn, strike)  # type: ignore[assignment]
-            watch(connector, conn)
+            register(conn)
 
-        monkeypatch.setattr(Connector, "watch", watching)
+        monkeypatch.setattr(Connection, "register", registering)
         assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
         assert struck
         assert a0.peer("a1").state == "alive"
@@ -432,6 +432,7 @@ def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Q
             settings=Settings(),
             attach=b"",
             local=False,
+            replay=Replay(),
             leftover=leftover,
         )
         try:
@@ -442,10 +443,15 @@ def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Q
             conn.reap()
 
 
+def _replay(conn: Connection) -> Replay:
+    assert conn.replay is not None
+    return conn.replay
+
+
 _READERS: dict[str, Callable[[Connection], object]] = {
     "pool": Connection.turn,
     "caller": lambda conn: conn.reading(cast(Any, SimpleNamespace(polling=None, awake=False)), conn.spinning),
-    "answering": lambda conn: conn.answering.reply(),
+    "answering": lambda conn: conn.reply(),
 }
 
 
@@ -457,13 +463,12 @@ def test_nobody_reads_a_failed_socket_any_more_once_it_was_said_how_far_reading_
 
         def other_thread() -> None:  # between the reader's first look and its lock
             conn.suspend(ConnectionResetError())
-            told.append(conn.standstill(next(conn.attempts)))
+            told.append(conn.standstill(next(_replay(conn).attempts)))
 
         conn.read_lock = cast(Any, _Late(other_thread))
         frames = _READERS[reader](conn)
         assert told == [0]
-        assert conn.replay is not None
-        assert conn.replay.received == 0
+        assert _replay(conn).received == 0
         assert not frames
         assert not events.delivered
         # What was not read comes again, over another socket.
@@ -480,11 +485,12 @@ def test_what_came_with_the_handshake_counts() -> None:
     first, second = pack_frame(REPLY, 1, b"first"), pack_frame(REPLY, 2, b"second")
     with alone(leftover=first + second[:10]) as (conn, _, events):
         conn.suspend(ConnectionResetError())
-        assert conn.standstill(next(conn.attempts)) == len(first) + 10  # also before anybody has looked at it
+        assert (
+            conn.standstill(next(_replay(conn).attempts)) == len(first) + 10
+        )  # also before anybody has looked at it
         here, again = socket.socketpair()
         with again:
             assert conn.resume(here, 1, 0, lambda: None)
-            assert conn.fresh
             assert [frame.body for frame in conn.begin()] == [b"first"]
             again.sendall(second[10:])
             conn.turn()
@@ -501,7 +507,7 @@ def test_an_attempt_does_not_come_back_once_a_later_one_has_said_how_far_reading
         for sock in (first, first_there, second, second_there):
             stack.enter_context(sock)
         conn, _, events = stack.enter_context(alone())
-        early, late = next(conn.attempts), next(conn.attempts)
+        early, late = next(_replay(conn).attempts), next(_replay(conn).attempts)
         conn.suspend(ConnectionResetError())
         assert conn.standstill(early) == 0
         first_there.sendall(pack_frame(REPLY, 1, b"sent at once"))
@@ -509,7 +515,7 @@ def test_an_attempt_does_not_come_back_once_a_later_one_has_said_how_far_reading
             assert conn.resume(first, early, 0, lambda: None)
         # From here on the other side is told that nothing has come, and sends it again over the second socket.
         assert conn.standstill(late) == 0
-        assert conn.overtaken(early)
+        assert _replay(conn).is_overtaken(early)
         assert conn.standstill(early) is None
         assert not conn.resume(first, early, 0, lambda: None)
         conn.turn()

@@ -84,7 +84,7 @@ def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, t
     with _driver(**ours.environment) as address:
         with _joined(address, **ours.options) as conn:
             assert isinstance(conn.sock, TlsSocket)
-            assert conn.seal is None
+            assert conn.writer.seal is None
         _refused(
             address, AuthenticationError, "the certificate of the driver .* is refused", **others.options
         )
@@ -101,7 +101,7 @@ def test_sealed_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     with _driver(ACTORRPC_INTEGRITY="1") as address:
         with _joined(address) as conn:  # it is enough that one of the two wants it
-            assert conn.seal is not None
+            assert conn.writer.seal is not None
         _refused(address, ProtocolError, "TLS", **certificates.files().options)
 
 

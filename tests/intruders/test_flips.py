@@ -211,7 +211,7 @@ def test_a_connection_that_breaks_goes_on_sealed() -> None:
             got = client.ask(client.peer("service"), _swap, (seed, _value(seed)), {}, 30.0)
             assert _same(got, _value(seed + 1))
         conns = [*client.connector.connections(), *agent.connector.connections()]
-        assert all(conn.seal is not None for conn in conns)
+        assert all(conn.writer.seal is not None for conn in conns)
         assert sum(conn.lapses for conn in conns) > 2
     assert proxy.struck["cut"] > 1
     assert not _log.wrong

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from actorrpc import rpc
+from actorrpc.agent import connector
 from actorrpc.agent.context import current_worker
 from actorrpc.cli.commands import main
 from actorrpc.errors import AuthenticationError
@@ -27,7 +28,6 @@ from actorrpc.observe.assemble import Silent
 from actorrpc.observe.outside import FoundGroup, at_address, find_groups, look
 from actorrpc.observe.processes import why_silent
 from actorrpc.observe.visitor import KeptVisits, Target, Visit
-from actorrpc.transport import connection
 from actorrpc.transport.session import Replay
 from actorrpc.wire.handshake import Acceptor, Refusal
 from actorrpc.wire.identity import new_incarnation
@@ -83,7 +83,7 @@ def test_a_worker_is_looked_into_over_tcp(address: str, capsys: pytest.CaptureFi
 
 def test_a_long_visit_over_tcp(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker keeps what it has sent until it hears that it has come, and sends no more than a limit before."""
-    monkeypatch.setattr(connection, "Replay", partial(Replay, limit=256 << 10))
+    monkeypatch.setattr(connector, "Replay", partial(Replay, limit=256 << 10))
     monkeypatch.setattr(visitor, "_SAY_EVERY", 64 << 10)
     (target,) = at_address(address).targets
     limit = time.monotonic() + 50

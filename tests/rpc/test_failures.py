@@ -97,7 +97,7 @@ def _await_stop(worker: str) -> None:
 
 def _is_blocked_in_send(thread: threading.Thread, worker: str) -> bool:
     conn = rpc.api._require().agent.peer(worker).conn  # type: ignore[attr-defined]
-    return conn is not None and bool(conn._rest) and conn.write_lock.locked()
+    return conn is not None and conn.writer.blocked.since is not None
 
 
 # -- killed ----------------------------------------------------------------------------------------

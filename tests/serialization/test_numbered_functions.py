@@ -51,9 +51,9 @@ def test_a_function_goes_by_name_until_a_call_of_it_is_answered(pair: tuple[Agen
     caller, to, back = pair
     sent: list[int] = []
     for _ in range(3):
-        before = to.conn.bytes_out  # type: ignore[union-attr]
+        before = to.conn.writer.sent  # type: ignore[union-attr]
         assert caller.ask(to, add, (1, 2), {}, 20.0) == 3
-        sent.append(to.conn.bytes_out - before)  # type: ignore[union-attr]
+        sent.append(to.conn.writer.sent - before)  # type: ignore[union-attr]
     assert sent[0] > sent[1] + len(__name__)
     assert sent[1] == sent[2]
     assert to.functions.numbers == {add: 0}

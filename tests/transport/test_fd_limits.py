@@ -374,10 +374,10 @@ def test_a_tensor_lane_for_which_there_was_no_descriptor_is_opened_later(
             pytest.skip("these connections have no shared memory")
         monkeypatch.setattr(first.connector, "dial", dial)
         assert first.ask(to, torch.numel, (large,), {}, 10.0) == 1 << 20
-        assert to.conn.lender is None  # it is not tried with each tensor
-        to.conn.lane_after = 0.0
+        assert to.conn.lane.lender is None  # it is not tried with each tensor
+        to.conn.lane.opens_at = 0.0
         assert first.ask(to, torch.numel, (large,), {}, 10.0) == 1 << 20
-        assert to.conn.lender is not None
+        assert to.conn.lane.lender is not None
 
 
 def test_who_cannot_dial_says_which_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered(
             later: Future[int] = Future()
             a0.call(a0.peer("a1"), operator.add, (2, 2), {}, 20.0, future=later)
             a0.flush()
-        conn.answering.reply()  # unless a pool thread was faster
+        conn.reply()  # unless a pool thread was faster
         a1.pool.wake()
         assert later.wait(20) == 4
 
@@ -90,11 +90,11 @@ def test_what_has_come_does_not_wait_until_the_other_end_reads(attends: bool) ->
         there.sendall(pack_frame(REQUEST, 2, b"from somebody else"))
         if attends:
             waiter = cast(Any, SimpleNamespace(polling=None, awake=False))
-            conn.reading(waiter, conn.answering.spinning)
+            conn.reading(waiter, conn.answering)
         else:
-            conn.answering.reply()
+            conn.reply()
         assert delivered == [b"from somebody else"]
-        assert left == [conn.flush_waiting]  # the rest is sent by a thread that may wait
+        assert left == [conn.writer.flush_waiting]  # the rest is sent by a thread that may wait
         assert conn.state is not CLOSED
         conn.close()
         conn.reap()

@@ -334,7 +334,7 @@ def test_damage_is_found_and_what_follows_goes_over_another_socket() -> None:
             assert call(a0, operator.add, number, 1) == number + 1
             conn = a0.peer("a1").conn
             assert conn is not None
-            with conn.write_lock:
+            with conn.writer.lock:
                 sock = conn.sock
                 assert isinstance(sock, TlsSocket)
                 socket.socket.send(sock._ssl, b"\x17\x03\x03\x00\x20" + bytes(32))
@@ -356,7 +356,7 @@ def test_the_farewell_of_tls_is_not_ours() -> None:
         assert conn is not None
         assert there is not None
         waiting = begin(a0, _wait_for_gate)
-        with there.write_lock:
+        with there.writer.lock:
             assert isinstance(there.sock, TlsSocket)
             _take_leave(there.sock)
         assert call(a0, operator.add, 2, 2) == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future
 from actorrpc.transport.connection_state import OPEN
-from actorrpc.transport.writer import ChunkSender
+from actorrpc.transport.lane import Lane
+from actorrpc.transport.writer import Writer
 from actorrpc.wire import frames, integrity
 from actorrpc.wire.frames import CHUNK, PREFIX, PREFIX_SIZE, Frame, FrameReader, pack_frame, pack_position
 from actorrpc.wire.integrity import DIGEST_SIZE, SHORT, TAG_SIZE, Seal, SealedReader, Seals, chunk_head
@@ -299,22 +299,14 @@ def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> Non
     memory = bytearray(b"as it was")
     sent: list[bytes] = []
 
-    def flush(*, held: bool = False) -> bool:
+    def sendmsg(parts: list[memoryview], *_: object) -> int:
         memory[:] = b"as it is!"
-        sent.extend(bytes(part) for part in conn._rest)
-        conn._rest = []
-        return True
+        sent.extend(bytes(part) for part in parts)
+        return sum(map(len, parts))
 
-    conn: Any = SimpleNamespace(
-        seal=_seals().outgoing,
-        state=OPEN,
-        outbox=[],
-        write_lock=threading.Lock(),
-        flush=flush,
-        _rest=[],
-        chunk_bytes_out=0,
-    )
-    assert ChunkSender(conn).send(1, [(0, 0, memoryview(memory))], None)
+    sock = SimpleNamespace(sendmsg=sendmsg)
+    conn: Any = SimpleNamespace(sock=sock, state=OPEN, lane=Lane(), replay=None)
+    assert Writer(conn, _seals().outgoing).send_chunks(1, [(0, 0, memoryview(memory))], None)
     sinks = _Sinks()
     assert len(_feed(_reader(sinks), b"".join(sent), [])) == 1
     assert bytes(sinks.got[0][2]) == b"as it was"
@@ -326,8 +318,8 @@ def test_calls_that_are_taken_back_before_they_are_sent_leave_nothing_on_the_wir
         assert one.ask(peer, _echo, (1,), {}, 20.0) == 1
         conn = peer.conn
         assert conn is not None
-        assert conn.seal is not None
-        with conn.write_lock:
+        assert conn.writer.seal is not None
+        with conn.writer.lock:
             futures = [Future[Any]() for _ in range(3)]
             for future in futures:
                 one.call(peer, _echo, (2,), {}, 20.0, future=future)
@@ -350,15 +342,17 @@ def test_one_side_that_wants_them_is_enough(wants: tuple[bool, bool]) -> None:
             assert torch.equal(agent.ask(agent.peer(other), _echo, (value,), {}, 30.0), value)
         conns = [*a0.connector.connections(), *a1.connector.connections()]
         for conn in conns:
-            assert (conn.seal is not None) == any(wants)
-            assert type(conn._reader) is (SealedReader if any(wants) else FrameReader)
+            assert (conn.writer.seal is not None) == any(wants)
+            assert type(conn.reader) is (SealedReader if any(wants) else FrameReader)
 
 
 def test_on_one_host_the_kernel_is_trusted() -> None:
     """Unix sockets and shared memory leave no host: nothing is sealed, also where it is wanted."""
     with agents(2, frame_integrity=True) as (a0, a1):
         assert a0.ask(a0.peer("a1"), _echo, (5,), {}, 30.0) == 5
-        assert all(conn.seal is None for conn in (*a0.connector.connections(), *a1.connector.connections()))
+        assert all(
+            conn.writer.seal is None for conn in (*a0.connector.connections(), *a1.connector.connections())
+        )
 
 
 @pytest.mark.prints(

@@ -106,7 +106,7 @@ class Carrier:
         """Wait for work, where it is most likely to come from: the connection of the last caller."""
         conn = self.caller
         if conn is not None:
-            came = conn.reading(self, conn.answering.spinning)
+            came = conn.reading(self, conn.answering)
             if conn.outbox:
                 conn.flush(not came)
             if came is not None:

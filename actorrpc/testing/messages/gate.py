@@ -605,10 +605,8 @@ def _hand_over(conn: Connection | None) -> None:
     """Wait until the kernel has all that a connection was given to send, or the connection is lost."""
     while conn is not None and conn.state is OPEN:
         conn.flush(True)
-        with conn.write_lock:
-            # The thread that writes has in hand, under this lock, what is no longer in the outbox.
-            if not conn.outbox and not conn._rest:
-                return
+        if conn.writer.is_drained(wait=True):
+            return
 
 
 class _Questions(NoopInterceptor):

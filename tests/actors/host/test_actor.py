@@ -22,7 +22,7 @@ from actorrpc.actors.host.registry import ActorRegistry
 from actorrpc.futures import Future
 from actorrpc.rpc.functions import async_execution
 from actorrpc.testing import InProcessCluster
-from actorrpc.transport.writer import ChunkSender
+from actorrpc.transport.writer import Writer
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 
@@ -94,7 +94,7 @@ def test_a_call_that_is_given_up_when_a_part_of_it_has_come_never_runs(
 ) -> None:
     refs: list[Any] = []
     made, part_is_sent = threading.Event(), threading.Event()
-    send_chunk = ChunkSender._send
+    send_chunk = Writer._send
 
     def pending() -> int:
         return next(row.pending_calls for row in actorrpc.list_actors() if row.actor_id == keeper.actor_id)
@@ -118,7 +118,7 @@ def test_a_call_that_is_given_up_when_a_part_of_it_has_come_never_runs(
             Nester.options(worker="worker2").remote(),
         )
         actorrpc.get([actorrpc.ready(keeper), actorrpc.ready(nester)], timeout=30)
-        monkeypatch.setattr(ChunkSender, "_send", give_up_after_the_first)
+        monkeypatch.setattr(Writer, "_send", give_up_after_the_first)
         refs.append(nester.fill.remote(keeper, [float(each) for each in range(200_000)]))
         made.set()
         with pytest.raises(actorrpc.CancelledError):

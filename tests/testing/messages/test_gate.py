@@ -469,7 +469,7 @@ def test_what_is_sent_is_with_the_kernel_even_if_another_thread_writes(
     monkeypatch.setattr(os, "kill", lambda *_: left.append(len(conn.outbox)))
     gates[side].add(kill)
     with monkeypatch.context() as patch:
-        patch.setattr(conn, "write_lock", _Taken(conn.write_lock))
+        patch.setattr(conn.writer, "lock", _Taken(conn.writer.lock))
         assert later(pair[0], "a1", note, 1).wait() == 1
         until(lambda: left)  # the answer is here before its sender goes on
     assert left == [0]
