@@ -335,11 +335,11 @@ def get_runtime_context() -> RuntimeContext:
     in_force = runtime()
     execution, spec = CURRENT.get(), _spec()
     return RuntimeContext(
-        worker=in_force.agent.self_peer.info,
+        worker=in_force.agent.record.info,
         namespace=in_force.names.namespace,
         actor_id=None if spec is None else spec.actor_id,
         actor_name=None if spec is None else spec.card.name,
-        caller=None if execution is None else execution.peer.info,
+        caller=None if execution is None else execution.peer.record.info,
         was_current_actor_reconstructed=spec is not None and spec.epoch > 0,
     )
 

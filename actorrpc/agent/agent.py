@@ -42,10 +42,11 @@ from actorrpc.agent.hooks import (
 )
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.mail import MailHeader, MailRouter, NullRouter
-from actorrpc.agent.peers import MAX_PENDING, MessageContext, Peer, PeerTable
+from actorrpc.agent.peers import MessageContext, Peer, PeerTable
 from actorrpc.agent.scheduler import Scheduler
 from actorrpc.agent.threads import Pool
 from actorrpc.agent.timers import Clock
+from actorrpc.agent.window import MAX_PENDING
 from actorrpc.config import Settings
 from actorrpc.errors import (
     LostArgumentError,
@@ -305,9 +306,13 @@ class Agent:
             if place is not None:
                 call = place
             else:
-                if current is None and (peer.charged or len(peer.pending) >= MAX_PENDING) and peer.full:
+                if (
+                    current is None
+                    and (peer.window.charged or len(peer.pending) >= MAX_PENDING)
+                    and peer.window.full
+                ):
                     self.flush()
-                    peer.wait_for_room(deadline, f"the call of {label}")
+                    peer.window.wait_for_room(deadline, f"the call of {label}")
                 call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future, made)
                 call.awaits = awaits
             call.keep = (keep, message.held) if message.held else keep
@@ -330,7 +335,7 @@ class Agent:
             else:
                 if call is not None and call is not place:
                     peer.pending.pop(call.id, None)
-                    peer.release(call)
+                    peer.window.release(call)
                 if message.sent:
                     self.references.roll_back(message)
             raise
@@ -506,7 +511,7 @@ class Agent:
         if rest is not None and rest.size:
             call.size = rest.size
             if rest.size >= outbound.CHARGED:
-                peer.charge(call, rest.size)
+                peer.window.charge(call, rest.size)
         if encoded:
             conn.outbox.append(call)
         else:
@@ -568,7 +573,7 @@ class Agent:
             body = encoded.body
             for digest, definition in encoded.definitions.items():
                 peer.definitions.add(digest, definition)
-                peer.sent_definition(digest, len(definition))
+                peer.known.note(digest, len(definition))
             buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
         objects = None
         if header and "objects" in header:
@@ -758,7 +763,7 @@ class Agent:
             except KeyError:
                 break
             call.fail(peer.died(str(call), maybe_executed=call.withdraw()), self.pool.submit)
-        peer.wake_all()
+        peer.window.wake_all()
         for execution in list(peer.running.values()):
             execution.cancel()
         for tell in list(self.on_peer_end):
@@ -793,7 +798,7 @@ class Agent:
                 except KeyError:
                     break
                 call.fail(self._shut_down(call))
-            peer.wake_all()
+            peer.window.wake_all()
 
     def close(self, timeout: float = 2.0, parting: float = _GOODBYE_S) -> None:
         """End everything: connections are closed with a goodbye, threads end, waits fail with ShutdownError. Idempotent.

@@ -285,7 +285,7 @@ class Call(Progress):
 
     def fail(self, error: BaseException, submit: Any = None) -> None:
         """End the call with an error that arose on this side."""
-        self.peer.release(self)
+        self.peer.window.release(self)
         flights = self.agent.flights
         if flights is not None:
             flights.called(self, None)

@@ -523,7 +523,7 @@ class Connector:
                 # It has no time for the handshake, but its process runs: busy, not gone.
                 busy = (
                     isinstance(error, TimeoutError)
-                    and peer.same_host
+                    and peer.record.host == self._agent.record.host
                     and process_state(peer.record.pid) == "running"
                 )
                 if (busy or error.errno in _BUSY) and _time.now() < limit and not self._agent.closed_down:
@@ -571,7 +571,7 @@ class Connector:
         """Return where a peer can be dialled: family and address."""
         record, transport = peer.record, self._agent.settings.transport
         addresses: list[tuple[int, Any]] = []
-        if peer.same_host and record.unix_path and transport != "tcp":
+        if record.host == self._agent.record.host and record.unix_path and transport != "tcp":
             addresses.append((socket.AF_UNIX, record.unix_path))
         if transport != "unix" and not addresses:
             for host, port in record.tcp:

@@ -118,7 +118,7 @@ class Inbox:
         elif kind == frames.CREDIT:
             call = peer.pending.get(frame.id)
             if call is not None:
-                peer.release(call)
+                peer.window.release(call)
         elif kind == frames.PING:
             # At once, and on this thread: all others may be in user code. Nothing waits here.
             conn.outbox.append(pack_frame(frames.PONG, frame.id))
@@ -236,8 +236,8 @@ class Inbox:
         if call is None:
             self.discard(conn, frame)  # it was given up: too late
             return
-        if call.charge or peer.waiting:
-            peer.release(call)
+        if call.charge or peer.window.waiting:
+            peer.window.release(call)
         if call.introduces is not None and frame[0] == frames.REPLY:
             peer.functions.numbers[call.introduces[1]] = call.introduces[0]
         call.keep = None

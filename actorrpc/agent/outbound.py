@@ -223,7 +223,7 @@ def pack(
         peer = conn.peer
         for digest, definition in encoded.definitions.items():
             conn.outbox.append(pack_frame(frames.DEFINITION, body=digest + definition))
-            peer.sent_definition(digest, len(definition))
+            peer.known.note(digest, len(definition))
     if header is not None and "objects" in header:
         header = header.copy()
         header["objects"] = _share(agent, conn, header["objects"], min(deadline, _time.now() + _SHARE_S))
@@ -260,7 +260,7 @@ def pack(
                     buffers.append((len(buffers), memoryview(body)))
                     sizes.append(len(body))
                     body = b""
-                stream = next(conn.peer.streams)
+                stream = next(conn.peer.ids)
                 header["sizes"] = sizes
                 header["stream"] = stream
     extra = pack_header(header) if header else b""

@@ -3,8 +3,7 @@
 **Peer**: its connections, and the calls that are in flight both ways. ``pending`` maps call numbers to calls made to the peer
 that are not over. A call is entered with its frame, before any of it can be sent; taking a call out (``dict.pop``, atomic) is
 the right to end it. ``running`` maps the peer's numbers to its calls that are being executed here. ``dial_lock`` guards the
-making of connections and is held while dialling; no other lock is held when it is taken. ``_credit``'s lock guards ``charged``
-and is a leaf. Nothing calls out under either.
+making of connections and is held while dialling; no other lock is held when it is taken. Nothing calls out under it.
 
 **PeerTable**: which peer a name, a rank or a WorkerInfo means, and which have ended. One that has ended stays for a while: calls
 to it fail and say why, and what it sent last can still be opened. The last ``KEPT`` are kept, without what only a living peer
@@ -23,17 +22,16 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
 from actorrpc._exception_text import say
-from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
+from actorrpc.agent.window import Window
+from actorrpc.errors import PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.serialization import codec
 from actorrpc.serialization.numbered_functions import NumberedFunctions
-from actorrpc.transport.blocked_sends import SILENT_S, BlockedSends
 from actorrpc.transport.failure_detector import FailureDetector
-from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.frames import LATE, STOP
 from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord
 
@@ -64,7 +62,7 @@ _FINAL: Final = ("dead", "left")
 
 def state_of(peer: Peer) -> str:
     """Return "alive", "suspect", "dead" or "left"."""
-    return "suspect" if peer.state == "alive" and peer.failure_detector.suspect else peer.state
+    return "suspect" if peer.state == "alive" and peer.told == "suspect" else peer.state
 
 
 class MembershipEvents:
@@ -97,15 +95,12 @@ class MembershipEvents:
     def note(self, peer: Peer, state: str, reason: str) -> bool:
         """Record a peer's state; say whether that is news. What comes after its end is not."""
         with self._lock:
-            ended = peer.ending
-            old = ended or ("suspect" if peer.failure_detector.suspect else "alive")
-            if ended or state == old:
+            old = peer.told
+            if old in _FINAL or state == old:
                 return False
-            peer.failure_detector.suspect = state == "suspect"
-            if state in _FINAL:
-                peer.ending = state
+            peer.told = state
             if self._listeners and not peer.record.is_visitor:
-                self._untold.append((peer.info, old, state, reason, list(self._listeners)))
+                self._untold.append((peer.record.info, old, state, reason, list(self._listeners)))
             start = bool(self._untold) and not self._telling
             self._telling = self._telling or start
         _log.info("%r is %s, was %s: %s", peer.name, state, old, reason)
@@ -133,7 +128,6 @@ class MembershipEvents:
 # A peer keeps at least four times as many definitions, and bytes of them (codec.DefinitionStore).
 _KNOWN: Final = 1024
 _KNOWN_BYTES: Final = 64 << 20
-MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
 
 
 class Cancellable(Protocol):
@@ -207,17 +201,30 @@ class MessageContext:
         return place
 
 
+class _KnownDefinitions(set[bytes]):
+    """Digests of definitions that the peer has. It keeps the latest only: long before it drops one, all are sent anew."""
+
+    __slots__ = ("_bytes",)
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def note(self, digest: bytes, size: int) -> None:
+        """Note that one was sent."""
+        self._bytes += size
+        if len(self) >= _KNOWN or self._bytes > _KNOWN_BYTES:
+            self.clear()
+            self._bytes = size
+        self.add(digest)
+
+
 class Peer:
     """One worker of the group, in one incarnation. Thread-safe."""
 
     def __init__(self, record: WorkerRecord, *, own: WorkerRecord, window: int, definitions: Any) -> None:
         self.record = record
         self.name = record.name
-        self.rank = record.rank
-        self.key = WorkerKey(record.rank, record.incarnation)
-        self.info = WorkerInfo(record.name, record.rank)
         self.is_self = record.incarnation == own.incarnation
-        self.same_host = record.host == own.host
         #: whether it runs the same program; None where it takes data only
         self.same_main = None if record.data_only else bool(record.main) and record.main == own.main
         self.state = "alive"
@@ -230,28 +237,25 @@ class Peer:
         self.cancelled: dict[int, int] = {}
         self.begun = DuplicateFilter()
         self.answered = DuplicateFilter()
-        self.ids = itertools.count(1)
-        self.streams = itertools.count(1)
+        self.ids = itertools.count(1)  # of calls, and of streams of chunks
         #: contexts of messages that had nothing in them, to be used again: taking and putting one are atomic
         self.contexts: list[MessageContext] = []
-        self.known: set[bytes] = set()
-        self._known_bytes = 0
+        self.known = _KnownDefinitions()
         self.definitions = definitions
         self.functions = NumberedFunctions()
         self.dial_lock = _time.Lock()
         self.scan_at = float("inf")
         self.failure_detector = FailureDetector()
-        #: the final state that was made known (``changes.py``), behind ``state``, which is what calls go by
-        self.ending = ""
+        #: the state that was made known by :class:`MembershipEvents`, behind ``state``, which is what calls go by
+        self.told = "alive"
         # Device here -> device there, for what is sent to this peer: for answers, the caller's map comes first, reversed.
         self.device_map, self.answer_map = _device_maps(own, record)
-        # -- back-pressure
-        self._credit_lock = _time.RLock()  # re-entrant: the collector may run user code here
-        self._credit = _time.Condition(self._credit_lock)
-        self.waiting = 0
-        self.blocked = BlockedSends()
-        self.charged = 0
-        self.window = window
+        self.window = Window(self, window)
+
+    @cached_property
+    def key(self) -> WorkerKey:
+        """What names this life of the worker."""
+        return WorkerKey(self.record.rank, self.record.incarnation)
 
     def __repr__(self) -> str:
         return f"<Peer {self.name!r} {self.state}, {len(self.pending)} calls out, {len(self.running)} in>"
@@ -273,83 +277,6 @@ class Peer:
             # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
             submit(partial(execution.cancel, bool(flags & STOP), bool(flags & LATE)))
 
-    # -- back-pressure -------------------------------------------------------------------------------
-
-    @property
-    def full(self) -> bool:
-        """Whether more is unread over there than the window allows."""
-        return self.charged >= self.window or len(self.pending) >= MAX_PENDING
-
-    def charge(self, call: Any, size: int) -> None:
-        """Count ``size`` bytes of a call as sent and unread, unless it is over."""
-        with self._credit_lock:  # not the condition: that enters and leaves in Python
-            call.charge = size
-            self.charged += size
-        # The thread that ends the call takes it out first and then releases what it has: nothing yet, or this.
-        if self.pending.get(call.id) is not call:
-            self.release(call)
-
-    def release(self, call: Any) -> None:
-        """Count a call's bytes as read; idempotent. Wakes those who wait for room."""
-        size = call.charge
-        if size:
-            with self._credit_lock:
-                size, call.charge = call.charge, 0
-                self.charged -= size
-        if self.waiting:
-            with self._credit:
-                if not self.full:
-                    self._credit.notify_all()
-
-    def wait_for_room(self, deadline: float, what: str) -> None:
-        """Sleep until the peer has read enough of what was sent to it. Interruptible.
-
-        Raises:
-            BackpressureError: it has not by the deadline; nothing was sent.
-            PeerDiedError: it died meanwhile.
-        """
-        begun = _time.now()
-        late_at = begun + SILENT_S
-        while not self._wait_for_room(deadline, late_at, what):
-            checkpoint()
-            if late_at <= _time.now():
-                late_at = float("inf")
-                if self.blocked.is_due(begun):
-                    self.blocked.log(what, self._too_much())
-
-    @uninterruptible
-    def _wait_for_room(self, deadline: float, late_at: float, what: str) -> bool:
-        # An exception between two steps of the condition would leave its lock taken for ever.
-        with self._credit:
-            self.waiting += 1
-            if self.blocked.since is None:
-                self.blocked.since = _time.now()
-            try:
-                while self.full and not pending_here():
-                    self.check_alive(what)
-                    now = _time.now()
-                    if now >= deadline:
-                        raise BackpressureError(
-                            f"{what} was not sent within its time-out: {self._too_much()}",
-                            maybe_executed=False,
-                            worker=self.name,
-                        )
-                    if now >= late_at:
-                        break
-                    self._credit.wait(min(_time.patience(min(deadline, late_at) - now), 0.1))
-                return not self.full
-            finally:
-                self.waiting -= 1
-                if not self.waiting:
-                    self.blocked.since = None
-
-    def _too_much(self) -> str:
-        return (
-            f"worker {self.name!r} has not started calls of {self.charged} bytes, and {len(self.pending)} calls to it are not "
-            f"over. The setting window (ACTORRPC_WINDOW) allows {self.window} bytes that have not started; at most "
-            f"{MAX_PENDING} calls may be pending. Call less often, wait for results, or raise window"
-        )
-
     # -- the end -----------------------------------------------------------------------------------
 
     def check_alive(self, what: str) -> None:
@@ -368,27 +295,14 @@ class Peer:
             worker=self.name,
         )
 
-    def sent_definition(self, digest: bytes, size: int) -> None:
-        """Note that the peer has a definition. It keeps the latest only: long before it drops one, all are sent anew."""
-        self._known_bytes += size
-        if len(self.known) >= _KNOWN or self._known_bytes > _KNOWN_BYTES:
-            self.known.clear()
-            self._known_bytes = size
-        self.known.add(digest)
-
     def relieve(self) -> None:
         """Let go of what only a living peer needs, and what it sent last no more."""
-        self.known = set()
+        self.known = _KnownDefinitions()
         self.cancelled = {}
         self.begun, self.answered = DuplicateFilter(), DuplicateFilter()
         self.definitions = None
         self.functions = NumberedFunctions()
         self.device_map = self.answer_map = None
-
-    def wake_all(self) -> None:
-        """Wake the threads that wait for room."""
-        with self._credit:
-            self._credit.notify_all()
 
 
 def _device_maps(
@@ -532,12 +446,12 @@ class PeerTable:
                 return old
             end = self._ends.get(record.incarnation)
             if end is not None:
-                made.state = made.ending = end.state
+                made.state = made.told = end.state
                 made.cause = end.cause
                 return made
             self.known[record.name] = made
             self.known[record.rank] = made
-            self.known[made.info] = made
+            self.known[record.info] = made
         if old is not None:
             self._replaced(old)
         return made
@@ -557,7 +471,7 @@ class PeerTable:
             peer.state = state
             peer.cause = cause
             if peer is not self.own:
-                self._ends[peer.record.incarnation] = _EndOfPeer(peer.name, peer.rank, state, cause)
+                self._ends[peer.record.incarnation] = _EndOfPeer(peer.name, peer.record.rank, state, cause)
                 self._ended.append((now, peer))
             forgotten, settled = self._age(now)
         for each in settled:
@@ -568,7 +482,7 @@ class PeerTable:
     def forget(self, peer: Peer) -> None:
         """Let go of a peer that has ended, and of all that is remembered of it: it was a visitor. Idempotent."""
         with self._lock:
-            for known in (peer.name, peer.rank, peer.info):
+            for known in (peer.name, peer.record.rank, peer.record.info):
                 if self.known.get(known) is peer:
                     del self.known[known]
             self._ends.pop(peer.record.incarnation, None)

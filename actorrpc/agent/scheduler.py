@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from actorrpc.transport.buffers import BufferPool
     from actorrpc.transport.connection import Connection
     from actorrpc.transport.object_store import ObjectStore
+    from actorrpc.wire.identity import WorkerRecord
 
 __all__ = ["Scheduler"]
 
@@ -47,6 +48,7 @@ _OBJECTS_S: Final = 0.5  # between two looks whether objects in shared memory ha
 class _ScheduledAgent(Protocol):
     """The parts of an agent that its ticks look after."""
 
+    record: WorkerRecord
     settings: Settings
     clock: Clock
     pool: Pool
@@ -247,9 +249,9 @@ class Scheduler:
             conn.outbox.append(pack_frame(frames.PING))
             conn.flush()  # without waiting
         if look.state == "alive":
-            if failure_detector.suspect:
+            if peer.told == "suspect":
                 self.changes.note(peer, "alive", "it answers again")
-        elif not failure_detector.suspect:
+        elif peer.told == "alive":
             failure_detector.direct = None
             self.changes.note(peer, "suspect", f"it has been silent for {failure_detector.silent:.1f} s")
             self._agent.pool.submit(partial(self._examine, peer, conn))
@@ -259,10 +261,10 @@ class Scheduler:
                 self._agent.pool.submit(partial(self._agent.peer_ended, peer, "dead", why))
         return look.wait
 
-    @staticmethod
-    def _examine(peer: Peer, conn: Connection) -> None:
+    def _examine(self, peer: Peer, conn: Connection) -> None:
         """Find out whether the peer's process can be asked; reads long tables, so on a pool thread."""
-        peer.failure_detector.direct = peer.same_host and is_direct(conn.sock, peer.record.pid)
+        is_here = peer.record.host == self._agent.record.host
+        peer.failure_detector.direct = is_here and is_direct(conn.sock, peer.record.pid)
 
     @staticmethod
     def _why_dead(peer: Peer) -> str:

@@ -707,7 +707,9 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
         future.add_done_callback(Future.acknowledge)
         try:
             other = agent.peer(record.name)
-            agent.call(other, hand_over, (peer.rank, peer.record.incarnation, why), {}, left(), future=future)
+            agent.call(
+                other, hand_over, (peer.record.rank, peer.record.incarnation, why), {}, left(), future=future
+            )
         except RpcError:
             continue  # it is gone, and its actors with it
         asked.append(future)

@@ -49,7 +49,7 @@ class RemoteDirectory:
     def _ended(self, peer: Peer) -> None:
         if peer.name != self.driver.name:
             self._known.pop(peer.name, None)
-            self._known.pop(peer.rank, None)
+            self._known.pop(peer.record.rank, None)
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         agent = self._agent

@@ -600,8 +600,8 @@ def get_worker_info(worker_name: str | WorkerInfo | None = None) -> WorkerInfo:
     """
     worker = _require()
     if worker_name is None:
-        return worker.agent.self_peer.info
-    return worker.agent.peer(worker_name).info
+        return worker.agent.record.info
+    return worker.agent.peer(worker_name).record.info
 
 
 def get_worker_infos() -> list[WorkerInfo]:

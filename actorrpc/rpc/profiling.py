@@ -317,7 +317,7 @@ class calling:
         self._agent = agent
         self._mode = mode
         self._key = f"rpc_{mode}#{name_of(function)}({agent.name} -> {peer.name})"
-        self._node = peer.rank
+        self._node = peer.record.rank
 
     def __enter__(self) -> ProfiledSpan:
         self._span = ProfiledSpan(self._key, self._node)

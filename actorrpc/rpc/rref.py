@@ -306,8 +306,8 @@ class RRef(Generic[T]):
     def owner(self) -> WorkerInfo:
         """Return the WorkerInfo of the worker on which the value lives."""
         if self._handle.owner == self._references.me:
-            return self._references.agent.self_peer.info
-        return self._references.peer_of(self._handle.owner).info
+            return self._references.agent.record.info
+        return self._references.peer_of(self._handle.owner).record.info
 
     def owner_name(self) -> str:
         """Return the name of the worker on which the value lives."""

@@ -52,16 +52,14 @@ class FailureDetector:
     Attributes:
         heard: when the last byte came, as of the last look.
         silent: seconds of silence as of the last look.
-        suspect: whether the others were told that it is suspect. Guarded by those who tell (``agent/peers.py``).
         direct: whether nothing lies between the connection and the peer's process; None: not known yet.
     """
 
-    __slots__ = ("_asked", "_excused", "direct", "heard", "silent", "suspect")
+    __slots__ = ("_asked", "_excused", "direct", "heard", "silent")
 
     def __init__(self) -> None:
         self.heard = self._asked = float("-inf")
         self.silent = 0.0
-        self.suspect = False
         self.direct: bool | None = None
         self._excused = 0.0
 

@@ -133,7 +133,7 @@ class Writer:
                 except BlockingIOError:
                     full = True
                 if full and wait:
-                    self._wait()
+                    self._wait_writable()
             except BaseException as error:
                 conn.failed(error)
                 return False
@@ -195,7 +195,7 @@ class Writer:
             size += len(item)
         return b"".join(parts)
 
-    def _wait(self, deadline: float | None = None) -> None:
+    def _wait_writable(self, deadline: float | None = None) -> None:
         """Sleep until the kernel takes more, for at most a slice. Under the lock."""
         conn = self._conn
         if not self._rest and conn.replay is not None and conn.replay.full:
@@ -302,7 +302,7 @@ class Writer:
                     continue
                 if self.sent != sent:
                     sent, self.blocked.since = self.sent, _time.now()
-                self._wait(deadline)
+                self._wait_writable(deadline)
                 self._note_blocked()
                 late = deadline is not None and _time.now() > deadline
                 if late or pending_here():

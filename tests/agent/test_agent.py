@@ -20,7 +20,7 @@ import torch
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.inbound import Inbox
-from actorrpc.agent.peers import Peer
+from actorrpc.agent.window import Window
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -161,9 +161,9 @@ def test_a_socket_that_is_reset_before_it_is_a_connection_is_closed(pair: list[A
 
 def test_workers_are_named_by_name_rank_and_info(pair: list[Agent]) -> None:
     a, b = pair
-    for to in ("a1", 1, b.self_peer.info):
+    for to in ("a1", 1, b.record.info):
         assert _sync(a, to, operator.add, 1, 2) == 3
-    assert a.peer("a1") is a.peer(1) is a.peer(b.self_peer.info)
+    assert a.peer("a1") is a.peer(1) is a.peer(b.record.info)
     for unknown in ("nobody", 9, -1):
         with pytest.raises(UnknownWorkerError, match="a0, a1"):
             a.peer(unknown)
@@ -192,7 +192,7 @@ def test_a_pending_table_is_empty_when_all_calls_are_over(pair: list[Agent]) -> 
         with pytest.raises(ZeroDivisionError):
             future.wait()
     assert not a.peer("a1").pending
-    assert a.peer("a1").charged == 0
+    assert a.peer("a1").window.charged == 0
     assert not b.peer("a0").cancelled
 
 
@@ -212,12 +212,12 @@ def test_an_answer_is_credit_and_a_call_that_takes_longer_has_a_frame_of_it(
     with monkeypatch.context() as still:
         still.setattr(b.scheduler._soon, "active", True)  # the clock does not look meanwhile
         assert _sync(a, "a1", torch.numel, large) == 100_000
-        assert to.charged == 0
+        assert to.window.charged == 0
         b.scheduler._send_laden()
     future = _later(a, "a1", _hold, large)
     a.flush()
     _entered.acquire()
-    while to.charged:
+    while to.window.charged:
         assert _sync(a, "a1", operator.add, 1, 1) == 2
     assert not future.done()
     _gate.set()
@@ -231,17 +231,17 @@ def test_a_call_that_is_over_before_its_bytes_are_counted_leaves_none(
     a, _ = pair
     to = a.peer("a1")
     assert _sync(a, "a1", operator.add, 1, 1) == 2
-    charge = Peer.charge
+    charge = Window.charge
 
-    def late(peer: Peer, call: Any, size: int) -> None:
+    def late(window: Window, call: Any, size: int) -> None:
         call.cancel()
-        charge(peer, call, size)
+        charge(window, call, size)
 
-    monkeypatch.setattr(Peer, "charge", late)
+    monkeypatch.setattr(Window, "charge", late)
     future = _later(a, "a1", torch.numel, torch.zeros(100_000))
     with pytest.raises(CancelledError):
         future.wait()
-    assert to.charged == 0
+    assert to.window.charged == 0
 
 
 class _Finalised:

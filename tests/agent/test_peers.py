@@ -42,7 +42,7 @@ class _World:
 
     def leave(self, peer: Peer, state: str = "dead", cause: str = "killed") -> None:
         self.there.pop(peer.name)
-        self.there.pop(peer.rank)
+        self.there.pop(peer.record.rank)
         assert self.peer_table.end(peer, state, cause)
 
 
@@ -51,7 +51,7 @@ def test_those_that_come_and_go_leave_little() -> None:
     traces = []
     for rank in range(1, 3 * KEPT + 1):
         peer = world.join(rank)
-        assert world.peer_table.peer(rank) is world.peer_table.peer(peer.info) is peer
+        assert world.peer_table.peer(rank) is world.peer_table.peer(peer.record.info) is peer
         traces.append(weakref.ref(peer))
         world.leave(peer, cause=f"killed by {rank}")
         del peer
@@ -82,7 +82,7 @@ def test_who_is_forgotten_does_not_come_back_and_its_successor_does() -> None:
     world.there["w1"] = world.there[1] = record  # whoever says so: a fixed group's table, or it itself
     for _ in range(2):
         for again in (world.peer_table.adopt(record), world.peer_table.peer("w1"), world.peer_table.peer(1)):
-            assert (again.state, again.cause, again.ending) == ("dead", "killed", "dead")
+            assert (again.state, again.cause, again.told) == ("dead", "killed", "dead")
     assert not any(peer.name == "w1" for peer in world.peer_table.peers())
     second = world.join(1)
     assert second.state == "alive"

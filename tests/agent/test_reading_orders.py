@@ -375,7 +375,7 @@ class _World:
         sends = where is conn.writer.lock or (isinstance(where, Poll) and not where.reads)
         if self.guest.orders and not sends and not isinstance(where, Condition):
             wrong.append("the guest sleeps over its orders")
-        if self.peer.waiting and not self.peer.full:
+        if self.peer.window.waiting and not self.peer.window.full:
             wrong.append("somebody waits for room that there is")
         return wrong
 
@@ -402,8 +402,8 @@ class _World:
             wrong.append(f"{other.asked} are not answered")
         if other.pongs != self.guest.posted or self.guest.orders:
             wrong.append(f"of {self.guest.posted} posts of the guest, {other.pongs} have come")
-        if self.peer.pending or self.peer.charged or self.peer.waiting:
-            wrong.append(f"left: {self.peer.pending} {self.peer.charged} {self.peer.waiting}")
+        if self.peer.pending or self.peer.window.charged or self.peer.window.waiting:
+            wrong.append(f"left: {self.peer.pending} {self.peer.window.charged} {self.peer.window.waiting}")
         assert not wrong, f"{wrong}\n{self.steps.where()}"
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.agent.peers import MAX_PENDING
+from actorrpc.agent.window import MAX_PENDING
 from actorrpc.futures import Future
 from tests.faults.figures import NIGHTLY, Taken, note
 from tests.faults.hosts import Signals
@@ -196,7 +196,7 @@ def _overfull(rank: int, world_size: int) -> None:
     thread.start()
     blocked.wait()
     peer = _agent().peer("worker1")
-    _until(lambda: peer.waiting)
+    _until(lambda: peer.window.waiting)
     assert len(peer.pending) >= MAX_PENDING
     assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
     rpc.rpc_sync("worker2", _open_at, ("worker1",), timeout=0)
@@ -242,9 +242,9 @@ def _slow_consumer(
         )
     )
     sender.start()
-    _until(lambda: peer.waiting)  # it is slowed
+    _until(lambda: peer.window.waiting)  # it is slowed
     slowed = Taken.now()
-    charged = peer.charged
+    charged = peer.window.charged
     assert charged <= window + 2 * size
     assert len(peer.pending) < count
     # The others do not notice, however much is sent to them.
@@ -252,12 +252,12 @@ def _slow_consumer(
         assert rpc.rpc_sync("worker2", operator.add, (n, 1)) == n + 1
     for _ in range(2 * window // size):
         assert rpc.rpc_sync("worker2", len, (data,)) == size
-    assert peer.waiting
+    assert peer.window.waiting
     assert len(peer.pending) < count
     signals.say("consume")
     sender.join()
     assert [each.wait() for each in futures] == [size] * count
-    _until(lambda: peer.charged == 0)
+    _until(lambda: peer.window.charged == 0)
     futures.clear()
     return {
         "sent_mb": count,

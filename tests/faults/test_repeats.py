@@ -177,7 +177,9 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
     held.append(_begin(a, b, _hold, ("held", 3), torch.zeros(400_000)))
     for _ in held:
         _entered.acquire()
-    _until(lambda: a.peer(b.name).charged == 0)  # what runs has been taken up: credit comes before its answer
+    _until(
+        lambda: a.peer(b.name).window.charged == 0
+    )  # what runs has been taken up: credit comes before its answer
     came += [each.cancel() for each in held[:3]]
     _gate.set()
     came.append(held[3].wait())
@@ -186,7 +188,7 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
     _until(lambda: told)
     _until(lambda: not b.peer(a.name).running)
     assert not a.peer(b.name).pending
-    assert a.peer(b.name).charged == 0
+    assert a.peer(b.name).window.charged == 0
     return [*came, set(told)]
 
 

@@ -351,14 +351,14 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
     # Back-pressure: the window is 1 MiB, each call has a quarter of one.
     ballast = torch.zeros(64 << 10)
     held = [rpc.rpc_async("worker1", operator.mul, (ballast, 1), timeout=0) for _ in range(4)]
-    assert peer.full
+    assert peer.window.full
     with pytest.raises(BackpressureError, match="ACTORRPC_WINDOW") as full:
         rpc.rpc_async("worker1", operator.mul, (ballast, 1), timeout=0.1)
     assert full.value.maybe_executed is False
     with pytest.raises(BackpressureError):
         rpc.rpc_sync("worker1", operator.mul, (ballast, 1), timeout=0.1)
     # The last that was let in is beyond it by a little.
-    assert peer.charged <= peer.window + ballast.nbytes // 2
+    assert peer.window.charged <= peer.window.limit + ballast.nbytes // 2
     # Others are not concerned, and a call made from inside a call never waits.
     assert torch.equal(rpc.rpc_sync("worker2", operator.mul, (ballast, 1)), ballast)
     rpc.rpc_sync("worker0", _send_from_inside, (ballast,))
@@ -375,7 +375,7 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
     waiting.join()
     for future in held:
         assert torch.equal(future.wait(), ballast)
-    _until(lambda: not peer.charged)
+    _until(lambda: not peer.window.charged)
     assert rpc.rpc_sync("worker1", _how_often, ("cancelled",)) == 0
     assert rpc.rpc_sync("worker1", _how_often, ("late",)) == 0
 

@@ -318,12 +318,12 @@ def _interrupts(rank: int, world_size: int, store: str) -> None:
 
         # Waiting for room.
         peer = agent.peer("worker1")
-        peer.window = 1
+        peer.window.limit = 1
         held = rpc.rpc_async("worker1", _first, ("c", torch.ones(64)), timeout=0)
-        peer.charged += 1
+        peer.window.charged += 1
         _interrupt_in(lambda: rpc.rpc_sync("worker1", operator.add, (1, 1), timeout=0), waits)
-        peer.charged -= 1
-        peer.window = 64 << 20
+        peer.window.charged -= 1
+        peer.window.limit = 64 << 20
 
         rpc.rpc_sync("worker1", _open, ("c",))
         _open("c")

@@ -329,7 +329,7 @@ def _storm(rank: int, world_size: int, storm: int, large: bool, number: int) -> 
     agent = rpc.api._require().agent  # type: ignore[attr-defined]
     for peer in agent.peers():
         assert not peer.pending or not peer.is_self
-        assert not peer._credit._lock._is_owned()
+        assert not peer.window._lock._is_owned()
         assert not peer.dial_lock.locked()
     return calls
 

@@ -195,7 +195,7 @@ class _RunnerPools:
         if worker is None:
             supervisor: Supervisor = self.runtime.supervisor
             peer = supervisor.next_worker()
-            worker, key = peer.rank, peer.key
+            worker, key = peer.record.rank, peer.key
         else:
             key = "at", worker
         pool = self._pools.setdefault(key, _RunnerPool(1))

@@ -243,7 +243,11 @@ class Supervisor:
         except RpcError:
             return None
         conn = peer.conn
-        return peer if peer.is_self or (conn is not None and conn.state is OPEN and not peer.full) else None
+        return (
+            peer
+            if peer.is_self or (conn is not None and conn.state is OPEN and not peer.window.full)
+            else None
+        )
 
     def begin(self, actor: ActorRecord, near: Peer | None = None) -> None:
         """Make the next incarnation, unless that is under way, or is to wait.

@@ -55,7 +55,7 @@ class TensorPipeAgent(RpcAgent):
             UnknownWorkerError: there is no such worker.
         """
         try:
-            return self.agent.self_peer.info if worker is None else self.agent.peer(worker).info
+            return self.agent.record.info if worker is None else self.agent.peer(worker).record.info
         except UnknownWorkerError as error:
             reword(error)
             raise

@@ -53,7 +53,7 @@ class RRef(rref.RRef[T]):
     def local_value(self) -> T:
         """Return the value itself, on its owner."""
         if not self.is_owner():
-            me = self._references.agent.self_peer.info
+            me = self._references.agent.record.info
             shown = f"UserRRef(rref_id={self._handle.rref_id}, fork_id={self._handle.fork_id})"
             raise RRefError(
                 f"For {shown}, can't call localValue() on user {me}. Call it on owner {self.owner()}"
@@ -71,7 +71,7 @@ class RRef(rref.RRef[T]):
             ) from late
         try:
             if profiled() and not self.is_owner():
-                me = self._references.agent.self_peer.info.name
+                me = self._references.agent.record.info.name
                 with record_function(f"to_here#({me})->({self.owner_name()})"):
                     return super().to_here(timeout)
             return super().to_here(timeout)

@@ -71,7 +71,7 @@ class InjectionOptions:
         """Say whether a message is among those that it concerns."""
         peer = message.peer
         if self.to is not None and not any(
-            worker == str(peer.rank) or fnmatchcase(peer.name, worker) for worker in self.to
+            worker == str(peer.record.rank) or fnmatchcase(peer.name, worker) for worker in self.to
         ):
             return False
         return self.function is None or any(

@@ -392,7 +392,7 @@ class FaultGate:
         whole = copied(encoded)
         size = len(whole) if isinstance(whole, bytes) else whole.nbytes
         if size >= outbound.CHARGED:
-            call.peer.charge(call, size)
+            call.peer.window.charge(call, size)
         left = call.deadline - self._agent.clock.now() if fault.bounded else _INFINITE
         if mail is not None:
             header = {**(header or {}), **mail.header}

@@ -50,7 +50,7 @@ def pair() -> Iterator[list[Agent]]:
         for agent in made:
             for peer in agent.peers():
                 assert not peer.pending, peer
-                assert not peer.charged, peer
+                assert not peer.window.charged, peer
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_call_that_is_held_up_arrives_as_it_was_made(elements: int, lane: bool
             sent = torch.ones(elements)
             future = later(both[0], to, note, sent, timeout=DAY)
             assert fault.held == 1
-            assert bool(both[0].peer(to).charged) is (elements > 5000)
+            assert bool(both[0].peer(to).window.charged) is (elements > 5000)
             sent.zero_()
             assert not future.done()
             gate.remove(fault)
@@ -162,7 +162,7 @@ def test_a_call_that_is_held_up_arrives_as_it_was_made(elements: int, lane: bool
             gate.close(True)
             until(lambda: both[0].gate is None)
             arrived.clear()
-        assert all(not peer.charged for peer in both[0].peers())
+        assert all(not peer.window.charged for peer in both[0].peers())
 
 
 def test_others_overtake_and_those_held_up_keep_their_order(
