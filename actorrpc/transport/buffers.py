@@ -382,8 +382,6 @@ class BufferStats:
 
     lent_bytes: int
     free_bytes: int
-    free_blocks: int
-    hits: int
     misses: int
 
 
@@ -421,7 +419,6 @@ class BufferPool:
         self._peak_before = 0
         self._window_end = clock() + window
         self._order = 0
-        self._hits = 0
         self._misses = 0
 
     def take(self, nbytes: int) -> memoryview:
@@ -445,7 +442,6 @@ class BufferPool:
                 if block is None:
                     self._misses += 1
                 else:
-                    self._hits += 1
                     size = block.size
                 self._lent_bytes += size
                 self._peak = max(self._peak, self._lent_bytes)
@@ -498,8 +494,6 @@ class BufferPool:
             return BufferStats(
                 lent_bytes=self._lent_bytes,
                 free_bytes=self._free_bytes,
-                free_blocks=sum(map(len, self._free.values())),
-                hits=self._hits,
                 misses=self._misses,
             )
 

@@ -50,6 +50,8 @@ __all__ = ["Borrower", "LaneStats", "Lender", "Placement", "layout"]
 _ALIGNMENT = 64
 _MIN_SEGMENT = 256 << 10
 _MAX_SEGMENTS = 128  # each is one mapping on both sides, and a process may have 65 530
+MOST_SEGMENTS = 4096  # of a peer, which may be hostile, and _MOST_BYTES of theirs
+_MOST_BYTES = 1 << 42
 _KEEP = 30.0  # a free segment that was not used for so long is retired
 _KEEP_OVER_HALF = 3.0  # ... or for so long, where more than half of the limit lies free
 _TRIM_EVERY = 1.0
@@ -122,9 +124,7 @@ class LaneStats:
     segments: int
     lent_bytes: int
     free_bytes: int
-    placed: int
     placed_bytes: int
-    refused: int
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +173,7 @@ class Lender:
         self._next_loan = 1
         self._next_trim = clock() + _TRIM_EVERY
         self._no_new_before = 0.0
-        self._placed = self._placed_bytes = self._refused = 0
+        self._placed_bytes = 0
 
     def place(self, spans: Sequence[MemorySpan]) -> Placement | None:
         """Copy ``spans`` into one segment and say where; ``None`` means: send them over the socket.
@@ -194,11 +194,9 @@ class Lender:
                     self._settle()
                 segment = self._pick(need, dropped)
                 if segment is None:
-                    self._refused += 1
                     return None
                 loan = self._next_loan
                 self._next_loan += 1
-                self._placed += 1
                 self._placed_bytes += need
             finally:
                 self._busy = False
@@ -212,7 +210,7 @@ class Lender:
                 copy(segment.address + offset, span)
         except BaseException:  # Ctrl-C between two copies
             segment.loan = loan
-            self.reclaim_unsent(placement)
+            self.reclaim([(placement.segment_id, loan)])
             raise
         # Only from here on can it be handed back: a peer that guesses loan numbers must not have a segment
         # unmapped while it is being filled.
@@ -222,14 +220,10 @@ class Lender:
     def reclaim(self, loans: Iterable[tuple[int, int]]) -> None:
         """Take back segments by (segment, loan). Loans that are not out are ignored. Thread-safe."""
         self._handed_back.extend(loans)
-        self.trim(force=False)
+        self.trim()
 
-    def reclaim_unsent(self, placement: Placement) -> None:
-        """Take back a placement whose frame was not sent. Thread-safe."""
-        self.reclaim([(placement.segment_id, placement.loan)])
-
-    def trim(self, *, force: bool = True) -> None:
-        """Retire segments that have been idle; call it now and then. Their numbers appear in ``retired``."""
+    def trim(self) -> None:
+        """Retire segments that have been idle, about once a second. Their numbers appear in ``retired``."""
         dropped: list[_Segment] = []
         with self._lock:
             if self._busy:
@@ -238,7 +232,7 @@ class Lender:
             try:
                 self._settle()
                 now = self._clock()
-                if force or now >= self._next_trim:
+                if now >= self._next_trim:
                     self._next_trim = now + _TRIM_EVERY
                     self._trim(now, dropped)
             finally:
@@ -256,14 +250,12 @@ class Lender:
 
     def stats(self) -> LaneStats:
         """Return what is lent and kept now. Thread-safe."""
-        self.trim(force=False)
+        self.trim()
         return LaneStats(
             segments=len(self._segments),
             lent_bytes=self._bytes - self._free_bytes,
             free_bytes=self._free_bytes,
-            placed=self._placed,
             placed_bytes=self._placed_bytes,
-            refused=self._refused,
         )
 
     def close(self) -> None:
@@ -375,9 +367,7 @@ class Lender:
                 os.close(fd)
         with self._lock:
             self._forget(segment)
-            self._placed -= 1
             self._placed_bytes -= need
-            self._refused += 1
             self._no_new_before = self._clock() + pause
         return False
 
@@ -438,15 +428,11 @@ class Borrower:
         sock: socket.socket,
         *,
         max_buffers: int = 10_000,
-        max_segments: int = 4096,
-        max_bytes: int = 1 << 42,
         on_freed: Callable[[], None] | None = None,
         adopt: Callable[[int, bytes, int, str, str], Segment] | None = None,
     ) -> None:
         self._sock = sock
         self._max_buffers = max_buffers
-        self._max_segments = max_segments
-        self._max_bytes = max_bytes
         self._fetch_lock = _time.RLock()
         self._lock = _time.RLock()
         self._segments: dict[int, _Mapped] = {}
@@ -466,11 +452,6 @@ class Borrower:
     def freed(self) -> bool:
         """Whether ``drain_freed`` may have something to return."""
         return bool(self._loans.returned) or self._forks.holds
-
-    @property
-    def lent(self) -> int:
-        """How many placements were given out and not handed back yet."""
-        return sum(segment.loan != 0 for segment in list(self._segments.values()))
 
     @property
     def held_bytes(self) -> int:
@@ -560,7 +541,7 @@ class Borrower:
         for number in segment_ids:
             if number not in self._segments and number not in self._unmapped:
                 # Announced and never used: its descriptor waits in the socket still.
-                if not self._gather(number) and len(self._unseen) < self._max_segments:
+                if not self._gather(number) and len(self._unseen) < MOST_SEGMENTS:
                     # Its announcement cannot be taken now: that is for the thread that takes the next one.
                     self._unseen.add(number)
             self._segments.pop(number, None)
@@ -701,7 +682,7 @@ class Borrower:
                 raise ProtocolError("not an announcement of shared memory")
             number, size, segment_id, label, site = _ANNOUNCEMENT.unpack(data)
             if segment_id != _NO_OBJECT:
-                if self._adopt is None or len(self._objects) >= self._max_segments:
+                if self._adopt is None or len(self._objects) >= MOST_SEGMENTS:
                     raise ProtocolError("objects in shared memory that no message names")
                 fd = fds.pop()
                 self._objects[number] = self._adopt(fd, segment_id, size, _text(label), _text(site))
@@ -719,12 +700,12 @@ class Borrower:
         return True
 
     def _map(self, number: int, size: int, fd: int) -> _Mapped:
-        if number in self._segments or len(self._segments) >= self._max_segments:
+        if number in self._segments or len(self._segments) >= MOST_SEGMENTS:
             raise ProtocolError(f"segment {number} of shared memory is known already, or one too many")
         if not _MIN_SEGMENT <= size <= _MAX_SIZE or size != size_class(size):
             raise ProtocolError(f"{size} bytes are not a size of a segment of shared memory")
-        if size + sum([segment.size for segment in list(self._segments.values())]) > self._max_bytes:
-            raise ProtocolError(f"the peer lends more than {self._max_bytes} bytes of shared memory")
+        if size + sum([segment.size for segment in list(self._segments.values())]) > _MOST_BYTES:
+            raise ProtocolError(f"the peer lends more than {_MOST_BYTES} bytes of shared memory")
         try:
             if not is_sealed(fd, size):
                 raise ProtocolError("the peer lends memory that it could take away again")

@@ -180,20 +180,6 @@ class _Side:
             raise ProtocolError("the handshake is not over")
         return self._result
 
-    def feed_eof(self) -> None:
-        """Say that the peer closed the connection.
-
-        Raises:
-            ProtocolError: the handshake was not over; always, unless it is done.
-        """
-        if self._result is None:
-            self._fail(
-                ProtocolError(
-                    f"worker {self._name!r}: the other side closed the connection during the handshake; "
-                    "it may be shutting down, or not be an actorrpc worker"
-                )
-            )
-
     def _fail(self, error: RpcError) -> None:
         self._buffer = b""
         self._failure = error

@@ -106,10 +106,6 @@ def test_no_message_can_be_cut_short_or_made_longer(number: int) -> None:
         _talk(one, other, lambda which, message, size=size: message[:size] if which == number else message)  # type: ignore[misc]
         assert not one.done
         assert not (other.done and number < 3)
-        for side in (one, other):
-            if not side.done:
-                with pytest.raises(ProtocolError):
-                    side.feed_eof()
     if number < 3:  # what follows the last one belongs to what comes next
         one, other = _pair()
         _talk(one, other, lambda which, message: message + b"x" if which == number else message)

@@ -110,8 +110,6 @@ def _attack(rng: random.Random, old: list[bytes], change: Callable[[bytes], byte
     with contextlib.suppress(ProtocolError, LimitError):  # the latter: it is told that the other has no place
         for piece in cut(rng, sent):
             victim.feed(piece)
-        if rng.random() < 0.2:
-            victim.feed_eof()
     # What follows the last message belongs to what comes next.
     return victim, stage >= 2 and sent.startswith(honest)
 

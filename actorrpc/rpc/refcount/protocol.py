@@ -413,16 +413,6 @@ class RRefTable:
                         step.add(from_, UserDelete, (data.rref_id, data.fork_id))
         return step.done()
 
-    def wait_confirmed(self, handles: Iterable[Handle]) -> Pending:
-        """Give a Pending for handles of this worker, newly created ones for example."""
-        pending = Pending(self._lock)
-        with self._lock:
-            for handle in handles:
-                user = None if handle.fork_id is None else self._held.entries.get(handle.fork_id)
-                if user is not None:
-                    self._held.wait(user, pending)
-        return pending
-
     def is_confirmed(self, handle: Handle) -> bool:
         """Say whether the owner is known to know this handle."""
         with self._lock:
@@ -533,16 +523,6 @@ class RRefTable:
                 for entry in entries[first : first + most]
             ]
         return found, len(entries) > first + most
-
-    def forks_held_for(self, owner: WorkerKey) -> list[tuple[RRefId, ForkId]]:
-        """List the handles held here on values of ``owner``, for it to compare after a lost connection.
-
-        What the owner has sent and has not arrived yet is not among them.
-        """
-        with self._lock:
-            return [
-                (user.rref_id, user.fork_id) for user in self._held.entries.values() if user.owner == owner
-            ]
 
     def debug_info(self) -> dict[str, int]:
         """Give the counters that torch has, under its names. A value that was never shared does not count."""

@@ -350,7 +350,6 @@ def test_flow_3_owner_to_user_is_registered_early() -> None:
     assert received.pending.done
     assert not received.effects
     assert group[B].is_confirmed(received.handles[0])
-    assert group[B].forks_held_for(A) == [(handle.rref_id, data.fork_id)]
     group.drop(B, *received.handles)
     assert group.carry() == ["UserDelete"]
     group.assert_empty()
@@ -509,11 +508,7 @@ def test_creation_that_timed_out_and_came_later() -> None:
     handle = group[A].create_user(B)
     assert handle.fork_id is not None
     error = RpcTimeoutError("RRef creation timed out")
-    pending = group[A].wait_confirmed([handle])
-    assert pending.when_done(lambda: None)
     group.run(A, group[A].creation_failed(handle, error))
-    assert pending.done
-    assert pending.errors == [error]
     assert group[A].failure(handle) is error
     with pytest.raises(RRefError) as caught:
         group[A].fork(handle, C)
@@ -693,12 +688,9 @@ def test_dead_owner_fails_users_and_frees_parents() -> None:
     pending = group[A].create_user(B)
     copy = group.share(handle, A, C)
     group.sent.clear()  # the request died with the owner
-    waiting = group[C].wait_confirmed([copy])
-    assert not waiting.done
+    assert not group[C].is_confirmed(copy)
     group.tables.pop(B)
     assert group.run(C, group[C].worker_died(B, DIED)) == [ChildAccept(((copy.fork_id,),))]
-    assert waiting.done
-    assert waiting.errors == [DIED]
     assert group[C].failure(copy) is DIED
     group.run(A, group[A].worker_died(B, DIED))
     assert group[A].failure(handle) is DIED
@@ -739,12 +731,10 @@ def test_dead_parent_whose_child_comes_too_late() -> None:
     group = Group(A, B, C)
     handle = group.create(A, B)
     copy = group.share(handle, A, C)
-    waiting = group[C].wait_confirmed([copy])
     group.run(B, group[B].worker_died(A, DIED))  # before the request
     group.run(C, group[C].worker_died(A, DIED))
     group.tables.pop(A)
     assert group.carry() == ["ForkRequest", "ForkAck"]
-    assert waiting.done
     assert isinstance(group[C].failure(copy), RRefError)
     assert group.drop(C, copy) == []
     group.assert_empty()
@@ -823,14 +813,14 @@ def test_what_an_owner_that_does_not_answer_has_not_confirmed_is_no_leak_of_the_
 
 
 def test_silent_after_close() -> None:
-    group = Group(A, B)
+    group = Group(A, B, C)
     handle = group.create(A, B)
     mine = group[A].create_owner("value")
     woken: list[object] = []
     waiting = group[A].create_user(A)
     assert group[A].fetch(waiting.rref_id, lambda outcome: woken.append(type(outcome.error))) is None
-    pending = group[A].wait_confirmed([group[A].create_user(B)])
-    assert pending.when_done(lambda: woken.append("pending"))
+    received = group[A].receive([group[B].fork(group.create(B, C), A, "str")], B)
+    assert received.pending.when_done(lambda: woken.append("pending"))
     effects = group[A].close()
     assert effects.messages == []
     group.run(A, effects)
