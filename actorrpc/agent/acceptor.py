@@ -39,6 +39,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 from actorrpc.errors import AuthenticationError, ProtocolError
 from actorrpc.transport import fd_limits
 from actorrpc.transport.tls import HELLO, Stream, Tls, explain
@@ -297,13 +298,12 @@ class Admission:
         if answer is None:
             return
         try:
-            self._admit(pending, answer)
-        except BaseException as error:  # nobody else has it
-            pending.close()
-            if isinstance(error, ProtocolError):
-                self._refuse(pending, error)
-            elif not isinstance(error, OSError):
-                raise
+            with undo_on_error(pending.close):  # nobody else has it
+                self._admit(pending, answer)
+        except ProtocolError as error:
+            self._refuse(pending, error)
+        except OSError:
+            pass
 
     def _step(self, pending: PendingConnection) -> bytes | None:
         """Take it; returns what is to be sent to a pending connection that has proved the key, and has left its place."""

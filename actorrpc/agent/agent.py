@@ -31,22 +31,13 @@ from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Executor
-from actorrpc.agent.hooks import (
-    Interceptor,
-    MessageFilter,
-    NoRecorder,
-    NoReferences,
-    Recorder,
-    References,
-    recorded,
-)
+from actorrpc.agent.hooks import Interceptor, MessageFilter, MessageReferences, Recorder, recorded
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.mail import MailHeader, MailRouter, NullRouter
-from actorrpc.agent.peers import MessageContext, Peer, PeerTable
+from actorrpc.agent.peers import MAX_PENDING, SETTLED_S, MessageContext, Peer, PeerTable
 from actorrpc.agent.scheduler import Scheduler
 from actorrpc.agent.threads import Pool
 from actorrpc.agent.timers import Clock
-from actorrpc.agent.window import MAX_PENDING
 from actorrpc.config import Settings
 from actorrpc.errors import (
     LostArgumentError,
@@ -133,7 +124,7 @@ class Agent:
         self.buffers = BufferPool(settings.recycle_bytes, excess=self._let_memory_go)
         self.objects = self._object_store(key)
         self.interceptors: list[Interceptor] = []
-        self.recorder: Recorder = NoRecorder()
+        self.recorder: Recorder = Recorder()
         self.flights = FlightRecorder() if settings.recorder else None
         self.gate: MessageFilter | None = None
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
@@ -141,7 +132,7 @@ class Agent:
         self.on_failure: Callable[[Execution, Exception], None] | None = None
         self.on_peer_end: list[Callable[[Peer], None]] = []
         self.post: MailRouter = NullRouter(self.name, self.pool.submit, self.executor.refuse)
-        self.references: References = NoReferences()
+        self.references = MessageReferences()
         self._closing = False
         self.closed_down = False
         #: this process is a fork of the one that the agent belongs to
@@ -751,6 +742,8 @@ class Agent:
         """Fail everything that touches a peer which is gone. Idempotent."""
         if not self.peer_table.end(peer, state, cause):
             return
+        if not peer.is_self:
+            self.clock.after(SETTLED_S, partial(self.submit, peer.relieve))
         for conn in list(peer.conns):
             if state == "dead" and conn.state is not CLOSED:
                 # It may live and hear us still, the way from it being lost: else it would find out as late again.

@@ -216,12 +216,13 @@ class Resumption:
             sock.settimeout(self._agent.settings.handshake_timeout)
             sock.sendall(answer)
             theirs = _read_count(sock)
-            if conn is None or not self._belongs(conn, session):
+            worker = session.peer_name, session.peer_incarnation
+            if conn is None or conn.state is CLOSED or conn.replay is None or conn.replay.other != worker:
                 sock.sendall(_COUNT.pack(_UNKNOWN))
                 sock.close()
                 return
             mine = None
-            if not _replay(conn).is_overtaken(number):
+            if not conn.replay.is_overtaken(number):
                 conn.suspend(ConnectionResetError("the other side has begun a new one"))
                 mine = conn.standstill(number)
             if mine is None:
@@ -232,14 +233,6 @@ class Resumption:
         except (OSError, EOFError) as error:
             _log.info("a connection of %r did not come back: %s", session.peer_name, error)
             sock.close()
-
-    @staticmethod
-    def _belongs(conn: Connection, session: Session) -> bool:
-        return (
-            conn.state is not CLOSED
-            and conn.replay is not None
-            and conn.replay.other == (session.peer_name, session.peer_incarnation)
-        )
 
     # -- both --------------------------------------------------------------------------------------
 
@@ -310,7 +303,6 @@ class Connector:
         self._agent = agent
         self._events = events
         self._key = key.reveal() if key is not None else b""
-        self._insecure = key is None
         self.tls = Tls.load(agent.settings)
         # What TLS carries needs no seals.
         self.seals = agent.settings.frame_integrity and self.tls is None
@@ -426,7 +418,7 @@ class Connector:
     def _watch(self, conn: Connection, session: Session) -> None:
         """Have the pool read a connection, from what has come right behind the handshake."""
         if session.leftover:
-            frames = conn.begin()
+            frames = conn.read_rest(fresh=True)
             if frames:
                 self._events.deliver(conn, frames, True)  # on any thread: others are woken for what came
         conn.register()
@@ -593,7 +585,7 @@ class Connector:
         record = agent.record
         plain = _DialledSocket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         sock: Stream = plain
-        binding = b""
+        binding, result = b"", None
         try:
             near = not fd_limits.make_room(plain.fileno())
             if near and purpose is not Purpose.RESUME and not fd_limits.has_room(1):
@@ -615,7 +607,7 @@ class Connector:
                 attach=attach,
                 peer_name=peer.record.name,
                 peer_incarnation=peer.record.incarnation,
-                insecure=self._insecure,
+                insecure=not self._key,
                 binding=binding,
                 seals=self.seals and family != socket.AF_UNIX,
             )
@@ -625,7 +617,8 @@ class Connector:
                 if data:
                     sock.sendall(data)
                 if dialler.done:
-                    return sock, dialler.result
+                    result = dialler.result
+                    return sock, result
                 data = b""
                 sock.settimeout(max(0.05, _time.patience(limit - _time.now())))
                 try:
@@ -639,18 +632,15 @@ class Connector:
                 data = self._feed(dialler, received, peer)
         except ssl.SSLError as error:
             # An OSError as well, but no sign that nobody is there.
-            sock.close()
             raise explain(error, f"worker {peer.name!r} at {_shown(address)}") from error
         except OSError as error:
-            sock.close()
             if agent.closed_down:
                 raise self._agent.shut_down_error() from error
             raise
-        except BaseException:
-            sock.close()
-            raise
         finally:
             self._dialling.discard(plain)
+            if result is None:
+                sock.close()
 
     def stop_dialling(self) -> None:
         """End what connects or shakes hands: the agent is closed down, and their threads are not to outlive it."""

@@ -24,11 +24,8 @@ __all__ = [
     "RIDERS",
     "Interceptor",
     "MessageFilter",
-    "NoRecorder",
-    "NoReferences",
-    "NoopInterceptor",
+    "MessageReferences",
     "Recorder",
-    "References",
     "answer_header",
     "intercepted",
     "reach",
@@ -41,8 +38,8 @@ RECEIPT: Final = "receipt"
 """The notice of the protocol of reference counts: which references have arrived, and which are gone."""
 
 
-class Interceptor(Protocol):
-    """Something that rides along with calls. Methods run on the thread of the call; what they raise ends it."""
+class Interceptor:
+    """Rides along with calls; by itself, it changes nothing. Methods run on the thread of the call; what they raise ends it."""
 
     def request_header(self, header: Header, peer: Peer) -> None:
         """Put fields into the header of a call that is about to be packed."""
@@ -59,33 +56,10 @@ class Interceptor(Protocol):
         call: Callable[[], Any],
     ) -> Callable[[], Any]:
         """Return what to run in place of ``call``; ``execution.header`` has the fields that came along."""
-
-    def reply_received(self, header: Header, peer: Peer, value: Any) -> Any:
-        """See, and maybe replace, a value that has come back."""
-
-
-class NoopInterceptor:
-    """An interceptor that leaves everything as it is: the base of those that see to one or two things."""
-
-    def request_header(self, header: Header, peer: Peer) -> None:
-        """Do nothing."""
-
-    def reply_header(self, header: Header, execution: Execution) -> None:
-        """Do nothing."""
-
-    def wrap(
-        self,
-        execution: Execution,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[[], Any],
-    ) -> Callable[[], Any]:
-        """Return ``call``."""
         return call
 
     def reply_received(self, header: Header, peer: Peer, value: Any) -> Any:
-        """Return the value."""
+        """See, and maybe replace, a value that has come back."""
         return value
 
 
@@ -94,12 +68,14 @@ class NoopInterceptor:
 RIDERS: Final[dict[str, Interceptor]] = {}
 
 
-class Recorder(Protocol):
-    """Records the tensors in messages, to follow them from worker to worker. One per agent. Thread-safe."""
+class Recorder:
+    """Records the tensors in messages, to follow them from worker to worker; this one does not. One per agent. Thread-safe.
 
-    @property
-    def live(self) -> Collection[object]:
-        """What messages could belong to; while that is empty, it is asked about tensors that require grad only."""
+    Attributes:
+        live: what messages could belong to; while that is empty, it is asked about tensors that require grad only.
+    """
+
+    live: Collection[object] = ()
 
     def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
         """See the plain tensors of what has been packed, on the thread that packs it.
@@ -127,26 +103,12 @@ class Recorder(Protocol):
         """Hear that something kept goes to a worker."""
 
 
-class NoRecorder:
-    """The recorder where nobody wants to know."""
-
-    live: Collection[object] = ()
-
-    def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
-        """Do nothing."""
-
-    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
-        """Do nothing."""
-
-    def forwarded(self, tag: Any, peer: Peer) -> None:
-        """Do nothing."""
-
-
-class References(Protocol):
-    """Counts the references that travel in messages. One per agent. Thread-safe."""
+class MessageReferences:
+    """Counts the references that travel in messages. One per agent, thread-safe; this one counts none: messages carry none."""
 
     def pack(self, sent: list[Any]) -> bytes:
         """Return what the header says of the references in a message that has been packed."""
+        return b""
 
     def roll_back(self, context: MessageContext) -> None:
         """Take back the references of a message that is not sent."""
@@ -159,26 +121,6 @@ class References(Protocol):
 
     def confirm(self, received: list[Any], execution: Execution) -> None:
         """Have a call that is executed wait until the owners know of the references that it has received."""
-
-
-class NoReferences:
-    """The counts of an agent whose messages carry no references."""
-
-    def pack(self, sent: list[Any]) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def roll_back(self, context: MessageContext) -> None:
-        """Do nothing."""
-
-    def arrived(self, context: MessageContext, packed: bytes) -> None:
-        """Do nothing."""
-
-    def refuse(self, peer: Peer, packed: bytes) -> None:
-        """Do nothing."""
-
-    def confirm(self, received: list[Any], execution: Execution) -> None:
-        """Do nothing."""
 
 
 def recorded(

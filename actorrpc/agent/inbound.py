@@ -72,7 +72,7 @@ class Inbox:
                     return None  # it is said twice
                 self._agent.scheduler.keep_trim()
                 conn.assemblies[stream] = assembly
-                if isinstance(assembly, outbound.Unplaced):
+                if assembly.frame is None:
                     self._refuse_large(conn, frame, assembly.size)
                 elif announced:
                     assembly.announced = True

@@ -13,7 +13,7 @@ after that changes nothing for the peer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -32,7 +32,7 @@ from actorrpc.wire.headers import Header, pack_header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Execution
-    from actorrpc.agent.hooks import Interceptor, Recorder, References
+    from actorrpc.agent.hooks import Interceptor, MessageReferences, Recorder
     from actorrpc.agent.scheduler import Scheduler
     from actorrpc.config import Settings
     from actorrpc.flight_recorder import FlightRecorder
@@ -76,17 +76,23 @@ class Assembly:
     """A message whose buffers are coming in chunks. Used under the read lock of their connection.
 
     Attributes:
+        frame: the message; None where there is no memory for it: then what comes is dropped.
+        size: bytes of all buffers.
         announced: it is mail, and its mailbox keeps a place for it.
     """
 
-    __slots__ = ("_came", "_left", "announced", "buffers", "frame")
+    __slots__ = ("_came", "_left", "announced", "buffers", "frame", "size")
 
-    def __init__(self, frame: Frame, buffers: list[memoryview]) -> None:
-        self.frame = frame
+    def __init__(self, frame: Frame, sizes: list[int], allocate: Callable[[int], memoryview]) -> None:
+        self.frame: Frame | None = frame
         self.announced = False
-        self.buffers = buffers
-        self._left = sum(len(buffer) for buffer in buffers)
+        self.buffers: list[memoryview] = []
+        self.size = self._left = sum(sizes)
         self._came: set[int] = set()
+        try:
+            self.buffers = [allocate(size) for size in sizes]
+        except MemoryError:
+            self.frame = None
 
     def sink(self, position: int, length: int) -> memoryview:
         """Return the memory for a chunk.
@@ -94,6 +100,8 @@ class Assembly:
         Raises:
             ProtocolError: it does not fit, or does not follow the one before.
         """
+        if self.frame is None:
+            return memoryview(bytearray(length))
         index, offset = unpack_position(position)
         if index >= len(self.buffers) or offset + length > len(self.buffers[index]):
             raise ProtocolError("a chunk lies outside of its buffer")
@@ -140,7 +148,7 @@ class _OpeningAgent(Protocol):
     interceptors: list[Interceptor]
     recorder: Recorder
     scheduler: Scheduler
-    references: References
+    references: MessageReferences
 
 
 class Packed(NamedTuple):
@@ -275,7 +283,13 @@ def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadlin
     """
     flights, begun = agent.flights, _time.now()
     limit = None if deadline == _INFINITE else deadline
-    is_out = conn.writer.send_chunks(packed.stream, _pieces(packed.buffers, agent.settings.chunk), limit)
+    size = agent.settings.chunk
+    pieces = (
+        (index, offset, buffer[offset : offset + size])
+        for index, buffer in packed.buffers
+        for offset in range(0, len(buffer), size)
+    )
+    is_out = conn.writer.send_chunks(packed.stream, pieces, limit)
     if flights is not None and packed.size >= COPIED_BYTES:
         flights.noted(begun, "copy", f"of {packed.size} bytes into the connection to {conn.peer.name}")
     return is_out
@@ -326,16 +340,8 @@ def _share(agent: _SendingAgent, conn: Connection, segments: Sequence[Segment], 
     return numbers
 
 
-def _pieces(buffers: Sequence[tuple[int, memoryview]], size: int) -> Iterator[tuple[int, int, memoryview]]:
-    for index, buffer in buffers:
-        for offset in range(0, len(buffer), size):
-            yield index, offset, buffer[offset : offset + size]
-
-
-def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[int, Assembly | Unplaced]:
+def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[int, Assembly]:
     """Make room for the buffers of a message that comes in chunks; return its stream number and what takes them.
-
-    Where there is no memory for it, what is returned has no message, and drops what comes.
 
     Raises:
         ProtocolError: the sizes are over a limit; nothing was allocated.
@@ -352,30 +358,7 @@ def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[in
         or sum(sizes) == 0
     ):
         raise ProtocolError("the sizes announced for a message are over the limits")
-    assembly: Assembly | Unplaced
-    try:
-        assembly = Assembly(frame, [pool.take(size) for size in sizes])
-    except MemoryError:
-        assembly = Unplaced(sum(sizes))
-    return stream, assembly
-
-
-class Unplaced:
-    """Takes the place of a message for which there is no memory, until all of its chunks have come."""
-
-    __slots__ = ("_left", "size")
-    frame = None
-    announced = False
-
-    def __init__(self, size: int) -> None:
-        self.size = self._left = size
-
-    def sink(self, position: int, length: int) -> memoryview:
-        return memoryview(bytearray(length))
-
-    def arrived(self, position: int, length: int) -> bool:
-        self._left -= length
-        return self._left <= 0
+    return stream, Assembly(frame, sizes, pool.take)
 
 
 def opened(

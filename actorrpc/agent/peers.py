@@ -6,9 +6,9 @@ the right to end it. ``running`` maps the peer's numbers to its calls that are b
 making of connections and is held while dialling; no other lock is held when it is taken. Nothing calls out under it.
 
 **PeerTable**: which peer a name, a rank or a WorkerInfo means, and which have ended. One that has ended stays for a while: calls
-to it fail and say why, and what it sent last can still be opened. The last ``KEPT`` are kept, without what only a living peer
-needs once ``_SETTLED_S`` have passed. Of the last ``_REMEMBERED`` it is known that they have ended, and why: no record of them,
-however it comes, makes them live again. Any thread may ask. ``_lock`` guards the tables and the end of a peer; nothing is
+to it fail and say why, and what it sent last can still be opened. The last ``KEPT`` are kept; ``SETTLED_S`` after their ends they
+are relieved of what only a living peer needs. Of the last ``_REMEMBERED`` it is known that they have ended, and why: no record of
+them, however it comes, makes them live again. Any thread may ask. ``_lock`` guards the tables and the end of a peer; nothing is
 called under it.
 
 **MembershipEvents**: a worker is ``alive``, ``suspect`` (silent, but not known to be dead), ``dead`` or ``left``; the last two
@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
 from actorrpc._exception_text import say
-from actorrpc.agent.window import Window
-from actorrpc.errors import PeerDiedError, UnknownWorkerError, WrongTypeError
+from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.serialization import codec
 from actorrpc.serialization.numbered_functions import NumberedFunctions
+from actorrpc.transport.blocked_sends import SILENT_S, BlockedSends
 from actorrpc.transport.failure_detector import FailureDetector
+from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.frames import LATE, STOP
 from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEPT",
+    "MAX_PENDING",
     "NUMBERS_KEPT",
     "Cancellable",
     "DuplicateFilter",
@@ -49,6 +51,7 @@ __all__ = [
     "MessageContext",
     "Peer",
     "PeerTable",
+    "Window",
     "state_of",
 ]
 
@@ -128,6 +131,7 @@ class MembershipEvents:
 # A peer keeps at least four times as many definitions, and bytes of them (codec.DefinitionStore).
 _KNOWN: Final = 1024
 _KNOWN_BYTES: Final = 64 << 20
+MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
 
 
 class Cancellable(Protocol):
@@ -199,6 +203,111 @@ class MessageContext:
         if place == len(self.objects):
             self.objects.append(segment)
         return place
+
+
+class Window:
+    """How much of what calls have sent to one peer may be unread there: those who call more wait. Thread-safe.
+
+    Its lock guards ``charged`` and is a leaf.
+
+    Attributes:
+        limit: bytes that may be unread.
+        charged: bytes that are.
+        waiting: how many threads wait for room.
+        blocked: the time in which they have.
+    """
+
+    __slots__ = ("_lock", "_peer", "_room", "blocked", "charged", "limit", "waiting")
+
+    def __init__(self, peer: Peer, limit: int) -> None:
+        self._peer = peer
+        self._lock = _time.RLock()  # re-entrant: the collector may run user code here
+        self._room = _time.Condition(self._lock)
+        self.limit = limit
+        self.charged = 0
+        self.waiting = 0
+        self.blocked = BlockedSends()
+
+    @property
+    def full(self) -> bool:
+        """Whether more is unread over there than it allows."""
+        return self.charged >= self.limit or len(self._peer.pending) >= MAX_PENDING
+
+    def charge(self, call: Any, size: int) -> None:
+        """Count ``size`` bytes of a call as sent and unread, unless it is over."""
+        with self._lock:  # not the condition: that enters and leaves in Python
+            call.charge = size
+            self.charged += size
+        # The thread that ends the call takes it out first and then releases what it has: nothing yet, or this.
+        if self._peer.pending.get(call.id) is not call:
+            self.release(call)
+
+    def release(self, call: Any) -> None:
+        """Count a call's bytes as read; idempotent. Wakes those who wait for room."""
+        size = call.charge
+        if size:
+            with self._lock:
+                size, call.charge = call.charge, 0
+                self.charged -= size
+        if self.waiting:
+            with self._room:
+                if not self.full:
+                    self._room.notify_all()
+
+    def wait_for_room(self, deadline: float, what: str) -> None:
+        """Sleep until the peer has read enough of what was sent to it. Interruptible.
+
+        Raises:
+            BackpressureError: it has not by the deadline; nothing was sent.
+            PeerDiedError: it died meanwhile.
+        """
+        begun = _time.now()
+        late_at = begun + SILENT_S
+        while not self._wait_for_room(deadline, late_at, what):
+            checkpoint()
+            if late_at <= _time.now():
+                late_at = float("inf")
+                if self.blocked.is_due(begun):
+                    self.blocked.log(what, self._too_much())
+
+    @uninterruptible
+    def _wait_for_room(self, deadline: float, late_at: float, what: str) -> bool:
+        # An exception between two steps of the condition would leave its lock taken for ever.
+        with self._room:
+            self.waiting += 1
+            if self.blocked.since is None:
+                self.blocked.since = _time.now()
+            try:
+                while self.full and not pending_here():
+                    self._peer.check_alive(what)
+                    now = _time.now()
+                    if now >= deadline:
+                        raise BackpressureError(
+                            f"{what} was not sent within its time-out: {self._too_much()}",
+                            maybe_executed=False,
+                            worker=self._peer.name,
+                        )
+                    if now >= late_at:
+                        break
+                    self._room.wait(min(_time.patience(min(deadline, late_at) - now), 0.1))
+                return not self.full
+            finally:
+                self.waiting -= 1
+                if not self.waiting:
+                    self.blocked.since = None
+
+    def _too_much(self) -> str:
+        peer = self._peer
+        return (
+            f"worker {peer.name!r} has not started calls of {self.charged} bytes, and {len(peer.pending)} calls to it are not "
+            f"over. The setting window (ACTORRPC_WINDOW) allows {self.limit} bytes that have not started; at most "
+            f"{MAX_PENDING} calls may be pending. Call less often, wait for results, or raise window"
+        )
+
+    def wake_all(self) -> None:
+        """Wake the threads that wait for room."""
+        with self._room:
+            self._room.notify_all()
 
 
 class _KnownDefinitions(set[bytes]):
@@ -327,7 +436,7 @@ KEPT: Final = 128
 """How many of those that have ended are still found by name and listed."""
 
 _REMEMBERED: Final = 4096
-_SETTLED_S: Final = 30.0  # what a peer sent last is opened long before
+SETTLED_S: Final = 30.0  # what a peer sent last is opened long before
 _NOT_RANKS: Final = frozenset({bool, float, complex})
 
 
@@ -368,10 +477,7 @@ class PeerTable:
         self._lock = _time.RLock()  # re-entrant: a signal handler may ask while the main thread has it
         #: by name, rank and WorkerInfo, those that have ended lately too; read without the lock, on the path of every call
         self.known: dict[Any, Peer] = {}
-        self._ended: deque[tuple[float, Peer]] = deque()
-        self._settled = (
-            0  # how many of them, from the oldest on, have been relieved of what they need no more
-        )
+        self._ended: deque[Peer] = deque()
         self._ends: dict[str, _EndOfPeer] = {}
         self.own = self._new(own)
 
@@ -464,7 +570,7 @@ class PeerTable:
 
     def end(self, peer: Peer, state: str, cause: str) -> bool:
         """Record that a peer has ended, once; say whether that is news."""
-        now = _time.now()
+        forgotten: list[Peer] = []
         with self._lock:
             if peer.state != "alive":
                 return False
@@ -472,41 +578,23 @@ class PeerTable:
             peer.cause = cause
             if peer is not self.own:
                 self._ends[peer.record.incarnation] = _EndOfPeer(peer.name, peer.record.rank, state, cause)
-                self._ended.append((now, peer))
-            forgotten, settled = self._age(now)
-        for each in settled:
-            each.relieve()
+                self._ended.append(peer)
+            while len(self._ended) > KEPT:
+                forgotten.append(self._ended.popleft())
+                self._unlist(forgotten[-1])
+            while len(self._ends) > _REMEMBERED:
+                del self._ends[next(iter(self._ends))]
         del forgotten  # what dies with them, dies outside of the lock
         return True
 
     def forget(self, peer: Peer) -> None:
         """Let go of a peer that has ended, and of all that is remembered of it: it was a visitor. Idempotent."""
         with self._lock:
-            for known in (peer.name, peer.record.rank, peer.record.info):
-                if self.known.get(known) is peer:
-                    del self.known[known]
+            self._unlist(peer)
             self._ends.pop(peer.record.incarnation, None)
-            for place, (_, each) in enumerate(self._ended):
-                if each is peer:
-                    del self._ended[place]
-                    self._settled -= place < self._settled
-                    break
+            if peer in self._ended:
+                self._ended.remove(peer)
 
-    def _age(self, now: float) -> tuple[list[Peer], list[Peer]]:
-        """Take those out that ended long before others; return them, and those that are to be relieved. Under the lock."""
-        forgotten: list[Peer] = []
-        while len(self._ended) > KEPT:
-            _, peer = self._ended.popleft()
-            self._settled = max(0, self._settled - 1)
-            forgotten.append(peer)
-        if forgotten:
-            gone = {id(peer) for peer in forgotten}
-            for key in [key for key, peer in self.known.items() if id(peer) in gone]:
-                del self.known[key]
-        while len(self._ends) > _REMEMBERED:
-            del self._ends[next(iter(self._ends))]
-        settled: list[Peer] = []
-        while self._settled < len(self._ended) and now - self._ended[self._settled][0] >= _SETTLED_S:
-            settled.append(self._ended[self._settled][1])
-            self._settled += 1
-        return forgotten, settled
+    def _unlist(self, peer: Peer) -> None:
+        for known in [known for known, each in self.known.items() if each is peer]:
+            del self.known[known]

@@ -10,7 +10,7 @@ the other answers: two small frames in a heartbeat. Runs on the clock's thread; 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.agent.peers import MembershipEvents
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from actorrpc.transport.buffers import BufferPool
     from actorrpc.transport.connection import Connection
     from actorrpc.transport.object_store import ObjectStore
+    from actorrpc.transport.shared_memory import Borrower
     from actorrpc.wire.identity import WorkerRecord
 
 __all__ = ["Scheduler"]
@@ -146,11 +147,13 @@ class Scheduler:
 
     def _hand_back_lanes(self) -> bool:
         self._ringing = False
-        for peer in self._agent.peers():
-            for conn in list(peer.conns):
-                if conn.state is not CLOSED and conn.lane.hand_back(conn.outbox):
-                    self._agent.pool.submit(conn.flush)
+        for conn in self._connections():
+            if conn.state is not CLOSED and conn.lane.hand_back(conn.outbox):
+                self._agent.pool.submit(conn.flush)
         return False
+
+    def _connections(self) -> list[Connection]:
+        return [conn for peer in self._agent.peers() for conn in list(peer.conns)]
 
     def keep_trim(self) -> None:
         """Have memory kept for reuse given back to the system when it is not used any more."""
@@ -169,10 +172,9 @@ class Scheduler:
     def _trim(self) -> bool:
         self._agent.buffers.trim()
         kept = self._agent.buffers.stats().free_bytes
-        for peer in self._agent.peers():
-            for conn in list(peer.conns):
-                if conn.lane.lender is not None:
-                    kept += conn.lane.lender.stats().free_bytes
+        for conn in self._connections():
+            if conn.lane.lender is not None:
+                kept += conn.lane.lender.stats().free_bytes
         return kept > 0
 
     def before_fork(self) -> None:
@@ -185,13 +187,8 @@ class Scheduler:
         for borrower in self._borrowers():
             borrower.after_fork_in_parent()
 
-    def _borrowers(self) -> list[Any]:
-        return [
-            conn.lane.borrower
-            for peer in self._agent.peers()
-            for conn in list(peer.conns)
-            if conn.lane.borrower is not None
-        ]
+    def _borrowers(self) -> list[Borrower]:
+        return [conn.lane.borrower for conn in self._connections() if conn.lane.borrower is not None]
 
     def watch(self, call: Call) -> None:
         """Have the clock look after the call's deadline."""
@@ -243,7 +240,7 @@ class Scheduler:
             heartbeat=settings.heartbeat,
             misses=settings.heartbeat_misses,
             late=self.pulse.late,
-            receiving=conn.receiving,
+            receiving=bool(conn.assemblies) or conn.reader.mid_frame,
         )
         if look.ask:
             conn.outbox.append(pack_frame(frames.PING))

@@ -96,7 +96,7 @@ class Pool:
         self._starting = 0
         self._denied = False  # the system had no thread for us when we last asked
         self._lock = _time.RLock()
-        self._sources: dict[int, Callable[[], None]] = {}
+        self._sources: dict[int, Callable[[], object]] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Edge-triggered and never read: each write wakes one thread.
         self.epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
@@ -120,7 +120,7 @@ class Pool:
 
     # -- what threads wait for -------------------------------------------------------------------
 
-    def watch(self, fd: int, ready: Callable[[], None]) -> None:
+    def watch(self, fd: int, ready: Callable[[], object]) -> None:
         """Call ``ready()`` on a pool thread when the (registered) descriptor has something to read."""
         self._sources[fd] = ready
 

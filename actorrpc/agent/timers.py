@@ -7,7 +7,6 @@ to the pool.
 
 ``_lock`` guards the heap and ``_sleeping_until``; nothing else is called under it, and no other lock is taken
 under it. It is re-entrant, as a signal handler may make a call while the main thread has it.
-In tests :class:`VirtualClock` takes its place and time passes when told.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from actorrpc._limits import start_thread
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.transport.signals import uninterruptible
 
-__all__ = ["Clock", "Tick", "Timer", "VirtualClock"]
+__all__ = ["Clock", "Tick", "Timer"]
 
 _log = logging.getLogger("actorrpc.clock")
 _NEVER: Final = float("inf")
@@ -174,28 +173,3 @@ class Clock:
             run()
         except BaseException as error:
             report(_log, error, "a timer raised")
-
-
-class VirtualClock(Clock):
-    """A clock for tests: time stands still until :meth:`advance`, which runs what is due on the caller's thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def start(self) -> None:
-        """Do nothing: there is no thread."""
-
-    def advance(self, seconds: float) -> None:
-        """Let ``seconds`` pass, running everything that becomes due, in order."""
-        until = self._now + seconds
-        while self._heap and self._heap[0][0] <= until:
-            due, _, timer = heapq.heappop(self._heap)
-            self._now = max(self._now, due)
-            run, timer.run = timer.run, None
-            if run is not None:
-                run()
-        self._now = until

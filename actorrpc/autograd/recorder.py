@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
 from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.agent.hooks import Recorder
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Contexts, Receipt
@@ -154,12 +155,12 @@ def leave(token: Token[tuple[int, Execution | None] | None]) -> None:
     _entered.reset(token)
 
 
-class GraphRecorder:
+class GraphRecorder(Recorder):
     """Records the messages of one worker in its contexts. Thread-safe."""
 
     def __init__(self, contexts: Contexts) -> None:
         self._contexts = contexts
-        self.live = contexts.live
+        self.live: dict[int, Context] = contexts.live
         self._warned = False
 
     def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from actorrpc.agent.context import Worker, current_worker
-from actorrpc.agent.hooks import NoRecorder
+from actorrpc.agent.hooks import Recorder
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd.contexts import Contexts
 from actorrpc.autograd.messages import Verdict
@@ -76,7 +76,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
         nonlocal over
         over = True
         worker.autograd = None
-        agent.recorder = NoRecorder()
+        agent.recorder = Recorder()
         for context in made.all():
             part.release(context.id)
 

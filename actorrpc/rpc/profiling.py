@@ -32,7 +32,7 @@ from actorrpc._exception_text import is_of_handler
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
 from actorrpc.agent.executor import ASYNC_MARK, Later
-from actorrpc.agent.hooks import RIDERS, Interceptor, NoopInterceptor
+from actorrpc.agent.hooks import RIDERS, Interceptor
 from actorrpc.agent.peers import Peer
 from actorrpc.futures import Future
 from actorrpc.transport.signals import uninterruptible
@@ -361,7 +361,7 @@ class ProfiledFuture(Profiled, Future[T]):
 # -- with the call, and back with the answer ----------------------------------------------------------------
 
 
-class _Rider(NoopInterceptor):
+class _Rider(Interceptor):
     """Tells the worker that is called what the call is called and what is to be recorded.
 
     What comes back does not come in the answer's header: rows may be more than one takes.

@@ -31,7 +31,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.executor import ASYNC_MARK, Later
-from actorrpc.agent.hooks import RIDERS, NoopInterceptor
+from actorrpc.agent.hooks import RIDERS, Interceptor
 from actorrpc.errors import ConfigError
 from actorrpc.flight_recorder import method_of, name_of
 from actorrpc.futures import Future
@@ -235,7 +235,7 @@ class _SpanClient:
         return value
 
 
-class _SpanServer(NoopInterceptor):
+class _SpanServer(Interceptor):
     """Makes spans of executions whose calls belong to a trace; what they run is within them."""
 
     def __init__(self, otel: _OtelApi) -> None:

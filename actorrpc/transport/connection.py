@@ -102,7 +102,7 @@ class Connection(StateMachine):
         local: both ends are on this host, without TCP.
         replay: has it go on over another socket, where the first one breaks. On one host, the end of a socket is a death.
         seals: make and check the proofs that what comes is what was sent.
-        leftover: what came right behind the handshake; :meth:`begin` looks at it.
+        leftover: what came right behind the handshake; see :meth:`read_rest`.
 
     Attributes:
         peer: the worker at the other end, once it is known.
@@ -171,11 +171,6 @@ class Connection(StateMachine):
         self.spinning, self.answering = Spinning(spin_s), Spinning(spin_s)
         self.expecting = 0.0
         self.unattended = 0
-
-    @property
-    def receiving(self) -> bool:
-        """Whether a message has come in part."""
-        return bool(self.assemblies) or self.reader.mid_frame
 
     # -- the pool's side of reading -------------------------------------------------------------
 
@@ -265,9 +260,10 @@ class Connection(StateMachine):
                 pass
         return self.events.deliver(self, frames, waiter is not None) if frames else False
 
-    def turn(self) -> None:
-        """Read what is there, as a thread that the kernel has woken for it, unless another thread reads."""
-        self.reading(woken=True)
+    @property
+    def turn(self) -> Callable[[], object]:
+        """What a thread calls that the kernel has woken: read what is there, unless another thread reads."""
+        return partial(self.reading, None, None, None, True)  # no function between the two
 
     def reply(self) -> None:
         """Send the answers in the outbox, and read what comes at once or soon after: the end of a call that was executed here.
@@ -420,19 +416,6 @@ class Connection(StateMachine):
                 break
         return came
 
-    @uninterruptible
-    def begin(self) -> list[Frame]:
-        """Take what came right behind the handshake, unless somebody who waits for a reply has."""
-        frames: list[Frame] = []
-        with self.read_lock:
-            try:
-                self.receive(frames, fresh=True)
-            except BaseException as error:
-                self.failed(error)
-            if frames:
-                self.undelivered.append(None)
-        return frames
-
     def _sink_for(self, stream: int, position: int, length: int) -> memoryview:
         assembly = self.assemblies.get(stream)
         if assembly is None:
@@ -516,20 +499,22 @@ class Connection(StateMachine):
         self.wake()
 
     @uninterruptible
-    def read_rest(self, patience_s: float = -1.0) -> list[Frame]:
+    def read_rest(self, patience_s: float = -1.0, fresh: bool = False) -> list[Frame]:
         """Return what has arrived and no thread has read.
 
         Args:
             patience_s: how long to wait for a thread that reads now; -1: for as long as it takes.
+            fresh: only what came right behind the handshake, unless somebody who waits for a reply has it. An error in it counts.
         """
         frames: list[Frame] = []
         if not self.read_lock.acquire(timeout=patience_s):
             return frames
         try:
-            while self.receive(frames):
+            while self.receive(frames, fresh) and not fresh:
                 pass
-        except (OSError, EOFError, ProtocolError, MemoryError):
-            pass
+        except (OSError, EOFError, ProtocolError, MemoryError) as error:
+            if fresh:
+                self.failed(error)
         finally:
             if frames:
                 self.undelivered.append(None)

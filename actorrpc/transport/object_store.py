@@ -110,6 +110,7 @@ class Segment:
     Attributes:
         id: names what it is filled with now, in all processes.
         size: in bytes.
+        store: the process's objects.
         label: what is in it, in words; of several, the latest.
         site: where that was made.
     """
@@ -119,18 +120,18 @@ class Segment:
         "_claim",
         "_descriptor",
         "_given",
-        "_store",
         "_whole",
         "id",
         "label",
         "site",
         "size",
+        "store",
     )
 
     def __init__(
         self, store: ObjectStore, fd: int, segment_id: bytes, size: int, label: str, site: str
     ) -> None:
-        self._store = store
+        self.store = store
         self._descriptor = _Descriptor(fd)
         self._claim = store.claim(segment_id)
         self.id = segment_id
@@ -154,6 +155,19 @@ class Segment:
         if offset < 0 or nbytes < 0 or offset % _PAGE or offset + nbytes > self.size:
             raise ProtocolError(f"{nbytes} bytes at {offset} are no object in a segment of {self.size}")
         return StoredRange(self, offset, nbytes)
+
+    def lend(self, offset: int, map_all: Callable[[], tuple[object, int]]) -> tuple[object, int] | None:
+        """Return all of it, mapped once, and where, for views of a range; None where such live. Under the store's lock."""
+        if self._whole is None:
+            self._whole = map_all()
+        if offset in self._given:
+            return None
+        self._given.add(offset)
+        return self._whole
+
+    def take_back(self, offset: int) -> None:
+        """Record that the views of a range have died. Under the store's lock."""
+        self._given.discard(offset)
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays."""
@@ -193,7 +207,7 @@ class StoredRange:
         Raises:
             LimitError: there is no address space for it, or this is a fork.
         """
-        return self.segment._store.map(self)
+        return self.segment.store.map(self)
 
     def __repr__(self) -> str:
         return f"<StoredRange of {self.nbytes} bytes>"
@@ -599,11 +613,9 @@ class ObjectStore:
                 fd = stored.fileno()
                 if nbytes < OWN_SEGMENT and segment.size > OWN_SEGMENT:
                     # Once for all objects that share it: a process may have 65 530 mappings.
-                    if segment._whole is None:
-                        segment._whole = self._map(segment, fd, segment.size, 0)
-                    if offset not in segment._given:
-                        segment._given.add(offset)
-                        memory, base = segment._whole
+                    lent = segment.lend(offset, partial(self._map, segment, fd, segment.size, 0))
+                    if lent is not None:
+                        memory, base = lent
                         # When its last view dies, the pages that were written to go, and the range is as it was: see _clean.
                         tag = weakref.ref(segment), offset, base + offset, nbytes
                         return self._lend(memory, base + offset, nbytes, tag)
@@ -633,7 +645,7 @@ class ObjectStore:
             segment = None if found is None else found()
             if segment is not None:
                 _madvise(address, _pages(nbytes), _DONTNEED)
-                segment._given.discard(offset)
+                segment.take_back(offset)
 
     # -- giving back ------------------------------------------------------------------------------------
 

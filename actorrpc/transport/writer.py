@@ -236,31 +236,25 @@ class Writer:
         Small frames overtake between chunks. Returns False if it had to stop (deadline, closed); the stream was then aborted
         cleanly, as it is where a signal handler raises: the chunk that was under way is finished from a copy.
         """
-        done = False
+        conn, done, copy = self._conn, False, memoryview(b"")
         try:
-            done = self._send_all(stream, pieces, deadline)
+            for index, offset, piece in pieces:
+                prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
+                if self.seal is not None:
+                    # From a copy: what is sent must be what was sealed, also where the caller's memory changes meanwhile.
+                    # It can be made again for the next piece: what is left of this one is copied once more below.
+                    copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
+                    copy[: len(piece)] = piece
+                    piece = copy[: len(piece)]
+                    prefix = chunk_head(prefix, piece)
+                if not self._send(prefix, piece, deadline):
+                    return False
+            done = conn.state is not CLOSED
             return done
         finally:
-            if not done and self._conn.state is not CLOSED:
+            if not done and conn.state is not CLOSED:
                 self.outbox.append(pack_frame(STREAM_ABORT, stream))
                 self.flush()
-
-    def _send_all(
-        self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
-    ) -> bool:
-        copy = memoryview(b"")
-        for index, offset, piece in pieces:
-            prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
-            if self.seal is not None:
-                # From a copy: what is sent must be what was sealed, also where the caller's memory changes meanwhile.
-                # It can be made again for the next piece: what is left of this one is copied once more below.
-                copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
-                copy[: len(piece)] = piece
-                piece = copy[: len(piece)]
-                prefix = chunk_head(prefix, piece)
-            if not self._send(prefix, piece, deadline):
-                return False
-        return self._conn.state is not CLOSED
 
     def _send(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool:
         conn = self._conn

@@ -30,14 +30,14 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import Worker as WorkerInForce
 from actorrpc.agent.context import set_worker
 from actorrpc.agent.executor import Later
-from actorrpc.agent.hooks import NoRecorder
-from actorrpc.agent.timers import VirtualClock
+from actorrpc.agent.hooks import Recorder
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
 from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.buffers import BufferPool
 from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord, new_incarnation
 from tests.actors.entries import Call
+from tests.agent.virtual_clock import VirtualClock
 
 __all__ = ["Counter", "FakeRRef", "Resident", "Worker", "World"]
 
@@ -151,7 +151,7 @@ class FakeAgent:
         self.on_peer_end: list[Callable[[Any], None]] = []
         self.closed_down = False
         self.interceptors: list[Any] = []
-        self.recorder = NoRecorder()
+        self.recorder = Recorder()
         self.flights = None
         self.next_chain = itertools.count(1).__next__
         self.peers: dict[int, FakePeer] = {}

@@ -20,7 +20,7 @@ import torch
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.inbound import Inbox
-from actorrpc.agent.window import Window
+from actorrpc.agent.peers import Window
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,

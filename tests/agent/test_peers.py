@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import operator
+import time
 import weakref
 
 import pytest
 
-from actorrpc.agent import peers as module
+from actorrpc.agent import agent as agent_module
 from actorrpc.agent.peers import KEPT, Peer, PeerTable
 from actorrpc.errors import PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
+from tests.agent.agents import agents
 
 
 def _record(rank: int, name: str = "") -> WorkerRecord:
@@ -101,14 +104,14 @@ def test_a_new_incarnation_ends_the_old_one() -> None:
 
 
 def test_what_only_the_living_need_goes_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(module._time, "now", lambda: now)
-    world = _World()
-    peers = [world.join(rank) for rank in (1, 2)]
-    for peer in peers:
-        peer.known.add(b"hash")
-        world.leave(peer)
-    assert all(peer.definitions is not None and peer.known for peer in peers)
-    now += 31
-    world.leave(world.join(3))
-    assert all(peer.definitions is None and not peer.known for peer in peers)
+    monkeypatch.setattr(agent_module, "SETTLED_S", 0.0)
+    with agents(2) as (one, _):
+        peer = one.peer("a1")
+        assert one.ask(peer, operator.add, (1, 1), {}, 20.0) == 2
+        peer.known.note(b"hash", 4)
+        assert peer.definitions is not None
+        one.peer_ended(peer, "dead", "killed")
+        until = time.monotonic() + 20
+        while peer.definitions is not None or peer.known:
+            assert time.monotonic() < until
+            time.sleep(0.002)

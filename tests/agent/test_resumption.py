@@ -449,7 +449,7 @@ def _replay(conn: Connection) -> Replay:
 
 
 _READERS: dict[str, Callable[[Connection], object]] = {
-    "pool": Connection.turn,
+    "pool": lambda conn: conn.turn(),
     "caller": lambda conn: conn.reading(cast(Any, SimpleNamespace(polling=None, awake=False)), conn.spinning),
     "answering": lambda conn: conn.reply(),
 }
@@ -491,7 +491,7 @@ def test_what_came_with_the_handshake_counts() -> None:
         here, again = socket.socketpair()
         with again:
             assert conn.resume(here, 1, 0, lambda: None)
-            assert [frame.body for frame in conn.begin()] == [b"first"]
+            assert [frame.body for frame in conn.read_rest(fresh=True)] == [b"first"]
             again.sendall(second[10:])
             conn.turn()
             assert [frame.body for frame in events.delivered] == [b"second"]

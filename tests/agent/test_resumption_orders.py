@@ -215,8 +215,8 @@ class _World:
                 assert connection.replay is not None
                 connection.replay.acknowledged(frame.id)
             case frames.REPLY:
-                memory = memoryview(bytearray(int.from_bytes(frame.body, "big")))
-                connection.assemblies[frame.id] = Assembly(frame, [memory])
+                size = int.from_bytes(frame.body, "big")
+                connection.assemblies[frame.id] = Assembly(frame, [size], lambda n: memoryview(bytearray(n)))
             case frames.CHUNK:
                 begun: Assembly = connection.assemblies[frame.id]
                 if begun.arrived(frame.chain, frame.flags):

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc.agent.timers import Clock, Tick, VirtualClock
+from actorrpc.agent.timers import Clock, Tick
+from tests.agent.virtual_clock import VirtualClock
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.agent.window import MAX_PENDING
+from actorrpc.agent.peers import MAX_PENDING
 from actorrpc.futures import Future
 from tests.faults.figures import NIGHTLY, Taken, note
 from tests.faults.hosts import Signals

@@ -18,13 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 import actorrpc
 from actorrpc import _time, flight_recorder, rpc
 from actorrpc.agent.context import current_worker
-from actorrpc.agent.timers import VirtualClock
 from actorrpc.flight_recorder import KEPT, FlightRecorder
 from actorrpc.observe import GroupState, ObservedActor, ObservedWorker, api, collect
 from actorrpc.observe.call_sums import BUCKETS, OTHER, CallSums, method_of
 from actorrpc.observe.metrics import PARTS, CallTotals, GroupCollector
 from actorrpc.wire.frames import FAILURE, REPLY, Frame
 from tests.actors.e2e.kit import until
+from tests.agent.virtual_clock import VirtualClock
 
 pytestmark = [pytest.mark.limit(60)]
 

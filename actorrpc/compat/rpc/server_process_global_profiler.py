@@ -15,7 +15,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
 from actorrpc.agent.context import Worker
-from actorrpc.agent.hooks import NoopInterceptor
+from actorrpc.agent.hooks import Interceptor
 from actorrpc.rpc import api
 from actorrpc.rpc.profiling import ProfilerSettings, intercept, observe
 
@@ -73,7 +73,7 @@ class _server_process_global_profile(profile):
         )
 
 
-class _Observer(NoopInterceptor):
+class _Observer(Interceptor):
     """Profiles executions while somebody has asked for that. An interceptor."""
 
     def wrap(

@@ -19,7 +19,7 @@ import msgpack
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
-from actorrpc.agent.hooks import RECEIPT
+from actorrpc.agent.hooks import RECEIPT, MessageReferences
 from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, RpcTimeoutError, RRefError
@@ -46,7 +46,7 @@ _BATCH_S: Final = 0.05
 _GIVEN_UP: Final = "rref-failed"  # creator to owner: this creation has failed before its function ran
 
 
-class References:
+class References(MessageReferences):
     """The RRefs of one agent: its table, and the ways between the table and the agent. Thread-safe.
 
     Args:

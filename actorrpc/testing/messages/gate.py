@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.agent import outbound
-from actorrpc.agent.hooks import RECEIPT, NoopInterceptor
+from actorrpc.agent.hooks import RECEIPT, Interceptor
 from actorrpc.autograd import transport
 from actorrpc.errors import RpcError, RpcTimeoutError, ShutdownError
 from actorrpc.serialization import codec, exceptions
@@ -609,7 +609,7 @@ def _hand_over(conn: Connection | None) -> None:
             return
 
 
-class _Questions(NoopInterceptor):
+class _Questions(Interceptor):
     """What calls that are executed here have asked for, for as long as they have no answer. An interceptor."""
 
     def __init__(self) -> None:
@@ -641,7 +641,7 @@ class _Questions(NoopInterceptor):
         return call
 
 
-class _Executions(NoopInterceptor):
+class _Executions(Interceptor):
     """Tells kill points when calls are executed here. An interceptor."""
 
     def __init__(self, kills: Callable[[], tuple[KillPoint, ...]]) -> None:

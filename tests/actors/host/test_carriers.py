@@ -21,9 +21,9 @@ from actorrpc import CancelledError, cancel, get
 from actorrpc.actors.context import Runtime
 from actorrpc.actors.host import carriers
 from actorrpc.actors.host.carriers import ActorThreads
-from actorrpc.agent.timers import VirtualClock
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
+from tests.agent.virtual_clock import VirtualClock
 
 # -- turns, without a thread ---------------------------------------------------------------------------------
 

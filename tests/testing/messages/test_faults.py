@@ -34,7 +34,7 @@ class Trainer:
 
 
 def message(type: str = "call", called: Any = step, to: str = "worker1", contents: bytes = b"") -> Message:
-    peer: Any = SimpleNamespace(name=to, rank=int(to[-1]))
+    peer: Any = SimpleNamespace(name=to, record=SimpleNamespace(rank=int(to[-1])))
     return Message(type, peer, called, (contents,))
 
 

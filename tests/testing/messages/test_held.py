@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from actorrpc.agent.timers import VirtualClock
 from actorrpc.testing import Fault, delay
 from actorrpc.testing.messages.gate import HeldMessage, WaitingRoom
+from tests.agent.virtual_clock import VirtualClock
 
 
 class Room:

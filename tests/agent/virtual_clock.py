@@ -1,0 +1,32 @@
+"""A clock whose time passes when it is told."""
+
+from __future__ import annotations
+
+import heapq
+
+from actorrpc.agent.timers import Clock
+
+
+class VirtualClock(Clock):
+    """A clock for tests: time stands still until :meth:`advance`, which runs what is due on the caller's thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def start(self) -> None:
+        """Do nothing: there is no thread."""
+
+    def advance(self, seconds: float) -> None:
+        """Let ``seconds`` pass, running everything that becomes due, in order."""
+        until = self._now + seconds
+        while self._heap and self._heap[0][0] <= until:
+            due, _, timer = heapq.heappop(self._heap)
+            self._now = max(self._now, due)
+            run, timer.run = timer.run, None
+            if run is not None:
+                run()
+        self._now = until
