@@ -161,6 +161,7 @@ class Writer:
             return not self.outbox and not self._rest
         finally:
             self.lock.release()
+            self.flush()  # what was left by somebody who saw the lock taken
 
     def _send_rest(self) -> None:
         """Send on what was sent in part. Under the lock.

@@ -99,3 +99,41 @@ def test_what_has_come_does_not_wait_until_the_other_end_reads(attends: bool) ->
         conn.close()
         conn.reap()
     there.close()
+
+
+def test_what_comes_while_it_is_looked_whether_all_is_sent_is_sent_after_that() -> None:
+    here, there = socket.socketpair()
+    frame = pack_frame(REPLY, 1, b"late")
+
+    class Lock:
+        """Another thread has something to send while this one has the lock."""
+
+        def __init__(self, lock: threading.Lock) -> None:
+            self._lock = lock
+            self.release = lock.release
+
+        def acquire(self, wait: bool = True) -> bool:
+            taken = self._lock.acquire(wait)
+            if taken and not late:
+                late.append(frame)
+                conn.outbox.append(frame)
+                conn.flush()
+            return taken
+
+    late: list[bytes] = []
+    with select.epoll() as epoll, there:
+        conn = Connection(
+            here,
+            epoll=epoll,
+            events=cast(Any, SimpleNamespace(closed=lambda *_: None)),
+            settings=Settings(),
+            attach=b"",
+            local=True,
+        )
+        conn.writer.lock = cast(Any, Lock(conn.writer.lock))
+        assert not conn.writer.is_drained()
+        assert conn.writer.is_drained()
+        assert there.recv(4096, socket.MSG_DONTWAIT) == frame
+        conn.writer.lock = threading.Lock()
+        conn.close()
+        conn.reap()
