@@ -204,7 +204,7 @@ def _process(worker: Worker) -> dict[str, Any]:
     others = [each for each in peers if not each.is_self]
     outgoing = [call for peer in peers for call in list(peer.pending.values())]
     running = [each for peer in agent.peers() for each in list(peer.running.values())]
-    plain = [each for each in running if isinstance(each, Execution)]
+    plain = [each for each in running if type(each) is Execution]
     buffers, objects = agent.buffers.stats(), agent.objects.stats()
     found: dict[str, Any] = {
         **processes.figures(),

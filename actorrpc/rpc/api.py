@@ -405,7 +405,7 @@ def _answer_all(worker: Worker, until: float) -> None:
 def _executes(worker: Worker) -> bool:
     mine = CURRENT.get()
     return any(
-        isinstance(each, Execution) and each is not mine and not (each.deferred or each.cancelled)
+        type(each) is Execution and each is not mine and not (each.deferred or each.cancelled)
         for peer in worker.agent.peers()
         if peer.state == "alive"
         for each in list(peer.running.values())

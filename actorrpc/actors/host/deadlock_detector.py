@@ -263,7 +263,7 @@ def _pursue(id: int, probe: Probe) -> None:
     if runtime is None or asking is None:
         return
     entry: Any = asking.peer.running.get(id)
-    if isinstance(entry, Execution):
+    if type(entry) is Execution:
         _pursue_plain(runtime, entry, probe)
         return
     if not isinstance(entry, Envelope) or entry.hosted is None:
