@@ -564,8 +564,8 @@ def test_a_reply_is_data_as_well() -> None:
 
         replies = [body(PAYLOADS[f"a call of {payloads.__name__}.fire"]), PICKLES["the canary"]]
 
-        def answer(conn: Any, id: int, value: Any, execution: Any, keep: Any = None) -> None:
-            conn.outbox.append(pack_frame(REPLY, id, replies.pop()))
+        def answer(execution: Any, value: Any, keep: Any = None) -> None:
+            execution.conn.outbox.append(pack_frame(REPLY, execution.id, replies.pop()))
 
         server.executor.answer = answer  # type: ignore[method-assign]
         while replies:
