@@ -220,8 +220,9 @@ class _Collector:
         """Be told nothing any more."""
         for watch in self.watches.values():
             watch.future.remove_waiter(watch)
-        self.watches.clear()  # they refer to the collector
+        self.watches.clear()  # they refer to the collector, as what the signal awaits does
         self.ready.clear()
+        self.signal = None
 
 
 class _Watch:
@@ -745,6 +746,8 @@ class _Registered(_Collecting):
                     signal.wait(time_left(until))
                 except RpcTimeoutError:  # what has come by then is looked at above
                     pass
+                finally:
+                    collector.signal = None  # it names the watches, which refer to the collector
 
     def cover(self) -> None:
         """Have the failures of these results not be reported: the time is over for the thread that waits for them."""

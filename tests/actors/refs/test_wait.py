@@ -758,3 +758,19 @@ def test_an_iteration_that_is_left_early_leaves_nothing_with_what_is_still_to_co
         break
     gc.collect()
     assert not work.futures[1]._parked
+
+
+@pytest.mark.parametrize(
+    "waits", [wait, lambda refs, timeout: next(as_completed(refs, timeout=timeout), None)]
+)
+def test_what_was_waited_for_is_freed_without_the_collector(waits: Callable[..., Any]) -> None:
+    gc.disable()
+    try:
+        future: Future[int] = Future()
+        with contextlib.suppress(errors.RpcTimeoutError):
+            waits([future], timeout=0.01)
+        left = weakref.ref(future)
+        del future
+        assert left() is None
+    finally:
+        gc.enable()
