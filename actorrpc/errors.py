@@ -140,7 +140,7 @@ class PeerDiedError(_CallEnded, ConnectionError):
 class LostArgumentError(PeerDiedError):
     """The call was not sent: the worker that holds the value of a reference among its arguments has ended.
 
-    The worker that was to be called may be alive: its own end is a ``PeerDiedError`` of just that class.
+    The called worker may be alive. If the called worker itself has ended, the error's class is ``PeerDiedError``.
 
     Remedy: make the value again, on another worker where its own has ended, and call again.
     """

@@ -468,7 +468,7 @@ class Agent:
                 raise self._shut_down(call)
             raise peer.died(f"cannot call {call.label}", maybe_executed=False)
         call.conn = conn
-        # The message of a reserved call leaves at once: the thread that has completed its argument may do something else next.
+        # Send the message of a reserved call now: the thread that completed the argument may not flush soon.
         idle = not peer.pending or (bool(call.awaits) and encoded != b"")
         remaining = call.deadline - _time.now() if call.deadline != INFINITE else INFINITE
         packed = outbound.pack(

@@ -76,7 +76,7 @@ class Nested(Protocol):
 
 
 class Execution:
-    """A call that is being executed here, or is to be: what is known of it, and what nested calls inherit from it.
+    """A call that is executed here, or waits for its turn, with the fields that nested calls inherit.
 
     Attributes:
         conn: the connection that the answer goes over; None for a call of this worker to itself.
@@ -94,13 +94,13 @@ class Execution:
             of the one that it began on.
         header: what interceptors put along, or ``None``.
         path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
-            them where there is one. A call of an actor that has begun is the last one itself.
+            them, if there are any. After a call of an actor has begun, the last is the call itself.
         actor: whose mailbox it came through, or ``None`` for a plain call.
         what: the function, or the name of the actor's method, for messages.
         deferred: the function has returned: a future will be the answer.
     """
 
-    # Of the class, as one is made for each call, and most differ in few things.
+    # Class attributes are the defaults: most calls set few of these, and one object is made for each call.
     begun = 0.0
     thread = 0
     cancelled = False

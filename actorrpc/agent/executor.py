@@ -406,7 +406,7 @@ class Executor:
         _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
-        """Answer a request that is neither opened nor executed with an error: what is in it goes back. Never raises."""
+        """Answer an unopened request with an error, and give back the memory and references in it. Never raises."""
         self._agent.inbox.discard(conn, frame)
         if not frame.flags & POST:
             self.refuse_opened(conn, frame.id, error)

@@ -59,7 +59,7 @@ class Interceptor:
         return call
 
     def reply_received(self, header: Header, peer: Peer, value: Any) -> Any:
-        """See, and maybe replace, a value that has come back."""
+        """Return the value of a reply, or a replacement."""
         return value
 
 
@@ -104,7 +104,7 @@ class Recorder:
 
 
 class MessageReferences:
-    """Counts the references that travel in messages. One per agent, thread-safe; this one counts none: messages carry none."""
+    """Counts the references in messages. One per agent; thread-safe. This base class serves agents without references."""
 
     def pack(self, sent: list[Any]) -> bytes:
         """Return what the header says of the references in a message that has been packed."""

@@ -206,7 +206,7 @@ class MessageContext:
 
 
 class Window:
-    """How much of what calls have sent to one peer may be unread there: those who call more wait. Thread-safe.
+    """Limits the bytes that one peer has not read yet: above the limit, callers wait. Thread-safe.
 
     Its lock guards ``charged`` and is a leaf.
 

@@ -110,7 +110,7 @@ def _is_libuv_lock(target: str) -> bool:
 
 
 def _about(target: str) -> str:
-    """Say what an open socket of this process is, and which objects have it; nothing of other descriptors."""
+    """Describe an open socket of this process and the objects that hold it; empty for other descriptors."""
     if not target.startswith("socket:"):
         return ""
     numbers = set()

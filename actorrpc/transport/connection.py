@@ -100,22 +100,23 @@ class Connection(StateMachine):
     Args:
         attach: the token that names it.
         local: both ends are on this host, without TCP.
-        replay: has it go on over another socket, where the first one breaks. On one host, the end of a socket is a death.
-        seals: make and check the proofs that what comes is what was sent.
-        leftover: what came right behind the handshake; see :meth:`read_rest`.
+        replay: resumes the connection over another socket after the first breaks; None on one host, where a broken socket
+            means that the peer died.
+        seals: make and check the proofs that the bytes were not changed on the way.
+        leftover: bytes that came together with the handshake; see :meth:`read_rest`.
 
     Attributes:
         peer: the worker at the other end, once it is known.
         assemblies: what takes the chunks that are coming in, by the number of their stream.
         undelivered: one entry for each batch that was read and is not delivered yet; put in under the read lock.
         heard: when bytes came last.
-        reader: splits what comes into frames. Guarded by ``read_lock``, as are reading and the poller.
+        reader: splits received bytes into frames. ``read_lock`` guards it, reading, and the poller.
         read_by: the number of the thread that holds the read lock, and may run finalisers meanwhile; 0 where that cannot be.
         outbox, flush: the writer's.
-        spinning: of the threads that wait for a reply; ``answering``: of those that have executed a call.
-        expecting: since when the connection is disarmed although nobody reads: the thread that made a call is about to wait for
-            it, or the clock listens again soon. 0: it is not.
-        unattended: how many more replies are to be read by the threads that wait for them before one is expected again.
+        spinning: for threads that wait for a reply; ``answering``: for threads that have executed a call.
+        expecting: since when the socket is disarmed and has no reader: the caller will read its reply, or the clock re-arms the
+            socket within some milliseconds. 0: it is not.
+        unattended: replies that waiting callers still have to read before :meth:`expect` may disarm the socket again.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class Connection(StateMachine):
 
     @property
     def turn(self) -> Callable[[], object]:
-        """What a thread calls that the kernel has woken: read what is there, unless another thread reads."""
+        """The function that a woken pool thread calls: read the available bytes, unless another thread reads."""
         return partial(self.reading, None, None, None, True)  # no function between the two
 
     def reply(self) -> None:

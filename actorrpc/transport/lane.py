@@ -1,4 +1,4 @@
-"""The shared memory beside a connection between two processes of one host: its two sides, and word of what has died on them."""
+"""The shared memory of a connection between two processes of one host: both sides, and the notices about freed memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Lane:
     Attributes:
         lender: lends memory to the peer, once this side has opened it.
         borrower: uses the peer's memory, once the peer has opened it.
-        is_open: whether there is one of them.
-        opens_at: before that, opening the lender is not tried again.
+        is_open: whether either side is open. It is read before each send.
+        opens_at: the earliest time of the next attempt to open the lender.
     """
 
     __slots__ = ("borrower", "is_open", "lender", "opens_at")
@@ -59,10 +59,10 @@ class Lane:
             raise ProtocolError("a message names shared memory, but there is no descriptor socket")
         return self.borrower
 
-    # -- word of what has died -----------------------------------------------------------------------
+    # -- notices about freed memory ------------------------------------------------------------------
 
     def hand_back(self, outbox: deque[Any]) -> bool:
-        """Put word of memory that has died on either side before what is sent next; say whether there was any."""
+        """Add notices about memory that was freed on either side to the outbox; return whether there were any."""
         borrower, lender = self.borrower, self.lender
         freed = borrower.drain_freed() if borrower is not None else []
         if freed:
@@ -75,7 +75,7 @@ class Lane:
         return bool(freed or retired)
 
     def heard_freed(self, body: bytes) -> None:
-        """Take back what has died at the peer."""
+        """Reuse memory that the peer has freed."""
         if self.lender is not None:
             self.lender.reclaim(_LOANS.iter_unpack(body))
 

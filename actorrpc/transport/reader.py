@@ -1,4 +1,4 @@
-"""When a thread that waits for what comes over a connection spins before it sleeps.
+"""When a thread that waits for input of a connection spins before it sleeps.
 
 That is a caller that waits for its reply, or a thread that has executed a call: that sends the answer, and may find the next
 request before the kernel wakes another thread for it. Where both ends share a processor, the caller has run while the answer was

@@ -36,7 +36,7 @@ _RESUMED_S: Final = 0.01  # how often it is looked whether a connection can go o
 
 
 class Sendable(Protocol):
-    """Something in the outbox that wants to know when it has been handed to the kernel."""
+    """An item of the outbox whose ``sent`` the writer sets before it takes the frame."""
 
     frame: bytes
     sent: bool
@@ -46,9 +46,9 @@ class Writer:
     """The writing side of one connection. Any thread may use it, several at a time.
 
     Attributes:
-        outbox: what is to be sent next.
+        outbox: the frames to send next.
         lock: guards sending, and the counts.
-        sent: bytes that have gone over the connection's sockets; ``sent_in_chunks``: those of them that were chunks.
+        sent: bytes that have gone over the connection's sockets; ``sent_in_chunks``: the part of them in chunks.
         seal: seals what is sent, in the order of the wire; None: nothing is sealed.
         blocked: the time in which a thread had a chunk to send and the kernel took no byte. The lock guards it.
     """
@@ -89,9 +89,9 @@ class Writer:
                 the other side acknowledges what it has.
         """
         conn, outbox = self._conn, self.outbox
-        lane, replay = conn.lane, conn.replay
-        if lane is not None and lane.is_open:
-            lane.hand_back(outbox)
+        replay = conn.replay
+        if conn.lane.is_open:
+            conn.lane.hand_back(outbox)
         while outbox or self._rest or (replay is not None and replay.owed):
             if conn.state is not OPEN:
                 return False
@@ -151,20 +151,20 @@ class Writer:
         """Send everything, on a pool thread that may sleep meanwhile."""
         self.flush(wait=True)
         self._flushing = False
-        self.flush()  # what was left by somebody who saw the mark
+        self.flush()  # another thread may have seen `_flushing` and left its frames
 
     def is_drained(self, wait: bool = False) -> bool:
-        """Say whether the kernel has all that was to be sent. It has not while another thread sends; ``wait`` for its end."""
+        """Return whether the kernel has all frames; False while another thread sends, unless ``wait`` waits for its end."""
         if not self.lock.acquire(wait):
             return False
         try:
             return not self.outbox and not self._rest
         finally:
             self.lock.release()
-            self.flush()  # what was left by somebody who saw the lock taken
+            self.flush()  # another thread may have found the lock taken and left its frames
 
     def _send_rest(self) -> None:
-        """Send on what was sent in part. Under the lock.
+        """Send the rest of a frame that was sent in part. Under the lock.
 
         Raises:
             BlockingIOError: the kernel takes no more.
@@ -210,7 +210,7 @@ class Writer:
         poller.poll(left * 1e3)
 
     def rewind(self, arrived: int) -> None:
-        """Send again what has left behind the first ``arrived`` bytes, over another socket. Under the lock.
+        """Queue all bytes after the first ``arrived`` for another socket: the peer did not get them. Under the lock.
 
         Raises:
             ProtocolError: the other side cannot have had just so much.
@@ -221,7 +221,7 @@ class Writer:
         self._poller = None
 
     def clear(self) -> None:
-        """Drop what is to be sent: the connection is closed."""
+        """Drop the frames that were not sent: the connection is closed."""
         self.outbox.clear()
         self._rest = []
 

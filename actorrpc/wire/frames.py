@@ -174,7 +174,7 @@ class FrameReader:
     Attributes:
         empty: the whole read buffer, where the next bytes begin a frame; ``None``: see :meth:`target`.
         more: see :meth:`fed`.
-        received: how many bytes have come; ``received_in_chunks``: those of them that were for chunks.
+        received: how many bytes have come; ``received_in_chunks``: the part of them in chunks.
         sink: where a chunk goes that has begun and whose rest has not been read; ``None``: there is none.
     """
 

@@ -70,13 +70,13 @@ _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError
 
 
 class _WaitingCalls:
-    """The calls that wait, by their numbers. The queue's lock guards it. A call that is over stays in the heap for a while."""
+    """The calls that wait, by their numbers. The queue's lock guards it. A call that has ended stays in the heap for a while."""
 
     __slots__ = ("_heap", "_over")
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, PendingCall]] = []
-        self._over = 0  # entries of calls that are over; negative while a call is removed before swept() has counted it
+        self._over = 0  # entries of calls that have ended; negative while a call is removed before swept() has counted it
 
     def __len__(self) -> int:
         return len(self._heap) - self._over
@@ -85,7 +85,7 @@ class _WaitingCalls:
         heapq.heappush(self._heap, (number, pending))
 
     def swept(self) -> None:
-        """Record that a call is over."""
+        """Record that a call has ended."""
         self._over += 1
         if self._over > 32 and self._over > len(self._heap) // 2:
             kept = [entry for entry in self._heap if not entry[1].done]
@@ -103,7 +103,7 @@ class _WaitingCalls:
         return None
 
     def remove(self, *, impatient: bool = False) -> list[PendingCall]:
-        """Return all calls, or those that do not wait for a restart, in order; the caller has to end them."""
+        """Remove and return all calls, or the calls that do not wait for a restart, in order; the caller has to end them."""
         removed: list[tuple[int, PendingCall]] = []
         kept: list[tuple[int, PendingCall]] = []
         for entry in self._heap:
@@ -124,7 +124,7 @@ class CallQueue:
         templates, kept_templates: how calls are made now, by method (without and with ``refs``); empty unless new calls may be
             sent at once.
         barrier: numbers of calls to a former incarnation that are not accounted for yet.
-        fate: what has become of the actor.
+        fate: whether the actor is dead or restarts, and why.
         location: where it lives, as far as that is known.
         max_pending: the limit of ``max_pending_calls``, or -1.
     """
@@ -419,7 +419,7 @@ class CallQueue:
         self._ask_soon()
 
     def passed(self, number: int) -> None:
-        """Record that a call is not on its way any more, and so accounted for where it was made to a former incarnation."""
+        """Record that a call has left :attr:`flying`. If the call was made to a former incarnation, the barrier drops it, too."""
         self.flying.pop(number, None)
         if self.barrier is None:
             return
@@ -635,7 +635,7 @@ class CallQueue:
         )
 
     def _error_of(self, template: CallTemplate | None, ran: bool | None) -> BaseException:
-        """Return the error of a call that is not made again, as it is known now what has become of the actor."""
+        """Return the error of a call that is not made again: the actor is dead, or it is being restarted."""
         return self.unavailable(template, ran) if self.fate.death is None else self.fate.died(template, ran)
 
     def unavailable(self, template: CallTemplate | None, ran: bool | None) -> ActorUnavailableError:

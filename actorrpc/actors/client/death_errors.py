@@ -36,7 +36,7 @@ class Fate:
         self._oldest = ""
 
     def lost(self, epoch: int, oldest: str) -> None:
-        """Record that an incarnation is gone; ``oldest``: the first call of this process that it has not answered."""
+        """Record that an incarnation is gone; ``oldest`` names this process's first call that it did not answer."""
         self.after, self._verdict, self._oldest = epoch, None, oldest
 
     def decided(self, verdict: Restarting) -> None:

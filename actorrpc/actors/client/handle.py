@@ -447,7 +447,7 @@ class ActorHandle(Generic[C_co]):
                 raise AttributeError(name)
             info = card.info.methods.get(name)
             if info is not None:
-                # It knows the route, not the handle, which keeps it: no cycle holds a handle, whose end ends the actor.
+                # The method refers to the route, not to the handle: a cycle would keep the handle alive, and so the actor.
                 options = _options_of(card, info, state["_actorrpc_given"])
                 found = state[name] = ActorMethod(card, state["_actorrpc_route"], info, options)
                 return found

@@ -87,8 +87,8 @@ class ResultFuture(InnerFuture[Any]):
     Attributes:
         number: counts the calls that this process makes to the actor.
         route: holds the anchor, so that the actor lives as long as the call is under way; None after that.
-        template: how the call is made; None when it is over, unless the method's next results are to be kept.
-        pending: what is kept to send the call again, or later.
+        template: how the call is made; None after the call has ended, unless the method's next results stay with the actor.
+        pending: keeps the arguments, to send the call again or later.
     """
 
     __slots__ = ("number", "pending", "route", "template")
@@ -159,7 +159,7 @@ class ResultFuture(InnerFuture[Any]):
         return True
 
     def release(self) -> None:
-        """Let go of the actor, and of what is kept for another try."""
+        """Drop the references to the actor and to the arguments that were kept for another try."""
         pending, self.route, self.template, self.pending = self.pending, None, None, None
         if pending is not None:
             pending.forget()
@@ -177,7 +177,7 @@ class PendingCall(Progress):
     """All that is needed to send a call, as of the moment when it was made. It is its future's source while it waits.
 
     Attributes:
-        future: None when the call is over.
+        future: None after the call has ended.
         arguments: ``(args, kwargs)``, a Snapshot of that, or None where the call can be sent only once.
         unresolved: there are ObjectRefs at top level that the actor's side has to fetch.
         deadline: on the monotonic clock; what is nested in a call inherits that call's.
@@ -256,7 +256,7 @@ class PendingCall(Progress):
 
     @property
     def template(self) -> CallTemplate | None:
-        """How the call is made; None when it is over."""
+        """How the call is made; None after the call has ended."""
         future = self.future
         return None if future is None else future.template
 
@@ -292,13 +292,13 @@ class PendingCall(Progress):
         return self.tries < 0
 
     def stop_timer(self) -> None:
-        """Leave the time-out to the agent, which sends the call now, or to nobody."""
+        """Cancel the timer: the agent, which sends the call now, has its own, or the call has ended."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
 
     def forget(self) -> None:
-        """Let go of everything: the call is over."""
+        """Drop everything that was kept: the call has ended."""
         self.stop_timer()
         self.future = None
         self.arguments = None
@@ -342,7 +342,7 @@ class PendingCall(Progress):
             self._end(late=True)
 
     def _end(self, late: bool) -> bool:
-        """End the call, which this thread has taken: its time is over (``late``), or it was cancelled."""
+        """End the call, which this thread has taken, with a time-out (``late``) or as cancelled."""
         future = self.future
         if future is None or future.template is None or future.route is None:
             return False
@@ -365,7 +365,7 @@ class PendingCall(Progress):
 
 
 class AwaitingVerdict(Progress):
-    """The source of a future whose call has failed, while it is not known yet what has become of the actor.
+    """The source of a future whose call has failed, until the supervisor says whether the actor is dead or restarts.
 
     Attributes:
         ran: the call may have run.

@@ -339,7 +339,7 @@ class HostedActor:
         return self.loops.get(queue.name) if queue is not None and queue.is_async else None
 
     def finished(self, todo: Wakeups) -> None:
-        """Go on after an entry of the mailbox is over."""
+        """Wake and start runners for the next entries after one entry has ended, and end an actor that has become idle."""
         if todo is not NOTHING:
             self.carry_out(todo)
         ending = self.ending

@@ -35,20 +35,20 @@ class Envelope(Entry, Execution):
     """A call of an actor: it waits in the mailbox, is executed and is answered.
 
     Attributes:
-        frame: the message, until somebody has won the right to open it.
+        frame: the message; :meth:`claim_frame` removes the attribute.
         whole: the whole message has arrived; otherwise its body, or its larger part, follows.
         opened: ``(args, kwargs)`` where they had to be looked at before their turn, or the error of an argument.
     """
 
-    # Most have few things of their own, and take the rest from the class.
+    # Class attributes are the defaults: most calls set few of these, and one envelope is made for each call.
     frame: Frame
     header: Header
     hosted: HostedActor | None = None
     whole = True
     opened: Any = None
     task: asyncio.Task[Any] | None = None
-    start_forbidden = False  # it was cancelled before it began: it must not begin
-    unwanted = False  # its caller has given it up
+    start_forbidden = False  # the call was cancelled before it began, and must not begin
+    unwanted = False  # the caller has cancelled the call
     grace: Timer | None = None  # its coroutine was cancelled, and is cancelled again at the end of this time
     sole = False  # nobody but us has the result
     circles: dict[int, float] | None = None  # see deadlocks
@@ -81,7 +81,7 @@ class Envelope(Entry, Execution):
             self.apply_header(header)
 
     def apply_header(self, header: Header) -> None:
-        """Take from the header what few have: see :data:`_UNUSUAL`."""
+        """Take the rare fields from the header: see :data:`_UNUSUAL`."""
         self.ready = self.ready and "unresolved" not in header
         self.priority = int(header.get("priority", 0))
         self.loose = bool(header.get("unordered"))
@@ -89,7 +89,7 @@ class Envelope(Entry, Execution):
             self.place, self.again = int(header["place"]), True
 
     def claim_frame(self) -> Frame | None:
-        """Take the message out, to open it or to give back what is in it; None for all but one caller."""
+        """Remove and return the message, to open or to discard it. Exactly one caller gets the message; all others get None."""
         frame: Frame | None = self.__dict__.pop("frame", None)
         return frame
 
@@ -99,7 +99,8 @@ class Envelope(Entry, Execution):
         ``stop``: a method that runs is interrupted. It goes on where only its caller's time is over, or its caller is
         gone: then nobody has asked for an actor in the middle of something.
         """
-        self.unwanted = True  # before the look for its stream: a stream that comes later looks here
+        # Set before `running` is read: a stream that takes the place of the call later reads `unwanted`.
+        self.unwanted = True
         if self.hosted is not None:
             self.hosted.cancel(self, stop, late)
         stream = self.peer.running.get(self.id)

@@ -370,7 +370,7 @@ class ActorExecutor:
         context.run(CURRENT.set, entry)
         task = loop.task(run(), context)
         entry.task = task
-        if entry.start_forbidden:  # it has to begin: what has not cannot answer
+        if entry.start_forbidden:  # the coroutine begins nevertheless: only it can answer
             loop.submit(partial(self.stop, entry, False))
 
         def over(_: Any) -> None:
@@ -407,7 +407,7 @@ class ActorExecutor:
         task.cancel()
         # First the bound of the calls that are made from now on, by its threads too: each call has it or is given up.
         entry.deadline = _time.now() + GRACE_S
-        entry.give_up_nested(stop)  # before the coroutine goes on and makes others
+        entry.give_up_nested(stop)  # before the coroutine resumes and makes other calls
 
     def _grace_over(self, entry: Envelope, task: asyncio.Task[Any], stop: bool) -> None:
         if task.done():
@@ -601,7 +601,8 @@ class ActorExecutor:
             self.answered_later.pop(entry, None)
         running = entry.peer.running
         if running.get(entry.id) is not entry:
-            return False  # a stream may have taken its place, and stays there: a cancellation finds it by the number
+            # Answered. A stream may be in its place, and stays there, so that a cancellation finds the stream.
+            return False
         return running.pop(entry.id, None) is entry
 
     def pump(self, queue: GroupQueue) -> None:

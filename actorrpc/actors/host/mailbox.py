@@ -96,7 +96,7 @@ NOTHING: Final = Wakeups()  # most steps leave nothing to be done; never changed
 
 
 def _hold(held: deque[Entry], entry: Entry) -> None:
-    """Put an entry among those that are held, in order: behind all others, unless it comes again."""
+    """Insert an entry into the held entries of its caller, in order. Only the entry of a repeated call is not the last."""
     if not held or held[-1] < entry:
         held.append(entry)
     else:

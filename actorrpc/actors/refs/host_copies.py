@@ -53,7 +53,7 @@ class HostCopies:
         self._fetched: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
 
     def share(self, value: RRefId) -> Any:
-        """Answer with the copy that this worker has fetched, or None where it has none any more."""
+        """Return the copy that this worker has fetched; None after the copy was freed."""
         agent, future = self._references.agent, self._fetched.get(value)
         if future is None:
             return None

@@ -165,7 +165,7 @@ def time_left(until: float) -> float | None:
 
 
 class _Collector:
-    """Collects those of several results that have ended: what ``get``, ``wait`` and ``as_completed`` wait with.
+    """Collects the results that have ended, for ``get``, ``wait``, ``as_completed`` and ``all_of``.
 
     One thread at a time adds results and takes them out. :meth:`close` it, or results that are still to come keep it.
 
@@ -175,7 +175,7 @@ class _Collector:
 
     Attributes:
         watches: the results that were added, by number.
-        ready: those that have ended, in that order.
+        ready: the watches whose results have ended, in the order in which they ended.
         failed: one of them has, where ``fails`` is set.
         signal, wanted: the future to complete when so many are ready.
     """
@@ -191,15 +191,15 @@ class _Collector:
         self.wanted = 0
 
     def add(self, number: int, item: Any, future: Future[Any]) -> None:
-        """Wait for a result, too, whose future is this one; the caller sends what is gathered for it."""
+        """Add a result, and wait for its future; the caller flushes the gathered messages."""
         watch = self.watches[number] = _Watch(self, item, number)
         watch.arm(future)
 
     def awaited(self, count: int, label: str, needs_all: bool) -> Future[None] | None:
-        """Return a future that completes when so many are ready, or one has failed; None where that is so already.
+        """Return a future that completes when ``count`` results are ready, or one has failed; None if that is already true.
 
         Args:
-            needs_all: who waits goes on only when all results that were added have ended.
+            needs_all: the waiting thread needs all results that were added.
         """
         if self.failed or len(self.ready) >= count:
             return None
@@ -213,7 +213,7 @@ class _Collector:
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """What is waited for, by number; a fetch takes the place of what has led to it."""
+        """The futures that are waited for, by number; the future of a fetch replaces the future of its call."""
         return [each.future for each in self.watches.values()]
 
     def close(self) -> None:
@@ -750,7 +750,7 @@ class _Registered(_Collecting):
                     collector.signal = None  # it names the watches, which refer to the collector
 
     def cover(self) -> None:
-        """Have the failures of these results not be reported: the time is over for the thread that waits for them."""
+        """Suppress the reports of failures of these results: the waiting thread has timed out."""
         items = list(self.items.values())
         cover(items, [*self._collector.futures, *(each for each in items if isinstance(each, Future))])
 
