@@ -35,10 +35,9 @@ from actorrpc.cluster import page as page_module
 from actorrpc.cluster.driver import Cluster, Directory, Reception
 from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.long_wait import LongWait, some
-from actorrpc.cluster.provisioners import registry
-from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Node
+from actorrpc.cluster.provisioners import ray
+from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
 from actorrpc.cluster.provisioners.local import LocalCluster
-from actorrpc.cluster.scheduler import ResourceHolder
 from actorrpc.cluster.worker_process import Member
 from actorrpc.config import Settings
 from actorrpc.errors import (
@@ -228,34 +227,49 @@ def init(
             "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is none: "
             f"{join_module.VARIABLES} are not set"
         )
+    options = dict(engine_options or {})
     if isinstance(engine, str) and engine != "local":
         booked = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
-        engine_options = {
+        options = {
             "log_to_driver": log_to_driver,
             **{option: value for option, value in booked.items() if value is not None},
             **{option: settings.pop(option) for option in list(settings) if option not in _SETTINGS},
-            **(engine_options or {}),
+            **options,
         }
-    found = registry.find(engine, engine_options or {})
+    found = _engine(engine, options)
     if modules and found is not None:
         raise ConfigError(
             f"preload= is for the processes that this driver forks, and engine={found.name!r} starts others: leave it out"
         )
-    try:
-        context = _drive(
-            listen,
-            found,
-            means,
-            slots_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
-            ignore_reinit_error=ignore_reinit_error,
-            settings=settings,
-            **given,
-        )
-    except BaseException:
-        if found is not None:
-            found.end(False, 0.0)
-        raise
+    context = _drive(
+        listen,
+        found,
+        means,
+        slots_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
+        ignore_reinit_error=ignore_reinit_error,
+        settings=settings,
+        **given,
+    )
     return _with_page(context, page)
+
+
+def _engine(engine: Engine | str | None, options: Mapping[str, Any]) -> Engine | None:
+    """Return the engine of a name, or what was given; None for the embedded one.
+
+    Raises:
+        ConfigError: there is none of that name, what it needs is not installed, or its options cannot be used.
+    """
+    if engine is None or engine == "local":
+        if options:
+            raise ConfigError(f"the embedded engine takes no engine_options, not {', '.join(options)}")
+        return None
+    if isinstance(engine, Engine):
+        return engine
+    if not isinstance(engine, str):
+        raise WrongTypeError(f"engine must be a name or an Engine, not {engine!r}")
+    if engine != "ray":
+        raise ConfigError(f"there is no engine {engine!r}; there are: local, ray")
+    return ray.make(**options)
 
 
 def _with_page(context: ClusterContext, page: tuple[str, int] | None) -> ClusterContext:
@@ -355,151 +369,156 @@ def _drive(
     given: Engine | None,
     means: JoinedResources,
     *,
-    namespace: str | None,
-    log_to_driver: bool,
     ignore_reinit_error: bool,
-    name: str | None,
-    rpc_timeout: float,
-    settings: dict[str, Any],
-    preload: Sequence[str],
-    secret: str = "",
-    slots_first: bool = False,
-    waits: bool = False,
+    **options: Any,
 ) -> ClusterContext:
-    """Make this process the driver of a cluster."""
-    name = "driver" if name is None else name
-    if given is not None and listen is None:
-        # An engine may know better how it is reached.
-        own_host = getattr(given, "host", join_module.own_address)
-        listen = join_module.show(own_host(), 0)
-    host = None if listen is None else join_module.parse(listen, "listen", listen=True)[0]
-    made = _settings(settings, listen)
-    check_name(name)
-    timeout = check_timeout(rpc_timeout, "rpc_timeout")
-    namespace = text("namespace", namespace, none=True) or ""
-    cpus = float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus)
-    num_gpus = means.num_gpus
-    if given is None and num_gpus is not None and num_gpus != int(num_gpus):
-        raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(num_gpus, repr)}")
-
-    key_is_made = False
-    if not secret and listen is not None:
-        secret = join_module.given_secret()
-        if not secret and given is None and not group.is_loopback(host or ""):
-            raise ConfigError(
-                f"listen={listen!r} can be reached from other hosts, and there is no key: give the driver and every worker "
-                "the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); make one with: "
-                "python -c 'import secrets; print(secrets.token_hex(32))'"
+    """Make this process the driver of a cluster; the options are those of :class:`_Driver`."""
+    with undo_on_error(*(() if given is None else (partial(given.end, False, 0.0),))):
+        driver = _Driver(listen, given, means, **options)
+    with undo_on_error(partial(driver.engine.end, False, 0.0)):
+        try:
+            api.install(
+                driver.make,
+                driver.timeout,
+                "the driver of an embedded cluster"
+                if given is None
+                else f"the driver of a cluster ({given.name})",
+                namespace=driver.namespace,
+                ready=driver.ready,
+                stop=driver.stop,
             )
-        key_is_made = not secret
-    secret = secret or join_module.new_secret()
-    directory = Directory()
-    until = 0.0
-    worker: Worker | None = None
-    cluster: Cluster | None = None
-    local: LocalCluster | None = None
-    key_file = ""
+        except RuntimeError:
+            running = api.what()  # another thread was faster?
+            if running is None or driver.cluster is not None:
+                raise
+            driver.engine.end(False, 0.0)
+            return _found_running(running, ignore_reinit_error)
+        assert driver.cluster is not None
+        with undo_on_error(partial(api.shutdown, graceful=False)):
+            driver.engine.open(driver.cluster.reception, driver.cluster.joined)
+    return ClusterContext(driver.name, driver.namespace, owned=True, address=driver.cluster.reception.address)
 
-    def make() -> Group:
+
+class _Driver:
+    """What a driver is made of, checked; its methods are called when it starts, and when it ends.
+
+    Args:
+        listen: where others may join; None for this machine alone, or where the engine says.
+        given: an engine; None for the embedded one.
+        means: what this machine has.
+        settings: the options that :func:`init` does not name itself.
+        secret: the key, where that was agreed on before.
+        waits: at the end, wait for those that have joined by themselves.
+    """
+
+    def __init__(
+        self,
+        listen: str | None,
+        given: Engine | None,
+        means: JoinedResources,
+        *,
+        namespace: str | None,
+        log_to_driver: bool,
+        name: str | None,
+        rpc_timeout: float,
+        settings: dict[str, Any],
+        preload: Sequence[str],
+        secret: str = "",
+        slots_first: bool = False,
+        waits: bool = False,
+    ) -> None:
+        if given is not None and listen is None:
+            # An engine may know better how it is reached.
+            own_host = getattr(given, "host", join_module.own_address)
+            listen = join_module.show(own_host(), 0)
+        self.settings = _settings(settings, listen)
+        self.name = check_name("driver" if name is None else name)
+        self.timeout = check_timeout(rpc_timeout, "rpc_timeout")
+        self.namespace = text("namespace", namespace, none=True) or ""
+        cpus = float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus)
+        gpus = means.num_gpus
+        if given is None and gpus is not None and gpus != int(gpus):
+            raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(gpus, repr)}")
+        if not secret and listen is not None:
+            secret = _given_secret(listen, given is None)
+        self._writes_key = listen is not None and not secret
+        self._secret = secret or join_module.new_secret()
+        self._slots_first = slots_first
+        self._waits = waits
+        self._until = 0.0
+        self._key_file = ""
+        self._directory = Directory()
+        self._worker: Worker | None = None
+        self.cluster: Cluster | None = None
+        self.engine = given or LocalCluster(
+            num_cpus=cpus,
+            num_gpus=None if gpus is None else int(gpus),
+            resources=means.resources,
+            labels=means.labels,
+            log_to_driver=bool(log_to_driver),
+            preload=preload,
+        )
+
+    def make(self) -> Group:
         keys.sweep()
-        return group.enter(name, 0, directory, settings=made, key=Key.from_text(secret))
+        key = Key.from_text(self._secret)
+        return group.enter(self.name, 0, self._directory, settings=self.settings, key=key)
 
-    def ready(joined: Worker) -> None:
-        nonlocal cluster, key_file, local, worker
+    def ready(self, joined: Worker) -> None:
         agent = joined.agent
-        directory.add(agent.record)
-        for_others = dataclasses.asdict(_for_others(made, agent))
+        self._directory.add(agent.record)
         where = join_module.show(*agent.record.tcp[0]) if agent.record.tcp else ""
-        if where and key_is_made:
-            key_file = join_module.write_secret(secret, agent.record.tcp[0][1])
+        if where and self._writes_key:
+            self._key_file = join_module.write_secret(self._secret, agent.record.tcp[0][1])
         reception = Reception(
-            address=where, secret=secret, settings=for_others, namespace=namespace, timeout=timeout
+            address=where,
+            secret=self._secret,
+            settings=dataclasses.asdict(_for_others(self.settings, agent)),
+            namespace=self.namespace,
+            timeout=self.timeout,
         )
-        if given is None:
-            hello = {
-                "driver": agent.record.to_bytes(),
-                "socket": agent.record.unix_path or "",
-                "key": secret.encode(),
-                "settings": for_others,
-                "namespace": namespace,
-                "timeout": timeout,
-            }
-            local = LocalCluster(
-                agent,
-                directory,
-                hello,
-                num_cpus=cpus,
-                num_gpus=None if num_gpus is None else int(num_gpus),
-                log_to_driver=bool(log_to_driver),
-                preload=preload,
-            )
-        elif isinstance(given, LaunchedEngine):
-            given.attach(agent)
-
-        def nodes() -> list[ResourceHolder]:
-            if local is None:
-                assert given is not None
-                return [ResourceHolder.of_node(each, unbooked=_all(each)) for each in given.nodes()]
-            own = dataclasses.replace(local.nodes()[0], resources=means.resources, labels=means.labels)
-            holder = ResourceHolder.of_node(own, 0, ("CPU", "GPU"))
-            holder.hosts |= {host} if host else frozenset()
-            return [holder]
-
-        cluster = joined.cluster = Cluster(
-            agent,
-            directory,
-            given if given is not None else local,  # type: ignore[arg-type]
-            reception,
-            nodes=nodes,
-            slots_first=slots_first,
+        self.cluster = joined.cluster = Cluster(
+            agent, self._directory, self.engine, reception, slots_first=self._slots_first
         )
-        worker = joined
-        api.before_the_end(begin)
+        self._worker = joined
+        api.before_the_end(self._begin_end)
         if joined.actors is not None:
-            joined.actors.spawner = cluster
+            joined.actors.spawner = self.cluster
 
-    def begin(graceful: bool) -> None:
+    def _begin_end(self, graceful: bool) -> None:
         """Before anything else ends: have others work with what is here, where they do; then the time runs."""
-        nonlocal until
-        if waits and cluster is not None:
-            cluster.wait_for_others(graceful)
-        until = _time.now() + _GRACE_S
+        if self._waits and self.cluster is not None:
+            self.cluster.wait_for_others(graceful)
+        self._until = _time.now() + _GRACE_S
 
-    def stop(graceful: bool, seconds: float) -> None:
-        if key_file:
-            keys.remove_file(key_file)
-        if cluster is not None:
-            # What the actors have taken is gone. Processes whose actors have ended can leave quickly.
-            left = seconds or max(_LAST_S, until - _time.now())
-            try:
-                cluster.end(graceful, left)
-            finally:
-                if worker is not None:
-                    worker.cluster = None
+    def stop(self, graceful: bool, seconds: float) -> None:
+        if self._key_file:
+            keys.remove_file(self._key_file)
+        if self.cluster is None:
+            return
+        # What the actors have taken is gone. Processes whose actors have ended can leave quickly.
+        try:
+            self.cluster.end(graceful, seconds or max(_LAST_S, self._until - _time.now()))
+        finally:
+            if self._worker is not None:
+                self._worker.cluster = None
 
-    try:
-        api.install(
-            make,
-            timeout,
-            "the driver of an embedded cluster"
-            if given is None
-            else f"the driver of a cluster ({given.name})",
-            namespace=namespace,
-            ready=ready,
-            stop=stop,
+
+def _given_secret(listen: str, is_embedded: bool) -> str:
+    """Return the key that the environment gives for a driver that listens; empty where it is to make one.
+
+    Raises:
+        ConfigError: there is none, and other hosts reach the address.
+    """
+    secret = join_module.given_secret()
+    host, _ = join_module.parse(listen, "listen", listen=True)
+    if not secret and is_embedded and not group.is_loopback(host):
+        raise ConfigError(
+            f"listen={listen!r} can be reached from other hosts, and there is no key: give the driver and every worker "
+            "the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); make one with: "
+            "python -c 'import secrets; print(secrets.token_hex(32))'"
         )
-    except RuntimeError:
-        running = api.what()  # another thread was faster?
-        if running is None or cluster is not None:
-            raise
-        return _found_running(running, ignore_reinit_error)
-    with undo_on_error(partial(api.shutdown, graceful=False)):
-        assert cluster is not None
-        if local is not None:
-            local.open()
-        elif isinstance(given, LaunchedEngine):
-            given.open(cluster.reception, cluster.joined)
-    return ClusterContext(name, namespace, owned=True, address=cluster.reception.address)
+    return secret
 
 
 def _modules(preload: Sequence[str]) -> tuple[str, ...]:
@@ -524,11 +543,6 @@ def _modules(preload: Sequence[str]) -> tuple[str, ...]:
         if found is None:
             raise ConfigError(f"preload: there is no module {name!r} that other processes could import")
     return tuple(preload)
-
-
-def _all(node: Node) -> tuple[str, ...]:
-    """The names of all that an engine books itself."""
-    return ("CPU", "GPU", *node.resources)
 
 
 def _for_others(made: Settings, agent: Agent) -> Settings:
@@ -696,50 +710,59 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     if peer.state != "alive":
         return
     cluster.stop_placing(peer.name)
+    try:
+        _hand_over(cluster, peer, until)
+        while _runs(agent, peer, _left(until)) > 1:  # this very call is one
+            _pause(until)
+        cluster.let_go(peer.name)
+        while peer.state == "alive":
+            _pause(until)
+    except PeerDiedError:
+        return
+    except RpcTimeoutError:  # also of a question: it has no thread left to answer with, or is out of reach
+        raise RpcTimeoutError(
+            f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
+            "Call drain() again to go on waiting",
+            worker=peer.name,
+        ) from None
 
-    def left() -> float:
-        return max(0.1, until - _time.now())
 
+def _left(until: float) -> float:
+    return max(0.1, until - _time.now())
+
+
+def _pause(until: float) -> None:
+    if _time.now() >= until:
+        raise RpcTimeoutError("the time is over")
+    time.sleep(_LOOK_S)
+
+
+def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
+    """Have all workers move the actors that they look after and that live on one worker; wait until they are elsewhere.
+
+    Raises:
+        RpcTimeoutError: not all have done so in time.
+    """
+    agent = cluster.agent
     why = f"its worker {peer.name!r} is drained"
     asked: list[Future[Any]] = []
     for record in cluster.directory.members():
         future: Future[Any] = Future()
         future.add_done_callback(Future.acknowledge)
+        arguments = (peer.record.rank, peer.record.incarnation, why)
         try:
-            other = agent.peer(record.name)
-            agent.call(
-                other, hand_over, (peer.record.rank, peer.record.incarnation, why), {}, left(), future=future
-            )
+            agent.call(agent.peer(record.name), hand_over, arguments, {}, _left(until), future=future)
         except RpcError:
             continue  # it is gone, and its actors with it
         asked.append(future)
     agent.flush()
-    late = RpcTimeoutError(
-        f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
-        "Call drain() again to go on waiting",
-        worker=peer.name,
-    )
     for future in asked:
         try:
-            future.wait(left())
+            future.wait(_left(until))
         except RpcTimeoutError:
-            raise late from None
+            raise
         except RpcError:
             pass  # the worker that looked after them is gone
-    try:
-        while _runs(agent, peer, left()) > 1:  # this very call is one
-            if _time.now() >= until:
-                raise late
-            time.sleep(_LOOK_S)
-        cluster.let_go(peer.name)
-        while peer.state == "alive":
-            if _time.now() >= until:
-                raise late
-            time.sleep(_LOOK_S)
-    except PeerDiedError:
-        return
-    except RpcTimeoutError:  # of that question: it has no thread left to answer with, or is out of reach
-        raise late from None
 
 
 def _runs(agent: Agent, peer: Peer, limit: float) -> int:

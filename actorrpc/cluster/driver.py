@@ -1,18 +1,16 @@
 """The cluster as its driver sees it: who is in it, what they have, and where the next actor goes.
 
-:class:`Cluster` is the driver's ``Spawner``. Processes of their own it gets from its engine; workers that have joined
-(by hand, from a launcher, or from :meth:`Cluster.scale`) take actors beside each other.
+:class:`Cluster` is the driver's ``Spawner``. Its engine starts processes for single actors; workers that have joined
+(by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) take actors beside each other.
 
 ``_lock`` guards the tables and the book. It is re-entrant, because the collector may run a finaliser that spawns or
 releases on the thread that has it. The engine's own lock may be taken under it, never the other way round; no user code
-runs under it, and nobody waits.
-
-:class:`Directory` is the driver's list of who is in the cluster. Thread-safe; its ``_lock`` guards all of it and is a leaf,
-re-entrant as the collector may run a finaliser on the thread that has it.
+runs under it, and nothing waits under it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import threading
@@ -22,6 +20,7 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
@@ -31,60 +30,23 @@ from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchReq
 from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
 from actorrpc.futures import Future
-from actorrpc.transport.signals import uninterruptible
+from actorrpc.group.group import MemberDirectory
 from actorrpc.wire import keys
 from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
 
 __all__ = ["VISITOR", "Cluster", "Directory", "Reception"]
 
 
-class Directory:
-    """The workers of the cluster by name and rank. Ranks grow and are never given twice."""
+class Directory(MemberDirectory):
+    """The workers of the cluster, as the driver knows them. Ranks grow and are never given twice."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._names: dict[str, WorkerRecord] = {}
-        self._ranks: dict[int, WorkerRecord] = {}
-        self._next = 1  # the driver is 0
+        super().__init__()
+        self._ranks = itertools.count(1)  # the driver is 0
 
     def new_rank(self) -> int:
-        """Return a rank that nobody has had."""
-        with self._lock:
-            rank = self._next
-            self._next += 1
-            return rank
-
-    def add(self, record: WorkerRecord) -> None:
-        """Put a worker on the list."""
-        with self._lock:
-            self._names[record.name] = record
-            self._ranks[record.rank] = record
-
-    def remove(self, name: str) -> None:
-        """Take a worker off the list."""
-        with self._lock:
-            record = self._names.pop(name, None)
-            if record is not None:
-                self._ranks.pop(record.rank, None)
-
-    def resolve(self, to: str | int) -> WorkerRecord | None:
-        """Return the record of a worker by name or rank; None if there is none."""
-        with self._lock:
-            return self._names.get(to) if isinstance(to, str) else self._ranks.get(to)
-
-    def members(self) -> list[WorkerRecord]:
-        """Return the records of all workers."""
-        with self._lock:
-            return list(self._names.values())
-
-    def leave(self) -> None:
-        """Do nothing: the list ends with the driver."""
-
-    def close(self) -> None:
-        """Do nothing: the list ends with the driver."""
-
-    def release(self) -> None:
-        """Do nothing: the list ends with the driver."""
+        """Return a rank that no worker has had."""
+        return next(self._ranks)
 
 
 _log = logging.getLogger("actorrpc.cluster")
@@ -94,10 +56,9 @@ VISITOR: Final = "joining-"
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 _RESERVED_S: Final = 60.0  # how long a name is kept for one who has been admitted
 _BUSY_S: Final = 10.0  # how long an actor waits for what others have at present: they may be ending
-_LEAVE_S: Final = 5.0
-_LAST_S: Final = (
-    0.5  # what those that the engine has started get of an end, at most, however long others took
-)
+_LEAVE_S: Final = 5.0  # how long a worker may take to leave
+_LOOK_S: Final = 60.0
+_LAST_S: Final = 0.5  # how much of an end the engine gets at most, however long the workers took to leave
 _AT_LEAST_S: Final = 0.001  # an engine takes 0 for its own default
 
 
@@ -123,7 +84,7 @@ class _Wish:
     """An actor that waits for a place."""
 
     spec: ProcessSpec
-    creator: str
+    creator: str  # as for Cluster.spawn
     future: Future[WorkerInfo]
     timer: Any = None
 
@@ -136,7 +97,6 @@ class Cluster:
         directory: the list of workers that it answers for.
         engine: starts processes.
         reception: what those are told who join.
-        nodes: the machines of the engine, as they are booked.
         slots_first: actors that do not say where go to workers that are there, rather than into new processes.
     """
 
@@ -147,36 +107,41 @@ class Cluster:
         engine: Engine,
         reception: Reception,
         *,
-        nodes: Callable[[], list[ResourceHolder]],
         slots_first: bool = False,
     ) -> None:
         self.agent = agent
         self.directory = directory
         self.engine = engine
         self.reception = reception
-        self._nodes = nodes
         self.slots_first = slots_first
         self._lock = threading.RLock()
         self.book = ResourceTable()
-        self._joined: dict[str, WorkerRecord] = {}
+        self._started: dict[
+            str, tuple[ProcessSpec, str]
+        ] = {}  # what the engine was asked for, and by which worker
         self._reserved: dict[str, float] = {}
         self._scaled: set[str] = set()
         self._wishes: list[_Wish] = []
         self._owners: dict[int, str] = {}
-        self._count = 0
+        self._count = itertools.count(1)
         self._closing = False
-        self._gone = threading.Event()
-        self.on_arrival: list[Callable[[], None]] = []
+        self._gone = threading.Event()  # set when a worker has ended
+        self.is_local = engine.name == "local"
+        engine.attach(agent)
+        engine.reception = reception
+        engine.on_end = self._process_ended
         agent.on_peer_end.append(self._peer_ended)
-        if reception.address and not (slots_first and self._is_local):  # a launcher's ranks have the script
+        if reception.address and not (slots_first and self.is_local):  # a launcher's ranks have the script
             user_code.watch()
 
     @property
     def num_cpus(self) -> float:
         """How many processors there are for new processes: what tasks go by."""
-        return float(getattr(self.engine, "num_cpus", 0.0)) or max(
-            (each.totals["CPU"] for each in self._nodes()), default=1.0
-        )
+        return max((each.num_cpus for each in self.engine.nodes()), default=1.0)
+
+    def specs(self) -> list[ProcessSpec]:
+        """Return what the processes of the engine were asked for."""
+        return [spec for spec, _ in list(self._started.values())]
 
     def resources(self) -> list[ResourceHolder]:
         """Return what machines and workers have, and what of it is booked, as it is now: a copy."""
@@ -195,11 +160,10 @@ class Cluster:
             there: Future[WorkerInfo] = Future()
             self._take_slot(there, spec, spec.rank, 0)
             return there
-        plain = self._is_plain(spec)
-        simple = not self.book.workers and not spec.is_picky and not spec.wait_s and self._is_local
-        if plain or (simple and self._is_possible(spec)):
-            return self._start(spec, creator)
-        wish = _Wish(spec, creator or self.agent.name, Future())
+        simple = not self.book.workers and not spec.is_picky and not spec.wait_s and self.is_local
+        if self._is_plain(spec) or (simple and self._is_possible(spec)):
+            return self.start(spec, creator)
+        wish = _Wish(spec, creator, Future())
         wish.future.label = f"the placement of {spec.label}"
         with self._lock:
             self._place(wish, first=True)
@@ -209,19 +173,15 @@ class Cluster:
         """Say whether an actor gets a process of its own without a place being looked for."""
         return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
-    @property
-    def _is_local(self) -> bool:
-        return self.engine.name == "local"
-
-    def _start(self, spec: ProcessSpec, creator: str) -> Future[WorkerInfo]:
-        if self._is_local:
-            return self.engine.start(LaunchRequest(name="", address="", spec=spec), creator)
-        with self._lock:
-            self._count += 1
-            label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
-            name = f"{label}-{self.engine.name}-{self._count}"
+    def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
+        """Start a process of its own, wherever the engine puts it; the arguments are those of :meth:`spawn`."""
+        label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
+        rank = self.directory.new_rank() if self.is_local else -1
+        name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
+        self._started[name] = spec, creator or self.agent.name
         order = LaunchRequest(
             name=name,
+            rank=rank,
             address=self.reception.address,
             spec=spec,
             resources=spec.resources,
@@ -230,7 +190,7 @@ class Cluster:
             spread=spec.spread,
             secret=self.reception.secret,
         )
-        return self.engine.start(order, creator)
+        return self.engine.start(order)
 
     def _place(self, wish: _Wish, first: bool) -> bool:
         """Find a place for a wish, or have it wait, or fail it; say whether it is settled. Under the lock."""
@@ -275,12 +235,25 @@ class Cluster:
     def _refresh(self) -> None:
         """Take up the machines of the engine as they are now; what is booked stays booked."""
         known = {each.hosts: each for each in self.book.nodes}
-        self.book.nodes = []
-        for node in self._nodes():
-            before = known.get(node.hosts)
+        self.book.nodes = self._nodes()
+        for holder in self.book.nodes:
+            before = known.get(holder.hosts)
             if before is not None:
-                node.bookings = before.bookings
-            self.book.nodes.append(node)
+                holder.bookings = before.bookings
+
+    def _nodes(self) -> list[ResourceHolder]:
+        """Return the machines of the engine. It books processors and devices itself, and one on a scheduler all else, too."""
+        if not self.is_local:
+            return [
+                ResourceHolder.of_node(each, unbooked=("CPU", "GPU", *each.resources))
+                for each in self.engine.nodes()
+            ]
+        (here,) = self.engine.nodes()
+        holder = ResourceHolder.of_node(here, 0, ("CPU", "GPU"))
+        bind = self.agent.settings.bind
+        if bind and self.reception.address:
+            holder.hosts |= {bind}
+        return [holder]
 
     def _slot(self, wish: _Wish, holder: ResourceHolder) -> None:
         """Give a wish its place. Under the lock."""
@@ -291,7 +264,7 @@ class Cluster:
             wish.timer.cancel()
         if spec.booking and (spec.is_picky or not holder.starts):
             holder.bookings[spec.booking] = needs_of(spec)
-            self._owners[spec.booking] = wish.creator
+            self._owners[spec.booking] = wish.creator or self.agent.name
         if spec.rank is not None or not holder.starts:
             self._take_slot(wish.future, spec, holder.rank, spec.booking)
             return
@@ -301,7 +274,7 @@ class Cluster:
                 self.give_back(spec.booking)
             wish.future.follow(done, submit=self.agent.submit)
 
-        self._start(spec, wish.creator).add_done_callback(started)
+        self.start(spec, wish.creator).add_done_callback(started)
 
     def _keeps(self, rank: int) -> bool:
         """Say whether books are kept of a worker: not of a process that an actor has to itself."""
@@ -354,9 +327,12 @@ class Cluster:
 
     def release(self, worker: str) -> None:
         """Let a process end by itself, once nothing that lives in it is referenced any more."""
-        if worker in self._joined and self.engine.owns(worker):
-            self.agent.submit(partial(self._ask, worker, leave_when_idle))
-        self.engine.release(worker)
+        if not self.engine.owns(worker):
+            return
+        if self.directory.resolve(worker) is None:
+            self.kill(worker)  # it has not joined, or is gone
+        else:
+            self.agent.submit(partial(self._ask, worker, leave_when_idle, lambda _: self.kill(worker)))
 
     def kill(self, worker: str) -> None:
         """End a process at once, and what it has started. Workers that joined by themselves are not ours to kill."""
@@ -371,12 +347,12 @@ class Cluster:
         return self.engine.owns(worker)
 
     def leaving(self, worker: str) -> None:
-        """Record that a worker has begun to leave by itself."""
-        with self._lock:
-            holder = self.book.workers.get(worker)
-            if holder is not None:
-                holder.draining = True
-        self.engine.leaving(worker)
+        """Record that a worker has begun to leave by itself: it gets some seconds for that."""
+        self.stop_placing(worker)
+        self._end_soon(worker)
+
+    def _end_soon(self, worker: str) -> None:
+        self.agent.clock.after(_LEAVE_S, partial(self.kill, worker))
 
     def check(self, spec: ProcessSpec) -> None:
         """Look, before anything is made, whether there can be a place for an actor.
@@ -384,14 +360,14 @@ class Cluster:
         Raises:
             PlacementError: nobody has what it needs, and it does not want to wait for one who has.
         """
-        if spec.num_cpus is None and spec.rank is None and self._is_local and self._is_plain(spec):
+        if spec.num_cpus is None and spec.rank is None and self.is_local and self._is_plain(spec):
             # It books no processor, and its process uses one: the engine would refuse it later.
             counted = replace(spec, num_cpus=1.0)
             with self._lock:
                 self._refresh()
                 if not any(each.suits(counted) for each in self.book.nodes):
                     raise self._lacking(counted, 0.0)
-        asks = spec.is_picky or self.book.workers or (self._is_local and needs_of(spec))
+        asks = spec.is_picky or self.book.workers or (self.is_local and needs_of(spec))
         if spec.wait_s or not asks:
             return
         with self._lock:
@@ -405,6 +381,15 @@ class Cluster:
         with self._lock:
             self._refresh()
             return bool(self.book.candidates(spec))
+
+    def lookup(self, to: str | int) -> bytes | None:
+        """Return the record of a worker by name or rank, packed; None if there is none."""
+        record = self.directory.resolve(to)
+        return None if record is None else record.to_bytes()
+
+    def listing(self) -> list[bytes]:
+        """Return the records of all workers, packed."""
+        return [record.to_bytes() for record in self.directory.members()]
 
     # -- those who join --------------------------------------------------------------------------------------
 
@@ -455,24 +440,21 @@ class Cluster:
             return True
         return peer.record.incarnation == record.incarnation and peer.state != "alive"
 
-    def register(self, record: WorkerRecord, facts: Mapping[str, Any] | None = None) -> None:
+    def register(self, packed: bytes, facts: Mapping[str, Any] | None = None) -> None:
         """Take up a worker that has come: a process of the engine, or (with ``facts``) one that has joined.
 
         Raises:
             ShutdownError: nobody waits for it any more.
             PeerDiedError: it has died since it asked.
         """
-        if facts is None:
-            self.engine.register(record)
-            return
+        record = WorkerRecord.from_bytes(packed)
+        owned = self.engine.owns(record.name)
         with self._lock:
             self._reserved.pop(record.name, None)
             if self._closing:
                 raise ShutdownError("the cluster is shutting down", maybe_executed=False)
-            owned = self.engine.owns(record.name)
-            self._joined[record.name] = record
             self.directory.add(record)
-            if not owned:
+            if facts is not None and not owned:
                 self.book.workers[record.name] = ResourceHolder(
                     name=record.name,
                     rank=record.rank,
@@ -490,51 +472,63 @@ class Cluster:
                 maybe_executed=False,
                 worker=record.name,
             )
-        if owned:
-            self.engine.register(record)
-        _log.info("worker %r (rank %d) has joined", record.name, record.rank)
-        self.agent.submit(self._try_all)
-        for tell in self.on_arrival:
-            self.agent.submit(tell)
+        if owned or facts is None:
+            with undo_on_error(partial(self._drop, record)):
+                self.engine.register(record)
+        if facts is not None:
+            _log.info("worker %r (rank %d) has joined", record.name, record.rank)
+            self.agent.submit(self._try_all)
 
     def _peer_ended(self, peer: Peer) -> None:
         if peer.record.is_visitor:
             self.agent.peer_table.forget(peer)
             return
+        self._drop(peer.record)
+        owned = self.engine.owns(peer.name)
+        if owned and self.is_local:
+            return  # the fork server says how its process ends
+        if owned:
+            self._end_soon(peer.name)
+        self._end_creations(peer.name)
+
+    def _process_ended(self, worker: str, report: DeathReport) -> None:
+        """Record that a process of the engine has ended."""
+        record = self.directory.resolve(worker)
+        if record is not None:
+            self._drop(record)
+        self._started.pop(worker, None)
+        self._end_creations(worker, report.exit_code == 0)
+
+    def _end_creations(self, creator: str, gently: bool = False) -> None:
+        """End the processes that a worker has asked for that is gone: no worker looks after their actors any more."""
+        for name in [name for name, (_, by) in list(self._started.items()) if by == creator]:
+            if gently:
+                self.release(name)  # it may be at its end already: some seconds for that
+                self._end_soon(name)
+            else:
+                self.kill(name)
+
+    def _drop(self, ended: WorkerRecord) -> None:
+        """Take a worker that has ended off the lists, with what it had booked."""
         with self._lock:
-            if peer.name in self._scaled:
-                self._scaled.discard(peer.name)
-                self.book.workers.pop(peer.name, None)
-            record = self._drop(peer.record)
+            record = self.directory.resolve(ended.name)
+            if record is not None and record.incarnation == ended.incarnation:
+                self.directory.remove(record)
+                self.book.workers.pop(ended.name, None)
+                self._scaled.discard(ended.name)
+                if record.unix_path is not None and record.host == self.agent.record.host:
+                    keys.remove_file(record.unix_path)  # it may have been killed
             for booking, owner in list(self._owners.items()):
-                if owner == peer.name:  # nobody looks after it any more
+                if owner == ended.name:
                     del self._owners[booking]
                     self.book.give_back(booking)
-            waiting = bool(self._wishes)
-        if record is not None:
-            if record.unix_path is not None and record.host == self.agent.record.host:
-                keys.remove_file(record.unix_path)  # it may have been killed
-            forsaken = getattr(self.engine, "forsaken", None)
-            if forsaken is not None and not self._closing:
-                forsaken(peer.name)
-        if waiting:
-            self.agent.submit(self._try_all)
-
-    def _drop(self, ended: WorkerRecord) -> WorkerRecord | None:
-        """Take a worker that has joined off the lists; return what was known of it. Under the lock."""
-        record = self._joined.get(ended.name)
-        if record is not None and record.incarnation == ended.incarnation:
-            del self._joined[ended.name]
-            self.directory.remove(ended.name)
-            self.book.workers.pop(ended.name, None)
-        if not self._joined:
             self._gone.set()
-        return record
+            if self._wishes:
+                self.agent.submit(self._try_all)
 
     def joined(self) -> list[WorkerRecord]:
-        """Return the workers that have joined, by rank."""
-        with self._lock:
-            return sorted(self._joined.values(), key=lambda each: each.rank)
+        """Return the records of all workers but the driver, by rank."""
+        return [each for each in self.directory.members() if each.name != self.agent.name]
 
     # -- more and fewer ---------------------------------------------------------------------------------------
 
@@ -553,11 +547,10 @@ class Cluster:
             worker = done.value_or_none
             record = None if worker is None else self.directory.resolve(worker.name)
             if record is not None:
-                node = next(iter(self._nodes()), None)
+                node = self._nodes()[0] if self.is_local else None
+                own: frozenset[str] = frozenset() if node is None else node.hosts
+                labels = {**({} if node is None else node.labels), **spec.labels}
                 with self._lock:
-                    known = self._joined.get(record.name)
-                    own = node.hosts if node is not None and known is None else frozenset()
-                    labels = {**(node.labels if node is not None and known is None else {}), **spec.labels}
                     self._scaled.add(record.name)
                     self.book.workers[record.name] = ResourceHolder(
                         name=record.name,
@@ -569,7 +562,7 @@ class Cluster:
                 self.agent.submit(self._try_all)
             future.follow(done, submit=self.agent.submit)
 
-        start = self._start(replace(spec, labels={}), self.agent.name)
+        start = self.start(replace(spec, labels={}))
         future.label = start.label
         start.add_done_callback(started)
         return future
@@ -583,10 +576,18 @@ class Cluster:
 
     # -- ends --------------------------------------------------------------------------------------------------
 
-    def _ask(self, worker: str, what: Callable[[], None]) -> None:
-        """Ask a worker that has joined to leave. Runs on the pool."""
+    def _ask(
+        self, worker: str, what: Callable[[], None], failed: Callable[[Future[None]], object] = lambda _: None
+    ) -> None:
+        """Ask a worker to leave. Runs on the pool."""
         asked: Future[None] = Future()
-        asked.add_done_callback(Future.acknowledge)
+
+        def answered(done: Future[None]) -> None:
+            if done.error is not None:
+                done.acknowledge()
+                failed(done)
+
+        asked.add_done_callback(answered)
         try:
             self.agent.call(self.agent.peer(worker), what, (), {}, _LEAVE_S, future=asked)
             self.agent.flush()
@@ -598,11 +599,19 @@ class Cluster:
         self.agent.submit(partial(self._ask, worker, leave))
 
     def wait_for_others(self, graceful: bool) -> None:
-        """Wait, at a graceful end, until all who have joined have left, or its time is over. Interruptible."""
-        while graceful and self._joined and (left := self.agent.leave_by - _time.now()) > 0:
+        """Wait, at a graceful end, until all who have joined by themselves have left, or its time is over. Interruptible."""
+        if graceful:
+            self._wait(
+                lambda: all(self.engine.owns(each.name) for each in self.joined()), self.agent.leave_by
+            )
+
+    def _wait(self, done: Callable[[], bool], until: float) -> None:
+        """Wait for ``done()``, which is asked whenever a worker has ended, but not longer than until a moment. Interruptible."""
+        while (left := until - _time.now()) > 0:
             self._gone.clear()
-            if self._joined:
-                self._gone.wait(min(_LEAVE_S, left))
+            if done():
+                return
+            self._gone.wait(min(left, _LOOK_S))
 
     def end(self, graceful: bool, timeout: float) -> None:
         """End all that belongs to the cluster. Bounded; idempotent.
@@ -612,45 +621,33 @@ class Cluster:
             timeout: how long they may take, those that have joined and those that the engine has started together, in
                 seconds; 0 for 5 s.
         """
+        if self._closing:
+            return
         seconds = timeout or _LEAVE_S
         until = _time.now() + seconds
-        names = self._begin_end()
-        if names is None:
-            return
+        interrupted = True
         try:
-            if graceful and names:
+            with self._lock:
+                self._closing = True
+                wishes, self._wishes = self._wishes, []
+                names = [each.name for each in self.joined()]
+            for wish in wishes:
+                if wish.timer is not None:
+                    wish.timer.cancel()
+                self._fail(wish, ShutdownError("the cluster is shutting down", maybe_executed=False))
+            if graceful:
                 for name in names:
                     self.let_go(name)
-                self._gone.wait(seconds - min(_LAST_S, seconds / 4))
-        except BaseException:  # after Ctrl-C nobody wants to wait
-            graceful = False
-            raise
+                self._wait(lambda: not self.joined(), until - min(_LAST_S, seconds / 4))
+            interrupted = False
         finally:
             user_code.unwatch()
-            self.engine.end(graceful, max(_AT_LEAST_S, until - _time.now()))
-
-    @uninterruptible
-    def _begin_end(self) -> list[str] | None:
-        """Place no more; return who has joined, or None where the end has begun before. From here on, Ctrl-C leaves nothing."""
-        with self._lock:
-            if self._closing:
-                return None
-            self._closing = True
-            wishes, self._wishes = self._wishes, []
-            names = list(self._joined)
-            if not names:
-                self._gone.set()
-            else:
-                self._gone.clear()
-        for wish in wishes:
-            if wish.timer is not None:
-                wish.timer.cancel()
-            self._fail(wish, ShutdownError("the cluster is shutting down", maybe_executed=False))
-        return names
+            # After Ctrl-C the user does not want to wait.
+            self.engine.end(graceful and not interrupted, max(_AT_LEAST_S, until - _time.now()))
 
     def abandon(self) -> None:
         """Let go of everything in a forked child of the driver. Takes no lock."""
-        self.engine.abandon()
+        self.engine.lose()
 
     def _fail(self, wish: _Wish, error: BaseException) -> None:
         wish.future.try_fail(error, self.agent.submit)

@@ -509,7 +509,9 @@ def _ask(
     )
     try:
         agent.start([])
-        answer: dict[str, Any] = agent.ask(agent.peer(driver.name), driver_rpc.admit, (request,), {}, left)
+        answer: dict[str, Any] = agent.ask(
+            agent.peer(driver.name), driver_rpc.ask, ("admit", request), {}, left
+        )
         return answer
     finally:
         agent.close()

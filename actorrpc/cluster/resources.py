@@ -66,8 +66,8 @@ def _book() -> list[dict[str, Any]]:
 def book(running: Cluster) -> list[dict[str, Any]]:
     """Return the machines of a cluster: their names, what they have, and what of it is free. On the driver."""
     taken: dict[str, float] = {}
-    if running.engine.name == "local":
-        for spec in running.engine.specs():  # type: ignore[attr-defined]
+    if running.is_local:
+        for spec in running.specs():
             if spec.label == TASKS:  # they stay when their tasks are over
                 continue
             for name, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)):

@@ -8,6 +8,7 @@ processes and those that joined over the network (``join.py``) are the same. No 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -130,14 +131,11 @@ def exit_process(code: int) -> NoReturn:
     """
     try:
         atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:
-            pass
-    os._exit(code)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 _JOIN_S: Final = 30.0
@@ -218,15 +216,15 @@ def enter(
         dress()
         api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
     with undo_on_error(partial(api.shutdown, False)):
-        arguments = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
-        agent.ask(agent.peer(driver.name), driver_rpc.register, arguments, {}, limit)
+        told = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
+        agent.ask(agent.peer(driver.name), driver_rpc.ask, ("register", *told), {}, limit)
     return Member(agent, driver.name, leavers[0], facts or {})
 
 
 def _announce(agent: Agent, driver: str) -> None:
     token = CURRENT.set(None)
     try:
-        agent.ask(agent.peer(driver), driver_rpc.leaving, (agent.name,), {}, _LEAVE_S)
+        agent.ask(agent.peer(driver), driver_rpc.ask, ("leaving", agent.name), {}, _LEAVE_S)
     except RpcError:
         pass  # it is gone, or very busy: this process ends all the same
     finally:

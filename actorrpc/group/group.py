@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -52,7 +52,7 @@ from actorrpc.errors import (
 from actorrpc.flight_recorder import OWN
 from actorrpc.futures import Future
 from actorrpc.group import device_maps
-from actorrpc.group.rendezvous import Rendezvous
+from actorrpc.group.rendezvous import Membership, Rendezvous
 from actorrpc.serialization.by_value import note_main
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import keys
@@ -65,7 +65,6 @@ __all__ = [
     "CollectiveWait",
     "Group",
     "MemberDirectory",
-    "Membership",
     "Reachability",
     "close_forsaken",
     "enter",
@@ -169,27 +168,36 @@ class CollectiveWait:
         return not self.members or name in self.members
 
 
-class Membership(Protocol):
-    """What keeps a worker in its group: a rendezvous in a store, or the directory of a cluster."""
+class MemberDirectory(Membership):
+    """The workers of a cluster by name and rank. Thread-safe: its dict is used by single, atomic steps.
 
-    def leave(self) -> None:
-        """Take this worker off the list of a group that workers may leave at any time."""
+    Attributes:
+        records: those that are known in this process.
+    """
 
-    def close(self) -> None:
-        """Let go of what is needed to be found. Idempotent."""
+    def __init__(self) -> None:
+        self.records: dict[str | int, WorkerRecord] = {}
 
-    def release(self) -> None:
-        """Let go of what others might still have needed."""
+    def add(self, record: WorkerRecord) -> None:
+        """Put a worker on the list, in place of a former one of its name."""
+        former = self.records.get(record.name)
+        if former is not None:
+            self.remove(former)
+        self.records[record.name] = self.records[record.rank] = record
 
-
-class MemberDirectory(Membership, Protocol):
-    """A membership that also says who is there."""
+    def remove(self, record: WorkerRecord) -> None:
+        """Take a worker off the list."""
+        self.records.pop(record.name, None)
+        self.records.pop(record.rank, None)
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
         """Return the record of a worker by name or rank; None if there is none."""
+        return self.records.get(to)
 
     def members(self) -> list[WorkerRecord]:
-        """Return the records of all workers."""
+        """Return the records of all workers, by rank."""
+        found = [each for key, each in list(self.records.items()) if isinstance(key, str)]
+        return sorted(found, key=lambda each: each.rank)
 
 
 class Group:
@@ -400,7 +408,6 @@ class Group:
             self.agent.close(_LET_END_S)
         self._doors.close()
         self.membership.close()
-        self.membership.release()
 
 
 def _arrive(stage: int, name: str) -> Any:

@@ -31,7 +31,7 @@ from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["Rendezvous", "StoreLike", "open_store"]
+__all__ = ["Membership", "Rendezvous", "StoreLike", "open_store"]
 
 _TABLE, _ERROR, _AGAIN = "table", "error", "again"
 _LEFT: Final = b"left"  # what a name's or a rank's key holds when its holder has gone
@@ -50,7 +50,17 @@ class StoreLike(Protocol):
     def compare_set(self, key: str, expected: Any, desired: Any, /) -> bytes: ...
 
 
-class Rendezvous:
+class Membership:
+    """What keeps a worker in its group: a rendezvous in a store, or the directory of a cluster."""
+
+    def leave(self) -> None:
+        """Take this worker off the list of a group that workers may leave at any time."""
+
+    def close(self) -> None:
+        """Leave, and let go of what is needed to be found. Idempotent."""
+
+
+class Rendezvous(Membership):
     """One worker's part in finding the others.
 
     ``_lock`` guards the names that :meth:`members` remembers; nothing is called under it but the store.
@@ -174,15 +184,13 @@ class Rendezvous:
         self._ask("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
 
     def close(self) -> None:
-        """Leave, and remove the key file. Raises nothing: the store's host may have ended before us."""
+        """Leave, remove the key file and let go of the store. Raises nothing: the store's host may have ended before us."""
         self._forget_key_file()
         try:
             self.leave()
         except RendezvousError:
             pass
-
-    def release(self) -> None:
-        """Let go of the store: its socket closes with the last reference, and our holder may be part of a cycle."""
+        # Its socket closes with the last reference, and this object may be part of a cycle.
         self._store = _Released()
 
     def own_address(self) -> str | None:

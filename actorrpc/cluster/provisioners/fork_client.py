@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from actorrpc._undo import undo_on_error
 from actorrpc.agent.threads import Pool
 from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.transport.signals import uninterruptible
@@ -112,7 +113,6 @@ class ForkServer:
         """The server's process id; 0 before it is started."""
         return 0 if self._process is None else self._process.pid
 
-    @uninterruptible
     def start(self, stdout: int, stderr: int) -> None:
         """Start the process, and do not wait for it.
 
@@ -120,7 +120,7 @@ class ForkServer:
             OSError: it cannot be started.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.closing(theirs), undo_on_error(ours.close, self._end_process):
             ours.settimeout(_SEND_S)
             self.environment = dict(os.environ)
             start = {"path": import_path(), "arguments": arguments(), "preload": self._preload}
@@ -137,14 +137,6 @@ class ForkServer:
             )
             ours.sendall(len(first).to_bytes(4, "big") + first)
             send(ours, self._hello)
-        except BaseException:
-            ours.close()
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-            raise
-        finally:
-            theirs.close()
         self._sock = ours
         self._reader = MessageReader(ours)
         self._pool.watch(ours.fileno(), self._read)
@@ -152,20 +144,19 @@ class ForkServer:
 
     # -- saying ----------------------------------------------------------------------------------------
 
-    @uninterruptible
     def fork(self, message: dict[str, Any], fds: tuple[int, ...]) -> None:
         """Have a child forked; the descriptors are closed here when they have been sent, or are of no use any more."""
         with self._lock:
             self._outbox.append(({**message, "do": "fork", "fds": len(fds)}, fds))
         self._push()
 
-    @uninterruptible
     def kill(self, pid: int) -> None:
         """Have a child killed, and what it has started."""
         with self._lock:
             self._outbox.appendleft(({"do": "kill", "pid": pid}, ()))
         self._push()
 
+    @uninterruptible
     def _push(self) -> None:
         with self._lock:
             if self._sending:
@@ -229,10 +220,11 @@ class ForkServer:
 
     def _lost(self) -> None:
         self._hang_up()
-        self._pool.submit(partial(self._bury, _END_S))
+        self._pool.submit(partial(self._end_process, _END_S))
         self._ended()
 
-    def _bury(self, timeout: float) -> None:
+    def _end_process(self, timeout: float = 0.0) -> None:
+        """Wait for the process to end, and kill it where it does not in time."""
         process = self._process
         if process is None:
             return
@@ -253,9 +245,8 @@ class ForkServer:
         """
         self._hang_up()
         if self._process is not None:
-            if not self.is_ready:
-                self._process.kill()  # it is still importing, and has no children
-            self._bury(timeout)
+            # Before it is ready it is still importing, and has no children.
+            self._end_process(timeout if self.is_ready else 0.0)
         if self._reader is not None:
             self._reader.close()
 

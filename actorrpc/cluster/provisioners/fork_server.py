@@ -85,7 +85,7 @@ class _Server:
         self._sock = sock
         self._reader = MessageReader(sock)
         self._hello: dict[str, Any] | None = None
-        self._children: dict[int, tuple[int, float]] = {}
+        self._children: dict[int, tuple[str, float]] = {}
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._pid = os.getpid()
         self._driver = -1
@@ -109,13 +109,10 @@ class _Server:
 
     def run(self) -> dict[str, Any] | None:
         """Serve until the driver is gone, and end; in a child, return its job."""
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        poller.register(self._alarm, select.POLLIN)
         try:
             # It ends even if somebody else has inherited the driver's end of the socket.
             self._driver = os.pidfd_open(os.getppid())
-            poller.register(self._driver, select.POLLIN)
+            self._look.register(self._driver, select.POLLIN)
         except OSError:
             pass  # an old kernel, or the driver is gone: then the socket says so
         _settle()
@@ -123,7 +120,7 @@ class _Server:
         try:
             self._say({"is": "ready"})
             while True:
-                ready = {fd for fd, _ in poller.poll(None if prepared else _IDLE_MS)}
+                ready = {fd for fd, _ in self._look.poll(None if prepared else _IDLE_MS)}
                 if not ready and not prepared:
                     prepared = True
                     _prepare(self.glance)
@@ -241,7 +238,7 @@ class _Server:
             # What it has started ends, too; its number is not given away before it is reaped.
             _kill(found.si_pid)
             pid, status, usage = os.wait4(found.si_pid, 0)
-            id, begun = self._children.pop(pid, (0, 0.0))
+            id, begun = self._children.pop(pid, ("", 0.0))
             self._say(
                 {
                     "is": "ended",

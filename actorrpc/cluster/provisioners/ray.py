@@ -24,6 +24,8 @@ from typing import Any, Final
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Reception
 from actorrpc.cluster.long_wait import LongWait, some
 from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, Node
@@ -122,8 +124,7 @@ class RayEngine(LaunchedEngine):
         self._free: list[int] = []
         self._numbers = itertools.count()
         self._failed: dict[str, str] = {}
-        self._reception: Reception | None = None
-        self._joined: Callable[[], list[WorkerRecord]] | None = None
+        self._joined: Callable[[], list[WorkerRecord]] = list
         self._closed = False
         self.link = Link(address, self._timeout, log_to_driver, dict(ray_options or {}))
         with undo_on_error(self.close):
@@ -200,20 +201,17 @@ class RayEngine(LaunchedEngine):
             PeerDiedError: a worker has ended before it had joined.
             RpcTimeoutError: not all have joined in time.
         """
-        self._reception = reception
         self._joined = joined
         self.grow(self.num_workers, self._timeout)
 
     def grow(self, count: int, timeout: float) -> None:
         """See :class:`LaunchedEngine`."""
-        assert self._joined is not None
-        assert self._reception is not None
-        joined, address = self._joined, self._reception.address
+        address = self.reception.address
         until = _time.now() + timeout
         names = self._more(count)
         absent: list[str] = []
         wait = LongWait("the Ray engine", lambda: f"{some(absent)} to join {address}")
-        while absent := sorted(set(names) - {record.name for record in joined()}):
+        while absent := sorted(set(names) - {record.name for record in self._joined()}):
             for name in absent:
                 if name in self._failed:
                     raise PeerDiedError(
@@ -233,15 +231,15 @@ class RayEngine(LaunchedEngine):
 
     def _more(self, count: int) -> list[str]:
         """Begin to start further workers of the pool; returns their names."""
-        assert self._reception is not None
         names = [f"ray-{next(self._numbers)}" for _ in range(count)]
         for name in names:
-            spec = ProcessSpec(label=name)
-            reception = self._reception
-            self._host(
-                LaunchRequest(name=name, address=reception.address, spec=spec, secret=reception.secret),
-                pooled=True,
+            order = LaunchRequest(
+                name=name,
+                address=self.reception.address,
+                spec=ProcessSpec(label=name),
+                secret=self.reception.secret,
             )
+            self._host(order, pooled=True)
         return names
 
     @property
@@ -348,7 +346,7 @@ class RayEngine(LaunchedEngine):
         """On a thread of Ray's."""
         try:
             error = done.exception()
-        except BaseException as problem:  # cancelled: Ray is shutting down
+        except Exception as problem:  # cancelled: Ray is shutting down
             error = problem
         self._submit(partial(self._over, hosted, error))
 
@@ -387,25 +385,21 @@ class RayEngine(LaunchedEngine):
             self._forget(hosted)
         self.ended(worker)
 
-    def forsaken(self, worker: str) -> None:
-        """Record that the connection to a worker has ended: what it has started ends too.
+    def attach(self, agent: Agent) -> None:
+        """See :class:`LaunchedEngine`."""
+        super().attach(agent)
+        agent.on_peer_end.append(self._disconnected)
 
-        One of the pool whose process goes on all the same (it was stopped, say) is ended some seconds later, for Ray to
-        restart it.
-        """
-        with self._lock:
-            left = [name for name, each in self._workers.items() if each.creator == worker]
-        for name in left:
-            self.kill(name)
+    def _disconnected(self, peer: Peer) -> None:
+        """Have Ray restart a worker of the pool some seconds after its connection has ended, if its process goes on."""
         with self._guard:
-            hosted = self._hosts.get(worker)
-            heard = hosted.heard if hosted is not None else 0
+            hosted = self._hosts.get(peer.name)
         if hosted is not None and hosted.pooled:
-            look = partial(self._submit, partial(self._renew, hosted, heard))
+            look = partial(self._submit, partial(self._renew, hosted, hosted.heard))
             self.agent.clock.after(_STAYS_S, look)
 
     def _renew(self, hosted: _Hosted, heard: int) -> None:
-        back = self._joined is not None and hosted.name in {record.name for record in self._joined()}
+        back = hosted.name in {record.name for record in self._joined()}
         if not (back or hosted.stopped or hosted.heard != heard or self._closed):
             _log.warning(
                 "worker %r does not answer, and has not ended: Ray is asked to restart it", hosted.name

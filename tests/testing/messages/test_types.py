@@ -51,7 +51,7 @@ def scripted(t):  # type: ignore[no-untyped-def]
         (SERVE, DISCOVER, ("autograd_backward", None, None)),
         (supervisor.Supervisor.locate, (), ("actor_control", None, None)),
         (group._arrive, (0, "a"), ("group_control", None, None)),
-        (driver_rpc.register, (b"",), ("group_control", None, None)),
+        (driver_rpc.ask, ("register", b""), ("group_control", None, None)),
         (compat_api._by_name, ("x",), ("group_control", None, None)),
         (compat_api._run_packed, (b"", []), ("call", compat_api._run_packed, None)),
     ],
