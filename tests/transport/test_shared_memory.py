@@ -29,8 +29,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorrpc.errors import LimitError, ProtocolError
+from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.transport import shared_memory
-from actorrpc.transport.buffers import MemorySpan, copy, sealed_memfd
+from actorrpc.transport.buffers import Span, copy, sealed_memfd
 from actorrpc.transport.shared_memory import Borrower, Lender, Placement
 
 KIB = 1 << 10
@@ -45,9 +46,8 @@ class Clock:
         return self.now
 
 
-def span(data: bytes | bytearray) -> MemorySpan:
-    keep = bytearray(data)
-    return MemorySpan(ctypes.addressof((ctypes.c_char * 0).from_buffer(keep)), len(data), keep)
+def span(data: bytes | bytearray) -> Span:
+    return TensorSpan.of(bytearray(data))
 
 
 @dataclass
@@ -135,7 +135,7 @@ def test_buffers_arrive_whole_aligned_and_writable(kind: int) -> None:
 
 def test_the_copy_is_made_when_place_returns(lane: Lane) -> None:
     source = bytearray(b"old" * 100_000)
-    placement = lane.lender.place([MemorySpan(address_of(memoryview(source)), len(source), source)])
+    placement = lane.lender.place([TensorSpan.of(source)])
     assert placement is not None
     source[:] = b"new" * 100_000
     assert bytes(lane.receive(placement)[0]) == b"old" * 100_000
@@ -244,7 +244,7 @@ def test_no_descriptor_is_kept_for_a_segment(lane: Lane) -> None:
 
 
 def test_an_interrupted_copy_leaves_the_segment_free(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(address: int, source: MemorySpan) -> None:
+    def interrupted(address: int, source: Span) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -631,7 +631,7 @@ def test_a_hand_back_that_is_guessed_early_frees_nothing_that_is_being_filled(
 ) -> None:
     guesses = [(segment, loan) for segment in range(1, 4) for loan in range(1, 4)]
 
-    def interrupted(address: int, source: MemorySpan) -> None:
+    def interrupted(address: int, source: Span) -> None:
         lane.lender.reclaim(guesses)
         lane.clock.now += 1000
         lane.lender.trim()

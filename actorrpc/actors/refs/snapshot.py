@@ -317,7 +317,7 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
     begun = _time.now()
     with undo_on_error(room.discard):  # Ctrl-C between two copies
         for span, offset in zip(spans, offsets, strict=True):
-            memory.copy(room.address + offset, memory.MemorySpan(span.address, span.nbytes, span.keep))
+            memory.copy(room.address + offset, span)
     agent.scheduler.keep_objects()
     if agent.flights is not None and nbytes >= COPIED_BYTES:
         agent.flights.noted(begun, "copy", f"of {nbytes} bytes into {label}, in shared memory")
@@ -336,6 +336,5 @@ def _copy_of(span: codec.TensorSpan) -> memoryview:
     # Pages that were used before are several times faster to fill than fresh ones.
     target = runtime.agent.buffers.take(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
     if nbytes:
-        source = memory.MemorySpan(span.address, nbytes, span.keep)
-        memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), source)
+        memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), span)
     return target
