@@ -44,7 +44,6 @@ __all__ = [
     "reserve",
     "sealed_memfd",
     "size_class",
-    "size_classes",
     "untouched",
 ]
 
@@ -98,15 +97,6 @@ def size_class(nbytes: int) -> int:
         raise MemoryError(f"cannot allocate {nbytes} bytes")
     shift = (nbytes - 1).bit_length() - 3
     return -(-nbytes >> shift) << shift
-
-
-def size_classes(nbytes: int) -> tuple[int, ...]:
-    """Return the classes worth looking in for a free block of ``nbytes``: from the best fit to double it."""
-    first = size_class(nbytes)
-    classes = [first]
-    while (following := size_class(classes[-1] + 1)) <= 2 * first:
-        classes.append(following)
-    return tuple(classes)
 
 
 def reserve(size: int, fd: int = -1, *, private: bool = False, offset: int = 0) -> tuple[mmap.mmap, int]:
@@ -468,14 +458,15 @@ class Recycler(Generic[B]):
         self._settle()
         return self._pick(size) or self._make(size)
 
-    def _pick(self, size: int) -> B | None:
-        """Lend a free block of up to double the size: the best fit, and the warmest of these, which came back last."""
+    def _pick(self, size: int, most: int = 0) -> B | None:
+        """Lend a free block of up to double the size, or up to ``most`` bytes: the best fit, and of these the warmest."""
         stack = self._free.get(size)
         if not stack and self._free_bytes:
-            stack = next(filter(None, map(self._free.get, size_classes(size))), None)
-        return self._lend(stack) if stack else None
-
-    def _lend(self, stack: deque[B]) -> B:
+            most = most or 2 * size
+            fitting = [each for each, blocks in self._free.items() if blocks and size <= each <= most]
+            stack = self._free[min(fitting)] if fitting else None
+        if not stack:
+            return None
         block = stack.pop()
         self._free_bytes -= block.size
         self._lent_bytes += block.size

@@ -27,10 +27,10 @@ import tempfile
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
@@ -45,7 +45,6 @@ from actorrpc.transport.buffers import (
     reserve,
     sealed_memfd,
     size_class,
-    size_classes,
 )
 from actorrpc.transport.object_accounts import Holding, ObjectAccounts, amount
 from actorrpc.transport.signals import uninterruptible
@@ -176,32 +175,18 @@ class StoredRange:
         return self.segment.store.map(self)
 
 
-class Allocation:
-    """Room for one object, while one thread fills it. Dropping it gives the room back.
+class Allocation(NamedTuple):
+    """Room for one object, while one thread fills it. Dropping it, before others get ``stored``, gives the room back.
 
     Attributes:
         address: where to write.
-        nbytes: how much.
+        stored: the object's place.
+        memory: keeps it mapped for writing.
     """
 
-    __slots__ = ("_memory", "_range", "address", "nbytes")
-
-    def __init__(self, memory: mmap.mmap | None, address: int, stored: StoredRange) -> None:
-        self._memory = memory
-        self._range: StoredRange | None = stored
-        self.address, self.nbytes = address, stored.nbytes
-
-    def finish(self) -> StoredRange:
-        """Return the range, once; the caller writes no more."""
-        stored = self._range
-        if stored is None:
-            raise RuntimeError("this room was given back")
-        self.discard()
-        return stored
-
-    def discard(self) -> None:
-        """Give the room back unused."""
-        self._memory = self._range = None
+    address: int
+    stored: StoredRange
+    memory: object
 
 
 class _Written(Block):
@@ -329,7 +314,7 @@ class ObjectStore(Recycler[_Written]):
         segment = self._beside(nbytes) if is_small else None
         if segment is None:
             size = _SHARED_SIZE if is_small else size_class(_pages(nbytes))
-            self._find_unread(size_classes(size))
+            self._find_unread(size, 2 * size)
             written = self._pick(size)
             fresh = _pages(nbytes) - (0 if written is None else written.touched)
             if fresh > 0 and not self._has_room(fresh):
@@ -380,7 +365,7 @@ class ObjectStore(Recycler[_Written]):
         written.used += _pages(nbytes)
         written.touched = max(written.touched, written.used)
         self._accounts.hold(segment.id, written.touched, label, site)
-        return Allocation(written.memory, written.address + offset, StoredRange(segment, offset, nbytes))
+        return Allocation(written.address + offset, StoredRange(segment, offset, nbytes), written.memory)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more are within the limit, if need be in the place of segments that are kept to be used again."""
@@ -444,7 +429,7 @@ class ObjectStore(Recycler[_Written]):
             if fd >= 0:
                 os.close(fd)
         segment = self._hold(reader, os.urandom(_ID_SIZE), size, 0, label, site)
-        return Allocation(memory, address, StoredRange(segment, 0, nbytes))
+        return Allocation(address, StoredRange(segment, 0, nbytes), memory)
 
     def _full(self, nbytes: int, label: str) -> ObjectStoreFullError:
         rows = sorted(self._accounts.rows(), key=lambda row: -row.nbytes)
@@ -533,10 +518,10 @@ class ObjectStore(Recycler[_Written]):
         if segment_id not in self._uses and segment_id not in self._written:
             self._accounts.let_go(segment_id)
 
-    def _find_unread(self, sizes: Container[int] | None = None) -> None:
-        """Ask of which written segments, of these sizes or of all, there are no readers, and put those on the free list."""
+    def _find_unread(self, least: int = 0, most: int = 1 << 62) -> None:
+        """Find the written segments of these sizes that have no readers, and put them on the free list."""
         for written in list(self._written.values()):
-            if written.is_free or written.name in self._held or (sizes and written.size not in sizes):
+            if written.is_free or written.name in self._held or not least <= written.size <= most:
                 continue
             if self._recycles and self._is_unread(written.probe):
                 self._put(written)

@@ -24,8 +24,8 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from operator import add, attrgetter
-from typing import Any, Final, NamedTuple
+from operator import attrgetter
+from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._limits import explain_memory
@@ -47,7 +47,7 @@ from actorrpc.transport.buffers import (
 )
 from actorrpc.transport.object_store import Segment
 
-__all__ = ["Borrower", "Lender", "Placement", "layout"]
+__all__ = ["Borrower", "Lender", "layout"]
 
 _ALIGNMENT = 64
 _MIN_SEGMENT = 256 << 10
@@ -61,7 +61,6 @@ _ANNOUNCEMENT_WAIT = 1.0
 # Number and size; for a segment of objects also its id, its label and its site.
 _ANNOUNCEMENT = struct.Struct("<QQ16s64s64s")
 _NO_OBJECT = bytes(16)
-_PLACEMENT = struct.Struct("<QQI")  # segment, loan, count; the sizes follow
 _MAX_SIZE = 1 << 47
 _nbytes = attrgetter("nbytes")
 _ONE_FD = socket.CMSG_LEN(array("i").itemsize)
@@ -82,38 +81,6 @@ def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
         offsets.append(start)
         end = start + size
     return tuple(offsets), end
-
-
-class Placement(NamedTuple):
-    """Where buffers were placed."""
-
-    segment_id: int
-    loan: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def pack(self) -> bytes:
-        """Return the placement as bytes; the offsets follow from the sizes."""
-        count = len(self.sizes)
-        return _PLACEMENT.pack(self.segment_id, self.loan, count) + struct.pack(f"<{count}Q", *self.sizes)
-
-    @classmethod
-    def unpack(cls, data: bytes | memoryview) -> Placement:
-        """Read a packed placement.
-
-        Raises:
-            ProtocolError: it is not one.
-        """
-        if len(data) < _PLACEMENT.size:
-            raise ProtocolError("a placement in shared memory is too short")
-        segment_id, loan, count = _PLACEMENT.unpack_from(data)
-        if len(data) != _PLACEMENT.size + 8 * count:
-            raise ProtocolError("a placement in shared memory has not the length that it says")
-        sizes = struct.unpack_from(f"<{count}Q", data, _PLACEMENT.size)
-        offsets, end = layout(sizes)
-        if end > _MAX_SIZE:
-            raise ProtocolError("a placement in shared memory is larger than any segment")
-        return cls(segment_id, loan, offsets, sizes)
 
 
 class _Segment(Block):
@@ -156,13 +123,12 @@ class Lender(Recycler[_Segment]):
         self.retired: deque[int] = deque()
         self._no_new_before = 0.0
 
-    def place(self, spans: Sequence[Span]) -> Placement | None:
-        """Copy ``spans`` into one segment and say where; ``None`` means: send them over the socket.
+    def place(self, spans: Sequence[Span]) -> tuple[int, int] | None:
+        """Copy ``spans`` into one segment; return the segment and the number of the loan. None: send them over the socket.
 
         The copy is made when this returns. Thread-safe.
         """
-        sizes = tuple(map(_nbytes, spans))
-        offsets, need = layout(sizes)
+        offsets, need = layout(map(_nbytes, spans))
         if need < self._threshold or need > self._limit:
             return None
         segment = self._section(self._find, size_class(max(need, _MIN_SEGMENT)))
@@ -180,7 +146,7 @@ class Lender(Recycler[_Segment]):
         # unmapped while it is being filled.
         segment.loan = loan
         self.placed_bytes += need
-        return Placement(segment.number, loan, offsets, sizes)
+        return segment.number, loan
 
     def reclaim(self, loans: Iterable[tuple[int, int]]) -> None:
         """Take back segments by (segment, loan). Loans that are not out are ignored. Thread-safe."""
@@ -228,11 +194,9 @@ class Lender(Recycler[_Segment]):
         )
         if not may_create or self._is_over(size):
             # A free one that is large enough, even much too large, is used before others are dropped for a new one.
-            larger = [each for each, stack in self._free.items() if each > size and stack]
-            if larger:
-                return self._lend(self._free[min(larger)])
-            if not may_create:
-                return None
+            larger = self._pick(size, self._limit)
+            if larger is not None or not may_create:
+                return larger
         while self._is_over(size) and (oldest := self._oldest()) is not None:
             self._drop(oldest)
         segment = self._add(_Segment(next(self._numbers), size))
@@ -364,19 +328,18 @@ class Borrower:
         """How much of the peer's memory is in use here: all of each segment of which a part is."""
         return sum(segment.size for segment in list(self._segments.values()) if segment.loan)
 
-    def views(
-        self, segment_id: int, loan: int, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> list[memoryview]:
-        """Return writable views of a placement. To refuse a placement, call this and drop the views.
+    def views(self, segment_id: int, loan: int, sizes: Sequence[int]) -> list[memoryview]:
+        """Return writable views of buffers that were placed. To refuse them, call this and drop the views.
 
         Thread-safe. Blocks, for a second at most, only where a peer did not announce the segment.
 
         Raises:
-            ProtocolError: the placement makes no sense, or its segment cannot be had.
-            LimitError: there is no descriptor, or no address space, for its segment at present.
+            ProtocolError: the segment cannot be had, or the buffers are not within it.
+            LimitError: there is no descriptor, or no address space, for the segment at present.
         """
-        if len(sizes) > self._max_buffers or len(offsets) != len(sizes):
-            raise ProtocolError(f"{len(sizes)} buffers with {len(offsets)} offsets in shared memory")
+        if len(sizes) > self._max_buffers or min(sizes, default=0) < 0:
+            raise ProtocolError(f"{len(sizes)} buffers in shared memory, or one of a negative size")
+        offsets, end = layout(sizes)
         segment = self._segments.get(segment_id)
         if segment is None or segment.memory is None:
             try:
@@ -384,17 +347,15 @@ class Borrower:
             except LimitError:  # the loan goes back unused
                 self._loans.returned.append((segment_id, loan, self._forks.epoch))
                 raise
-        ends = list(map(add, offsets, sizes))
-        for offset, size, end in zip(offsets, sizes, ends, strict=True):
-            if offset < 0 or size < 0 or end > segment.size:
-                raise ProtocolError(f"{size} bytes at {offset} are not within a segment of {segment.size}")
+        if end > segment.size:
+            raise ProtocolError(f"buffers of {end} bytes are not within a segment of {segment.size}")
         if loan <= 0 or segment.loan:
             raise ProtocolError(f"segment {segment_id} is lent as {loan} while its loan {segment.loan} lives")
         segment.loan = loan
         self.taken_bytes += sum(sizes)
         tag = segment_id, loan, self._forks.epoch
         whole = self._loans.lend(segment.memory, segment.address, segment.size, tag)
-        return list(map(whole.__getitem__, map(slice, offsets, ends)))
+        return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
     def take_objects(self, numbers: Iterable[Any]) -> list[Segment | RpcError]:
         """Return the segments of objects that a frame names, which were announced before it, or the error of each that failed.
