@@ -121,7 +121,7 @@ class Agent:
             max_threads=settings.max_threads,
             starvation_s=settings.starvation_s,
         )
-        self.buffers = BufferPool(settings.recycle_bytes, excess=self._let_memory_go)
+        self.buffers = BufferPool(settings.recycle_bytes, on_return=self._trim_later)
         self.objects = self._object_store(key)
         self.interceptors: list[Interceptor] = []
         self.recorder: Recorder = Recorder()
@@ -681,10 +681,10 @@ class Agent:
         if not self.closed_down:
             self.clock.call_soon(self.scheduler.keep_objects)
 
-    def _let_memory_go(self) -> None:
-        """Have memory unmapped soon that is not to be kept. Runs where a finaliser does."""
+    def _trim_later(self) -> None:
+        """Have recycled memory unmapped when it is not used any more. Runs where a finaliser does."""
         if not self.closed_down:
-            self.clock.call_soon(lambda: self.submit(self.buffers.trim))
+            self.clock.call_soon(self.scheduler.keep_trim)
 
     # -- the ends ---------------------------------------------------------------------------------------
 

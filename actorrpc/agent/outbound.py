@@ -24,7 +24,6 @@ from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.shared_memory import Placement
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame, unpack_position
@@ -244,9 +243,9 @@ def pack(
         size = len(body) + copied
         _check(len(spans), size, settings)
         header = header.copy() if header else {}
+        header["sizes"] = sizes
         placement = None
         if size < settings.lane_threshold:
-            header["sizes"] = sizes
             body = b"".join([body, *(bytes(span.view()) for span in spans)])
             flags |= INLINE
         else:
@@ -258,7 +257,7 @@ def pack(
                 if agent.flights is not None and copied >= COPIED_BYTES:
                     text = f"of {copied} bytes into memory shared with {conn.peer.name}"
                     agent.flights.noted(begun, "copy", text)
-                header["placement"] = placement.pack()
+                header["placement"] = placement
                 flags |= LANE
             else:
                 flags |= STREAM
@@ -268,9 +267,7 @@ def pack(
                     buffers.append((len(buffers), memoryview(body)))
                     sizes.append(len(body))
                     body = b""
-                stream = next(conn.peer.ids)
-                header["sizes"] = sizes
-                header["stream"] = stream
+                header["stream"] = stream = next(conn.peer.ids)
     extra = pack_header(header) if header else b""
     frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
     return Packed(frame, size, stream, buffers)
@@ -458,17 +455,15 @@ def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Seq
     buffers = frame.buffers
     if buffers is not None:
         return buffers[:-1] if frame.flags & BODY else buffers, body_of(frame)
-    if frame.flags & LANE:
-        assert conn is not None
-        packed = header.get("placement")
-        if not isinstance(packed, bytes):
-            raise ProtocolError("a message does not say which shared memory it means")
-        place = Placement.unpack(packed)
-        views = conn.lane.borrowed().views(place.segment_id, place.loan, place.offsets, place.sizes)
-        return views, frame.body
     sizes = header.get("sizes")
     if not isinstance(sizes, list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise ProtocolError("the sizes of inline buffers cannot be read")
+        raise ProtocolError("the sizes of a message's buffers cannot be read")
+    if frame.flags & LANE:
+        assert conn is not None
+        match header.get("placement"):
+            case [int(segment), int(loan)]:
+                return conn.lane.borrowed().views(segment, loan, sizes), frame.body
+        raise ProtocolError("a message does not say which shared memory it means")
     start = len(frame.body) - sum(sizes)
     if start < 0:
         raise ProtocolError("inline buffers are larger than their message")

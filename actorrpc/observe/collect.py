@@ -287,7 +287,6 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
     conns = [each for each in list(peer.conns) if each.state is not CLOSED]
     heard = max([each.heard for each in conns] + [peer.failure_detector.heard])
     lenders = [each.lane.lender for each in conns if each.lane.lender is not None]
-    stats = [each.stats() for each in lenders]
     pending = list(peer.pending.values())  # in the order in which they were made
     borrowers = [each.lane.borrower for each in conns if each.lane.borrower is not None]
     return {
@@ -307,8 +306,8 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "received": sum(each.reader.received for each in conns),
         "chunks_sent": sum(each.writer.sent_in_chunks for each in conns),
         "chunks_received": sum(each.reader.received_in_chunks for each in conns),
-        "lent": sum(each.lent_bytes for each in stats),
-        "placed": sum(each.placed_bytes for each in stats),
+        "lent": sum(each.stats().lent_bytes for each in lenders),
+        "placed": sum(each.placed_bytes for each in lenders),
         "borrowed": sum(each.held_bytes for each in borrowers),
         "taken": sum(each.taken_bytes for each in borrowers),
     }

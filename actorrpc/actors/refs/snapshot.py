@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
 from actorrpc.actors.context import current
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import MessageContext
@@ -315,13 +314,12 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
     if room is None:
         return None
     begun = _time.now()
-    with undo_on_error(room.discard):  # Ctrl-C between two copies
-        for span, offset in zip(spans, offsets, strict=True):
-            memory.copy(room.address + offset, memory.MemorySpan(span.address, span.nbytes, span.keep))
+    for span, offset in zip(spans, offsets, strict=True):
+        memory.copy(room.address + offset, span)
     agent.scheduler.keep_objects()
     if agent.flights is not None and nbytes >= COPIED_BYTES:
         agent.flights.noted(begun, "copy", f"of {nbytes} bytes into {label}, in shared memory")
-    return room.finish()  # type: ignore[no-any-return]
+    return room.stored  # type: ignore[no-any-return]
 
 
 def _slices(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
@@ -336,6 +334,5 @@ def _copy_of(span: codec.TensorSpan) -> memoryview:
     # Pages that were used before are several times faster to fill than fresh ones.
     target = runtime.agent.buffers.take(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
     if nbytes:
-        source = memory.MemorySpan(span.address, nbytes, span.keep)
-        memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), source)
+        memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), span)
     return target
