@@ -122,10 +122,10 @@ def _of_a_record() -> dict[str, float]:
     peer: Any = SimpleNamespace(name="w1")
     agent: Any = SimpleNamespace(flights=None)
     recorder = FlightRecorder()
-    call = Call(agent, peer, 1, "add", 1.0, 0.0, 1, None, 1.0)
+    call = Call(agent, peer, "add", 1.0, 0.0, 1, None, 1.0)
     call.frame = bytes(60)
     reply: Any = (3, 0, 1, 0.0, 1, b"", bytes(10))
-    execution = Execution(peer, 1, 1.0, 1, 1.0, 1.0)
+    execution = Execution(None, peer, 1, 1.0, 1, 1.0)
     execution.what = operator.add
 
     def took(run: Callable[[], Any]) -> float:

@@ -17,12 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from actorrpc import _stacks, _time
 from actorrpc._exception_text import report
+from actorrpc._undo import undo_on_error
 from actorrpc.transport import signals
 from actorrpc.transport.signals import uninterruptible
 
@@ -67,11 +69,8 @@ class Daemon(threading.Thread):
     @uninterruptible
     def _start(self) -> None:
         _running.add(self)
-        try:
+        with undo_on_error(partial(_running.discard, self)):
             _time.start(self)
-        except BaseException:
-            _running.discard(self)
-            raise
 
     def run(self) -> None:
         """Call it."""

@@ -210,7 +210,7 @@ class AgentTransport:
     def work_off(self) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         if WAITING.posts:
-            self._agent.run_posts(WAITING.posts)
+            self._agent.executor.run_posts(WAITING.posts)
 
     def leave(self, outer: _Posts | None) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""

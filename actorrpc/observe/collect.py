@@ -80,7 +80,7 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         "name": agent.name,
         "rank": agent.record.rank,
         "incarnation": agent.record.incarnation,
-        "pid": agent.pid,
+        "pid": agent.record.pid,
     }
     following: dict[str, int] = {}
     for part, page, most in _PAGED:

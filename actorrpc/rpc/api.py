@@ -24,7 +24,6 @@ from actorrpc.agent.context import (
     current_worker,
     here,
     on_fork,
-    process_worker,
     set_worker,
     workers_here,
 )
@@ -339,7 +338,7 @@ def leave(
     worker = current_worker()
     if worker is None or not worker.in_force:
         return ()
-    if os.getpid() != worker.agent.pid:
+    if os.getpid() != worker.agent.record.pid:
         set_worker(None)
         return ()
     seconds = check_timeout(timeout)
@@ -420,8 +419,8 @@ def is_executing() -> bool:
 @atexit.register
 def _at_exit() -> None:
     """End what a program that exits without shutdown has left: quickly, and without waiting for anybody."""
-    worker = process_worker()
-    if worker is not None and worker.in_force and os.getpid() == worker.agent.pid:
+    worker = here.worker
+    if worker is not None and worker.in_force and os.getpid() == worker.agent.record.pid:
         # Without the lock: the thread that holds it may be a thread that never comes back.
         close(worker)
 

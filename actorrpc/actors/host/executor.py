@@ -127,8 +127,8 @@ class ActorExecutor:
             return
         carrier, waiting = runner.carrier, runner.queue.waiting
         if (waiting or hosted.runners.ready) and len(conn.outbox) < agent.settings.cork_frames:
-            if conn not in agent.corked:
-                agent.cork(conn)  # answers of a batch leave together
+            if conn not in agent.scheduler.corked:
+                agent.scheduler.cork(conn)  # answers of a batch leave together
         elif runner.depth or waiting:
             conn.flush(True)
         else:

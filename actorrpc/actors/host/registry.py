@@ -73,7 +73,7 @@ class ActorRegistry:
         # Not at import: processes that were forked from one another would all begin with the same number.
         self.executions = itertools.count(int.from_bytes(os.urandom(5), "little"))
         self._callers = itertools.count()
-        self._agent.post = self
+        self._agent.inbox.mail_router = self
         self._agent.on_peer_end.append(self._peer_ended)
 
     # -- the router (agent.mail.MailRouter) ------------------------------------------------------

@@ -303,8 +303,8 @@ class ActorThread(Carrier):
         conn = self.caller
         if conn is not None and conn.outbox:
             agent = self._hosted.agent
-            if conn not in agent.corked:
-                agent.cork(conn)
+            if conn not in agent.scheduler.corked:
+                agent.scheduler.cork(conn)
         self._threads.pass_on()
         self._parked.acquire()
         self.awake = False

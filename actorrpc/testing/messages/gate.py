@@ -348,7 +348,7 @@ class FaultGate:
             if room is None or ahead is None:
                 if not self._waits_until_sent(message):
                     return True
-                self._agent._dispatch(call, encoded, header, mail)
+                self._agent._dispatch(call, encoded, header)
                 _hand_over(call.conn)
                 self._reach("sent", message)
                 return False
