@@ -38,6 +38,7 @@ __all__ = [
     "as_completed",
     "cover",
     "deadline_of",
+    "future_of",
     "gather",
     "get",
     "progress",
@@ -117,6 +118,15 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
 def _short(item: object) -> str:
     text = say(item, repr)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def future_of(item: Any, what: str) -> Future[Any]:
+    """Return a future of a value that no other reader has. A value that is elsewhere is fetched. Errors as for :func:`get`.
+
+    Args:
+        what: the function that takes the item, for messages.
+    """
+    return item._final() if isinstance(item, ObjectRef) else _start(item, what, True)
 
 
 def _start_any(item: Any, what: str, final: bool) -> Future[Any]:
@@ -379,7 +389,7 @@ def gather(
         failed: called with the number of each part that fails, and its error. If it returns True, the future fails with that
             error at once; otherwise the error stands in the place of the value.
     """
-    futures = [each._final() if isinstance(each, ObjectRef) else each for each in parts]
+    futures = [future_of(each, label) for each in parts]
     gathering = _Gathering(futures, label, make, failed)
     gathering.flush()
     return gathering.future
