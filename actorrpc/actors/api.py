@@ -13,9 +13,8 @@ from typing import Any, Final, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 from actorrpc import _time
 from actorrpc._exception_text import say
-from actorrpc.actors.client.actor_base import Actor
 from actorrpc.actors.client.actor_class import ActorClass, options_of
-from actorrpc.actors.client.handle import ActorHandle, as_handle, call, kill, offer, route_to
+from actorrpc.actors.client.handle import ActorHandle, call, is_alive, kill, monitor, ready
 from actorrpc.actors.client.route import Routes
 from actorrpc.actors.client.supervisor_client import call_quietly, gather_states, peer_of
 from actorrpc.actors.context import runtime
@@ -30,7 +29,7 @@ from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.supervision.names import Names
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import named
-from actorrpc.errors import ActorDiedError, ConfigError, RpcError, RpcTimeoutError
+from actorrpc.errors import ConfigError, RpcError
 from actorrpc.futures import Future
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
@@ -222,61 +221,6 @@ def exit_actor() -> NoReturn:
     raise ActorExit(why)
 
 
-# -- watching ------------------------------------------------------------------------------------------------
-
-
-def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
-    """Return an ObjectRef that completes, with None, when the actor has been made and can serve.
-
-    It fails with ActorDiedError if that is not to be; with what the constructor raised as its cause.
-    """
-    handle = as_handle(actor, "ready()")
-    located: Future[Any] = handle.__dict__["_actorrpc_route"].located()
-
-    def nothing(done: Future[Any]) -> None:
-        done.value()
-
-    return ObjectRef(located.then(nothing), label=f"ready({handle!r})")
-
-
-def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
-    """Say whether the actor lives, or is being made or restarted. Never waits behind its work.
-
-    Args:
-        timeout: seconds for the worker that looks after it; it counts as dead if that does not answer.
-    """
-    asked: Future[bool] = route_to(actor, "is_alive()").alive()
-    try:
-        return asked.wait(timeout)
-    except RpcTimeoutError:
-        return False
-
-
-def monitor(
-    actor: ActorHandle[Any] | Actor, callback: Callable[[ActorDiedError], Any] | None = None
-) -> Future[ActorDiedError]:
-    """Watch an actor: the future completes, once, when it is dead for good; its value says why.
-
-    Does not keep the actor alive. Restarts do not count.
-
-    Args:
-        callback: called with the ActorDiedError then, on a worker thread.
-
-    Returns:
-        A Future whose value is the ActorDiedError.
-    """
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
-    watched: Future[ActorDiedError] = route_to(actor, "monitor()").watch()
-    if callback is not None:
-        tell = callback
-        watched.add_done_callback(lambda done: tell(done.value()))
-    return watched
-
-
-# -- running something inside ----------------------------------------------------------------------------------
-
-
 # -- being inside ------------------------------------------------------------------------------------------------
 
 
@@ -355,13 +299,6 @@ def current_actor() -> ActorHandle[Any]:
         raise RuntimeError("current_actor() was called outside of an actor")
     routes: Routes = runtime().routes
     return ActorHandle(spec.card, routes.of(spec.card))
-
-
-offer("ready", ready)
-offer("is_alive", is_alive)
-offer("monitor", monitor)
-offer("kill", kill)
-offer("call", call)
 
 
 T = TypeVar("T")

@@ -25,7 +25,6 @@ from typing import (
     ParamSpec,
     Self,
     TypeVar,
-    get_args,
     overload,
 )
 
@@ -44,6 +43,7 @@ from actorrpc.errors import (
     ConfigError,
     PeerDiedError,
     RpcError,
+    RpcTimeoutError,
     RRefError,
     SerializationError,
 )
@@ -65,12 +65,13 @@ __all__ = [
     "ActorProxy",
     "as_handle",
     "call",
-    "call_function",
     "gives_one",
+    "is_alive",
     "is_direct",
     "kill",
-    "offer",
+    "monitor",
     "parameters",
+    "ready",
     "route_to",
     "run",
 ]
@@ -132,6 +133,7 @@ A = TypeVar("A", bound="Actor")
 R = TypeVar("R")
 P = ParamSpec("P")
 Out = TypeVar("Out")
+F = TypeVar("F", bound=Callable[..., Any])
 Style = Literal["rpc_sync", "rpc_async", "remote"]
 
 _new_ref: Final = ObjectRef.__new__
@@ -141,16 +143,6 @@ _ASK_S: Final = 30.0  # how long a supervisor may take to answer
 _GETATTR: Final = MethodInfo.anything("<getattr>", "getattr")
 _CALL: Final = MethodInfo.anything("<call>", "call")
 _RREF: Final = MethodInfo.anything("<rref>", "rref")
-
-# What every handle offers, as far as its class has no methods of these names: name -> function of a handle.
-_offered: dict[str, Callable[..., Any]] = {}
-_offered_values: dict[str, Callable[[Any], Any]] = {}
-_offered_to_modules: dict[str, Callable[..., Any]] = {}  # only to those whose class is an nn.Module
-
-
-def offer(name: str, function: Callable[..., Any], *, value: bool = False) -> None:
-    """Put a function of a handle onto all handles, as a method, or (``value``) as an attribute."""
-    (_offered_values if value else _offered)[name] = function
 
 
 class _Doc:
@@ -339,6 +331,59 @@ def _check_group(options: CallOptions, card: Card) -> None:
 # -- the handle -----------------------------------------------------------------------------------------------
 
 
+class _Own:
+    """A function of handles, or a value, which each handle has unless its class has a method of that name.
+
+    It is no data descriptor: Python looks first into the dict of the handle, which has the methods of the class.
+    """
+
+    __slots__ = ("_function", "_is_value")
+
+    def __init__(self, function: Callable[..., Any], is_value: bool = False) -> None:
+        self._function = function
+        self._is_value = is_value
+
+    def __get__(self, handle: ActorHandle[Any] | None, owner: Any = None) -> Any:
+        if handle is None:
+            return self._function
+        if self._function.__name__ in _OF_MODULES and not _card(handle).info.is_module:
+            raise AttributeError  # __getattr__ says which methods there are
+        return self._function(handle) if self._is_value else _OwnMethod(handle, self._function)
+
+
+def _own(function: F) -> F:
+    made: Any = _Own(function)
+    return made  # type: ignore[no-any-return]
+
+
+_OF_MODULES: Final = frozenset({"remote_parameters"})  # only a handle whose class is an nn.Module has these
+
+
+class _OwnMethod:
+    """A function of handles, bound to a handle."""
+
+    __slots__ = ("_function", "_handle")
+
+    def __init__(self, handle: ActorHandle[Any], function: Callable[..., Any]) -> None:
+        self._handle = handle
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._handle, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        own = self._function.__name__
+        if name == "remote":
+            raise AttributeError(
+                f"{_card(self._handle).info.name} has no method {own!r}: this is the handle's own, which is called "
+                f"directly, as handle.{own}(...)"
+            )
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"<{self._function.__name__} of {self._handle!r}>"
+
+
 class _Calling:
     """``handle(...)`` and ``handle.__call__``: Python looks on the type of a handle for these, not in ``__getattr__``."""
 
@@ -348,16 +393,18 @@ class _Calling:
         if handle is None:
             return self
         if "__call__" not in _card(handle).info.methods:
-            return _Offered(handle, _not_callable, "__call__")
+            return _OwnMethod(handle, _not_callable)
         return handle.__dict__.get("__call__") or handle.__getattr__("__call__")
 
 
-def _not_callable(handle: ActorHandle[Any], *args: Any, **kwargs: Any) -> Any:
-    del args, kwargs
+def _not_callable(handle: ActorHandle[Any], *_args: Any, **_kwargs: Any) -> Any:
     name = _card(handle).info.name
     raise TypeError(
         f"{name} is not callable: it has no __call__; its methods are called as handle.method.remote(...)"
     )
+
+
+_not_callable.__name__ = "__call__"  # for messages
 
 
 class ActorHandle(Generic[C_co]):
@@ -394,42 +441,76 @@ class ActorHandle(Generic[C_co]):
         state["_actorrpc_card"] = card
         state["_actorrpc_route"] = route
         state["_actorrpc_given"] = given
+        methods = card.info.methods
+        if not _OWN.isdisjoint(methods):
+            for name in _OWN.intersection(methods):
+                self.__getattr__(
+                    name
+                )  # keeps the method in the dict, where Python finds it before the function of handles
+
+    @_own
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:
+        """Return a proxy whose methods wait for their results."""
+        proxy: Any = ActorProxy(self, "rpc_sync", timeout)
+        return proxy  # type: ignore[no-any-return]
+
+    @_own
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a proxy whose methods give Futures."""
+        return ActorProxy(self, "rpc_async", timeout)
+
+    @_own
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a proxy whose methods give ObjectRefs."""
+        return ActorProxy(self, "remote", timeout)
+
+    @_own
+    def options(self, **options: Any) -> ActorHandle[C_co]:
+        """Return the same handle with other options of its calls."""
+        state = self.__dict__
+        card, given = (
+            state["_actorrpc_card"],
+            {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)},
+        )
+        _check_group(CallOptions(**given), card)
+        return ActorHandle(card, state["_actorrpc_route"], given)
+
+    @_own
+    def ready(self) -> ObjectRef[None]:
+        """See :func:`actorrpc.ready`."""
+        return ready(self)
+
+    @_own
+    def is_alive(self, timeout: float = 10.0) -> bool:
+        """See :func:`actorrpc.is_alive`."""
+        return is_alive(self, timeout)
+
+    @_own
+    def kill(self, *, no_restart: bool = True) -> None:
+        """See :func:`actorrpc.kill`."""
+        kill(self, no_restart=no_restart)
+
+    @_own
+    def monitor(self, callback: Callable[[ActorDiedError], Any] | None = None) -> Future[ActorDiedError]:
+        """See :func:`actorrpc.monitor`."""
+        return monitor(self, callback)
+
+    @_own
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
+        """See :func:`actorrpc.call`."""
+        return call(self, function, *args, **kwargs)
+
+    @_own
+    def remote_parameters(self: ActorHandle[nn.Module], recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """Return RRefs to the parameters of the module, each once. Only where the class is one."""
+        found: list[RRef[nn.Parameter]] = _send(
+            self, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (parameters,), {"recurse": recurse}
+        )
+        return found
 
     if TYPE_CHECKING:
         actor_id: int
         rref: RRef[C_co]
-
-        def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:
-            """Return a proxy whose methods wait for their results."""
-            raise AssertionError
-
-        def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-            """Return a proxy whose methods give Futures."""
-
-        def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-            """Return a proxy whose methods give ObjectRefs."""
-
-        def options(self, **options: Any) -> ActorHandle[C_co]:
-            """Return the same handle with other options of its calls."""
-
-        def ready(self) -> ObjectRef[None]:
-            """See :func:`actorrpc.ready`."""
-
-        def is_alive(self, timeout: float = 10.0) -> bool:
-            """See :func:`actorrpc.is_alive`."""
-
-        def kill(self, *, no_restart: bool = True) -> None:
-            """See :func:`actorrpc.kill`."""
-
-        def monitor(self, callback: Callable[[BaseException], Any] | None = None) -> Future[Any]:
-            """See :func:`actorrpc.monitor`."""
-
-        def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
-            """See :func:`actorrpc.call`."""
-
-        def remote_parameters(self: ActorHandle[nn.Module], recurse: bool = True) -> list[RRef[nn.Parameter]]:
-            """Return RRefs to the parameters of the module, each once. Only where the class is one."""
-            raise AssertionError
 
         # Of a module, `handle(x)` calls it and waits.
         __call__: ActorMethod[..., Any]
@@ -439,6 +520,8 @@ class ActorHandle(Generic[C_co]):
 
     else:
         __call__ = _Calling()
+        actor_id = _Own(lambda handle: _card(handle).actor_id, is_value=True)
+        rref = _Own(lambda handle: _rref(handle), is_value=True)
 
         def __getattr__(self, name):
             state = self.__dict__
@@ -451,12 +534,6 @@ class ActorHandle(Generic[C_co]):
                 options = _options_of(card, info, state["_actorrpc_given"])
                 found = state[name] = ActorMethod(card, state["_actorrpc_route"], info, options)
                 return found
-            if name in _offered:
-                return _Offered(self, _offered[name], name)
-            if name in _offered_values:
-                return _offered_values[name](self)
-            if name in _offered_to_modules and card.info.is_module:
-                return _Offered(self, _offered_to_modules[name], name)
             raise AttributeError(_missing(card, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -467,8 +544,7 @@ class ActorHandle(Generic[C_co]):
 
     def __dir__(self) -> list[str]:
         info = _card(self).info
-        more = _offered_to_modules if info.is_module else ()
-        return sorted({*info.methods, *_offered, *_offered_values, *more})
+        return sorted({*info.methods, *(_OWN if info.is_module else _OWN - _OF_MODULES)})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ActorHandle):
@@ -496,6 +572,9 @@ class ActorHandle(Generic[C_co]):
         return _load, (address, replace(card, anchor=None, location=None), self.__dict__["_actorrpc_given"])
 
 
+_OWN: Final = frozenset(name for name, each in vars(ActorHandle).items() if isinstance(each, _Own))
+
+
 def _card(handle: ActorHandle[Any]) -> Card:
     card: Card = handle.__dict__["_actorrpc_card"]
     return card
@@ -508,7 +587,7 @@ def _options_of(card: Card, info: MethodInfo, given: dict[str, Any] | None) -> C
 
 def _missing(card: Card, name: str) -> str:
     methods = [each for each in card.info.methods if not each.startswith("_")]
-    close = difflib.get_close_matches(name, [*card.info.methods, *_offered, *_offered_values], n=3)
+    close = difflib.get_close_matches(name, [*card.info.methods, *_OWN], n=3)
     if close:
         hint = f"did you mean {' or '.join(map(repr, close))}?"
     else:
@@ -516,31 +595,6 @@ def _missing(card: Card, name: str) -> str:
     return (
         f"{card.info.name} has no method {name!r}; {hint} (attributes are read with handle.rpc_sync().{name})"
     )
-
-
-class _Offered:
-    """One of our functions on a handle."""
-
-    __slots__ = ("_function", "_handle", "_name")
-
-    def __init__(self, handle: ActorHandle[Any], function: Callable[..., Any], name: str) -> None:
-        self._handle = handle
-        self._function = function
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._handle, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "remote":
-            raise AttributeError(
-                f"{_card(self._handle).info.name} has no method {self._name!r}: this is the handle's own, which is called "
-                f"directly, as handle.{self._name}(...)"
-            )
-        raise AttributeError(name)
-
-    def __repr__(self) -> str:
-        return f"<{self._name} of {self._handle!r}>"
 
 
 # -- travelling -------------------------------------------------------------------------------------------------
@@ -712,29 +766,6 @@ def _send(
     return future.wait() if style == "rpc_sync" else future
 
 
-def call_function(handle: ActorHandle[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObjectRef[Any]:
-    """Run ``args[0](instance, *args[1:], **kwargs)`` in the actor."""
-    found: ObjectRef[Any] = _send(handle, "remote", UNSET_RPC_TIMEOUT, _CALL, args, kwargs)
-    return found
-
-
-# -- what every handle has ----------------------------------------------------------------------------------------
-
-
-def _offer_proxies(style: Style) -> None:
-    def proxy(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
-        return ActorProxy(handle, style, timeout)
-
-    offer(style, proxy)
-
-
-def _options(handle: ActorHandle[Any], **options: Any) -> ActorHandle[Any]:
-    state = handle.__dict__
-    given = {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)}
-    _check_group(CallOptions(**given), state["_actorrpc_card"])
-    return ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], given)
-
-
 def _rref(handle: ActorHandle[Any]) -> Any:
     found = handle.__dict__.get("_actorrpc_rref")
     if found is not None:
@@ -754,18 +785,6 @@ def _rref(handle: ActorHandle[Any]) -> Any:
         )
         handle.__dict__["_actorrpc_rref"] = found
     return found
-
-
-def _remote_parameters(handle: ActorHandle[Any], recurse: bool = True) -> Any:
-    return _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (parameters,), {"recurse": recurse})
-
-
-_offered_to_modules["remote_parameters"] = _remote_parameters
-for _style in get_args(Style):
-    _offer_proxies(_style)
-offer("options", _options)
-offer("actor_id", lambda handle: _card(handle).actor_id, value=True)
-offer("rref", _rref, value=True)
 
 
 # -- what functions do with a handle -------------------------------------------------------------------------------
@@ -790,6 +809,54 @@ def as_handle(given: Any, what: str) -> ActorHandle[Any]:
 def route_to(given: Any, what: str) -> Any:
     """Return the route of a handle, as :func:`as_handle` takes it."""
     return as_handle(given, what).__dict__["_actorrpc_route"]
+
+
+def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
+    """Return an ObjectRef that completes, with None, when the actor has been made and can serve.
+
+    It fails with ActorDiedError if that is not to be; with what the constructor raised as its cause.
+    """
+    located: Future[Any] = route_to(actor, "ready()").located()
+
+    def nothing(done: Future[Any]) -> None:
+        done.value()
+
+    return ObjectRef(located.then(nothing), label=f"ready({actor!r})")
+
+
+def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
+    """Say whether the actor lives, or is being made or restarted. Never waits behind its work.
+
+    Args:
+        timeout: seconds for the worker that looks after it; it counts as dead if that does not answer.
+    """
+    asked: Future[bool] = route_to(actor, "is_alive()").alive()
+    try:
+        return asked.wait(timeout)
+    except RpcTimeoutError:
+        return False
+
+
+def monitor(
+    actor: ActorHandle[Any] | Actor, callback: Callable[[ActorDiedError], Any] | None = None
+) -> Future[ActorDiedError]:
+    """Watch an actor: the future completes, once, when it is dead for good; its value says why.
+
+    Does not keep the actor alive. Restarts do not count.
+
+    Args:
+        callback: called with the ActorDiedError then, on a worker thread.
+
+    Returns:
+        A Future whose value is the ActorDiedError.
+    """
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
+    watched: Future[ActorDiedError] = route_to(actor, "monitor()").watch()
+    if callback is not None:
+        tell = callback
+        watched.add_done_callback(lambda done: tell(done.value()))
+    return watched
 
 
 def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
@@ -834,4 +901,4 @@ def call(actor: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             f"call() takes a plain function, and {getattr(function, '__qualname__', function)} only returns {what}: make it a "
             "method of the class"
         )
-    return call_function(actor, (function, *args), dict(kwargs))
+    return _send(actor, "remote", UNSET_RPC_TIMEOUT, _CALL, (function, *args), kwargs)

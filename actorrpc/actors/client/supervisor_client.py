@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.context import current
@@ -11,7 +12,7 @@ from actorrpc.agent.executor import Later
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, ShutdownError
 from actorrpc.flight_recorder import OWN
-from actorrpc.futures import Future
+from actorrpc.futures import Future, collect_all
 from actorrpc.serialization import exceptions
 from actorrpc.wire.identity import WorkerKey
 
@@ -148,27 +149,18 @@ def gather_states(here: Runtime) -> Future[list[ActorState]]:
     Workers that do not answer within 5 s are left out. The future does not fail.
     """
     agent = here.agent
-    answer: Future[list[ActorState]] = Future()
+    asked: list[Future[Any]] = [
+        call_quietly(
+            agent, partial(peer_of, agent, WorkerKey(record.rank, record.incarnation)), _states, (), _STATES_S
+        )
+        for record in agent.members()
+        if record.incarnation != agent.record.incarnation
+    ]
+
+    def sort(_: object) -> list[ActorState]:
+        rows = [*here.supervisor.states(), *(row for done in asked for row in done.value_or_none or ())]
+        return sorted(rows, key=lambda row: (row.namespace, row.name or "", row.actor_id))
+
+    answer = collect_all(asked).then(sort)
     answer.label = "the list of all actors"
-    rows: list[ActorState] = []
-    members = agent.members()
-    left = [None] * len(members)
-
-    def one(done: Future[Any]) -> None:
-        rows.extend(done.value_or_none or ())
-        left.pop()
-        if not left:
-            answer.try_complete(sorted(rows, key=lambda row: (row.namespace, row.name or "", row.actor_id)))
-
-    if not left:
-        answer.set_result([])
-    for record in members:
-        if record.incarnation == agent.record.incarnation:
-            own: Future[Any] = Future()
-            own.set_result(here.supervisor.states())
-            one(own)
-            continue
-        key = WorkerKey(record.rank, record.incarnation)
-        asked = call_quietly(agent, lambda key=key: peer_of(agent, key), _states, (), _STATES_S)  # type: ignore[misc]
-        asked.add_done_callback(one)
     return answer

@@ -36,11 +36,11 @@ from actorrpc.actors.client.handle import gives_one
 from actorrpc.actors.groups.broadcast import share
 from actorrpc.actors.groups.mesh import Mesh, Point, ValueMesh
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.wait import Completed, as_completed
+from actorrpc.actors.refs.wait import Completed, as_completed, gather
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.agent.calls import CURRENT
-from actorrpc.errors import ActorError, CancelledError, ConfigError, WrongTypeError
-from actorrpc.futures import Future, Progress, collect_all
+from actorrpc.errors import ActorError, ConfigError, WrongTypeError
+from actorrpc.futures import Future, collect_all
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.handle import ActorHandle, ActorMethod
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActorGroup",
-    "Gathering",
     "GroupMembers",
     "GroupMethod",
     "GroupStream",
@@ -149,9 +148,14 @@ class GroupMethod(Generic[P, R]):
             SerializationError: an argument cannot be sent. Nothing was sent.
             WrongTypeError: the method gives streams, or several ObjectRefs: call the members one by one.
         """
-        gathering = Gathering(self._group, self._label(), self._return_exceptions)
-        gathering.start(self._send("call", args, kwargs))
-        return ObjectRef(gathering.future, label=gathering.label)
+        group, label = self._group, self._label()
+
+        def failed(at: int, error: BaseException) -> bool:
+            return _annotate(at, error, group) and not self._return_exceptions
+
+        refs = self._send("call", args, kwargs)
+        future = gather(refs, f"the call of {label}", partial(ValueMesh[R], group._mesh), failed)
+        return ObjectRef(future, label=label)
 
     def call_one(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
         """Call the method of the only member of this group, or slice.
@@ -278,72 +282,8 @@ def _who(group: ActorGroup[Any], at: int) -> str:
     return f"{point} of the slice, {whole.coords_of(group._mesh.origin_ranks[at])} of the whole group"
 
 
-class Gathering(Progress):
-    """Collects the outcomes of calls to all members into one. The source of its future, as a call is of its own."""
-
-    __slots__ = ("_futures", "_group", "_left", "_return_exceptions", "future", "label")
-
-    def __init__(self, group: ActorGroup[Any], label: str, return_exceptions: bool) -> None:
-        self._group = group
-        self._return_exceptions = return_exceptions
-        self._futures: list[Future[Any]] = []
-        self._left: list[None] = []
-        self.label = label
-        self.future: Future[ValueMesh[Any]] = Future()
-        self.future.label = f"the call of {label}"
-
-    def start(self, parts: Sequence[ObjectRef[Any] | Future[Any]]) -> None:
-        """Begin to collect."""
-        self._futures = [part._final() if isinstance(part, ObjectRef) else part for part in parts]
-        self._left = [None] * len(self._futures)
-        self.future.source = self
-        for at, future in enumerate(self._futures):
-            future.add_done_callback(partial(self._ended, at))
-        if not self._futures:
-            self._succeed()
-
-    def _ended(self, at: int, done: Future[Any]) -> None:
-        error = done.error
-        if error is not None:
-            done.acknowledge()
-            _annotate(error, self._group, at)
-            if not self._return_exceptions:
-                self.future.try_fail(error)
-                return
-        try:
-            self._left.pop()
-        except IndexError:
-            return
-        if not self._left:
-            self._succeed()
-
-    def _succeed(self) -> None:
-        values = (future.value_or_none if future.error is None else future.error for future in self._futures)
-        self.future.try_complete(ValueMesh(self._group._mesh, values))
-
-    def drive(self, _deadline: float | None) -> None:
-        """Send what is gathered. The thread that waits sleeps then: reading the reply of one could miss another's failure."""
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what is still gathered for any member."""
-        for future in self._futures:
-            if future.source is not None:
-                future.flush()
-                return  # there is one agent, and it sends everything
-
-    def cancel(self) -> bool:
-        """Give all calls up that are under way."""
-        error = CancelledError(f"{self.future.label} was cancelled", maybe_executed=None)
-        if not self.future.try_fail(error):
-            return False
-        for future in self._futures:
-            future.cancel()
-        return True
-
-
-def _annotate(error: BaseException, group: ActorGroup[Any], at: int) -> None:
-    """Note on an error which member it comes from."""
+def _annotate(at: int, error: BaseException, group: ActorGroup[Any]) -> bool:
+    """Note on an error which member it comes from; return True."""
     note = f"raised by {_who(group, at)}, of {title_of(group)}"
     if note not in notes_of(error):
         add_note(error, note)
@@ -351,6 +291,7 @@ def _annotate(error: BaseException, group: ActorGroup[Any], at: int) -> None:
         error.rank = at  # type: ignore[attr-defined]
     except Exception:  # its class has slots, or lets nothing be set
         pass
+    return True
 
 
 class GroupStream(Generic[R]):
@@ -636,11 +577,12 @@ class ActorGroup(Generic[C]):
 
         It fails as soon as one cannot be, with an ActorDiedError that says why and whose note says which one.
         """
-        futures = [route_of(handle).located() for handle in handles_of(self)]
-        gathering = Gathering(self, f"ready({title_of(self)})", False)
-        gathering.start(futures)
-        nothing: Future[None] = gathering.future.then(_look)
-        return ObjectRef(nothing, label=gathering.label)
+        label = f"ready({title_of(self)})"
+        located = [route_of(handle).located() for handle in handles_of(self)]
+        future: Future[None] = gather(
+            located, f"the call of {label}", lambda _: None, partial(_annotate, group=self)
+        )
+        return ObjectRef(future, label=label)
 
     # -- calling -------------------------------------------------------------------------------------
 
@@ -735,10 +677,6 @@ def _method(group: ActorGroup[Any], method: Any) -> GroupMethod[..., Any]:
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"it has: {', '.join(methods)}"
         raise AttributeError(f"{group._members.info.name} has no method {name!r}; {hint}")
     return GroupMethod(group, name)
-
-
-def _look(done: Future[Any]) -> None:
-    done.value()
 
 
 def _kill(handles: list[ActorHandle[Any]]) -> None:

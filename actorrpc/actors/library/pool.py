@@ -11,9 +11,8 @@ wake the threads that wait; everything else happens on the thread, or in the cor
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,8 +20,9 @@ import torch
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.wait import future_of, time_left
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
-from actorrpc.futures import Future
+from actorrpc.futures import Future, collect_all
 from actorrpc.validation import wait_limit
 
 __all__ = ["ActorPool", "PoolResults"]
@@ -31,43 +31,38 @@ A = TypeVar("A")
 V = TypeVar("V")
 
 
-def _futures_of(result: Any) -> list[torch.futures.Future[Any]]:
-    """Return the futures of what a task's function gave: an ObjectRef, a future, or a list of those.
-
-    Raises:
-        WrongTypeError: it is something else.
-    """
-    parts = result if isinstance(result, (list, tuple)) else [result]
-    futures: list[torch.futures.Future[Any]] = []
-    for part in parts:
-        if isinstance(part, ObjectRef):
-            futures.append(part._final())
-        elif isinstance(part, torch.futures.Future):
-            futures.append(part)
-        else:
-            raise WrongTypeError(
-                "the function given to an ActorPool must return an ObjectRef (or a list of them): "
-                f"what actor.method.remote(...) gives; it returned a {type(part).__name__}"
-            )
-    return futures
-
-
 class _Task:
-    """One call of the function: what for, by which actor, and how far it is."""
+    """One call of the function: its arguments, the actor that works at it, and how far it is."""
 
-    __slots__ = ("actor", "done", "error", "failure", "fn", "futures", "index", "left", "result", "value")
+    __slots__ = ("actor", "done", "error", "fn", "futures", "index", "is_list", "value")
 
     def __init__(self, index: int, fn: Callable[[Any, Any], Any], value: Any) -> None:
         self.index = index
         self.fn = fn
         self.value = value
-        self.actor: Any = None  # the one that is at it; None before, and when it is free again
-        self.result: Any = None  # what the function gave
-        self.futures: list[torch.futures.Future[Any]] = []  # of that
+        self.actor: Any = None  # None before the task is started, and after the actor is free again
+        self.futures: list[Future[Any]] = []  # of the result, or of each result in a list of results
+        self.is_list = False
         self.error: BaseException | None = None  # what the function raised
-        self.failure: BaseException | None = None  # what the first future that failed has for an error
-        self.left: list[None] = []
         self.done = False
+
+    def start(self, actor: Any) -> Future[list[Any]]:
+        """Call the function; return a future that completes when its results are there.
+
+        Raises:
+            WrongTypeError: the function has not returned an ObjectRef, a future, or a list of them.
+        """
+        result = self.fn(actor, self.value)
+        self.is_list = isinstance(result, (list, tuple))
+        parts = result if isinstance(result, (list, tuple)) else [result]
+        for part in parts:
+            if not isinstance(part, (ObjectRef, torch.futures.Future)):
+                raise WrongTypeError(
+                    "the function given to an ActorPool must return an ObjectRef (or a list of them): "
+                    f"what actor.method.remote(...) gives; it returned a {type(part).__name__}"
+                )
+        self.futures = [future_of(part, "an ActorPool") for part in parts]
+        return collect_all(self.futures)
 
 
 class ActorPool(Generic[A]):
@@ -146,8 +141,7 @@ class ActorPool(Generic[A]):
         """Have a free actor work at a task. What the function raises becomes the task's error."""
         actor = self._idle.pop()
         try:
-            task.result = task.fn(actor, task.value)
-            futures = task.futures = _futures_of(task.result)
+            everything = task.start(actor)
         except BaseException as error:
             self._idle.append(actor)
             if not isinstance(error, Exception) or is_of_handler(error):  # Ctrl-C is no outcome of a task
@@ -156,29 +150,13 @@ class ActorPool(Generic[A]):
             task.done = True
             return
         task.actor = actor
-        task.left = [None] * len(futures)
         self._busy[task.index] = task
 
-        def one(future: Any) -> None:
-            if task.failure is None:
-                task.failure = _failure_of(future)
-            try:
-                task.left.pop()
-            except IndexError:
-                return
-            if not task.left:
-                self._over.append(task)
-                self._wake()
-
-        for future in futures:
-            if isinstance(future, Future):
-                future.flush()
-            future.add_done_callback(one)
-        if not futures:
+        def over(_: object) -> None:
             self._over.append(task)
+            self._change.try_complete(None)
 
-    def _wake(self) -> None:
-        self._change.try_complete(None)
+        everything.add_done_callback(over)
 
     # -- the state of things -----------------------------------------------------------------------
 
@@ -209,7 +187,7 @@ class ActorPool(Generic[A]):
         if self._busy.pop(task.index, None) is None:
             return
         actor, task.actor = task.actor, None
-        if isinstance(task.failure, ActorDiedError):
+        if any(isinstance(future.error, ActorDiedError) for future in task.futures):
             self._dead += 1
         else:
             self._idle.append(actor)
@@ -265,42 +243,36 @@ class ActorPool(Generic[A]):
                 actor is left for them.
             Exception: what the call ended with.
         """
-        return self._get(self._search(ordered=True), timeout, ignore_if_timedout)
+        return self._get(True, timeout, ignore_if_timedout)
 
     def get_next_unordered(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
         """Return the result of the task that is over first; waits for one. The rest as for :meth:`get_next`."""
-        return self._get(self._search(ordered=False), timeout, ignore_if_timedout)
+        return self._get(False, timeout, ignore_if_timedout)
 
     async def get_next_async(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
         """Return the result of the next task, as :meth:`get_next`, without blocking the event loop.
 
         Raises: as :meth:`get_next`, but StopAsyncIteration where no task is left.
         """
-        return await self._get_async(self._search(ordered=True), timeout, ignore_if_timedout)
+        return await self._get_async(True, timeout, ignore_if_timedout)
 
     async def get_next_unordered_async(
         self, timeout: float | None = None, ignore_if_timedout: bool = False
     ) -> Any:
         """Return the result of the task that is over first, as :meth:`get_next_async`."""
-        return await self._get_async(self._search(ordered=False), timeout, ignore_if_timedout)
+        return await self._get_async(False, timeout, ignore_if_timedout)
 
-    def _search(self, *, ordered: bool) -> Generator[Future[None], None, _Task]:
-        """Find the task that is next. Yields futures to wait for before it looks again; returns the task."""
-        if ordered and self._tasks and self._next_return >= self._next_task:
+    def _find(self, ordered: bool) -> _Task | None:
+        """Return the task that is next; None if it is not over: then wait for ``_change`` and look again."""
+        if ordered and self._next_return >= self._next_task:
             raise ConfigError("get_next() is not possible after get_next_unordered() has gone past its task")
-        while True:
-            # Before the look: what changes after it completes this one.
-            change: Future[None] = Future()
-            self._change = change
-            self._collect(free=True)
-            self._fail_if_alone()
-            if ordered:
-                wanted = self._tasks[self._next_return]
-                if wanted.done:
-                    return wanted
-            elif self._ready:
-                return next(iter(self._ready.values()))
-            yield change
+        self._change = Future()  # before the look: a change after it completes this one
+        self._collect(free=True)
+        self._fail_if_alone()
+        if ordered:
+            wanted = self._tasks[self._next_return]
+            return wanted if wanted.done else None
+        return next(iter(self._ready.values()), None)
 
     def _take(self, task: _Task) -> None:
         """Count a task as fetched: its actor is free."""
@@ -311,7 +283,7 @@ class ActorPool(Generic[A]):
             self._free(task)
         self._collect()
 
-    def _too_late(self, timeout: float, ignore: bool) -> RpcTimeoutError:
+    def _too_late(self, timeout: float | None, ignore: bool) -> RpcTimeoutError:
         text = f"no result came within {timeout} s"
         if ignore and self._tasks:
             task = self._tasks.get(self._next_return) or next(iter(self._tasks.values()))
@@ -321,70 +293,37 @@ class ActorPool(Generic[A]):
             text += f"; task {task.index} was given up"
         return RpcTimeoutError(text, maybe_executed=None)
 
-    def _get(self, search: Generator[Future[None], None, _Task], timeout: float | None, ignore: bool) -> Any:
+    def _get(self, ordered: bool, timeout: float | None, ignore: bool) -> Any:
         if not self._tasks:
             raise StopIteration("no more results to get")
-        limit = wait_limit(timeout)
-        until = None if limit == math.inf else _time.now() + limit
-        while True:
+        until = _time.now() + wait_limit(timeout)
+        while (task := self._find(ordered)) is None:
             try:
-                change = next(search)
-            except StopIteration as found:
-                task: _Task = found.value
-                break
-            try:
-                change.wait(None if until is None else max(0.0, until - _time.now()))
+                self._change.wait(time_left(until))
             except RpcTimeoutError:
-                assert timeout is not None
                 raise self._too_late(timeout, ignore) from None
-        try:
-            return self._outcome(task)
-        finally:
-            self._take(task)
+        return self._result(task)
 
-    async def _get_async(
-        self, search: Generator[Future[None], None, _Task], timeout: float | None, ignore: bool
-    ) -> Any:
+    async def _get_async(self, ordered: bool, timeout: float | None, ignore: bool) -> Any:
         if not self._tasks:
             raise StopAsyncIteration("no more results to get")
-        limit = wait_limit(timeout)
-        until = None if limit == math.inf else _time.now() + limit
-        while True:
+        until = _time.now() + wait_limit(timeout)
+        while (task := self._find(ordered)) is None:
             try:
-                change = next(search)
-            except StopIteration as found:
-                task: _Task = found.value
-                break
-            try:
-                async with asyncio.timeout(None if until is None else max(0.0, until - _time.now())):
-                    await change
+                async with asyncio.timeout(time_left(until)):
+                    await self._change
             except TimeoutError:
-                assert timeout is not None
                 raise self._too_late(timeout, ignore) from None
+        return self._result(task)
+
+    def _result(self, task: _Task) -> Any:
         try:
-            return self._outcome(task)
+            if task.error is not None:
+                raise task.error
+            values = [future.wait() for future in task.futures]
+            return values if task.is_list else values[0]
         finally:
             self._take(task)
-
-    def _outcome(self, task: _Task) -> Any:
-        if task.error is not None:
-            raise task.error
-        # They are complete. These are looked at, and not the ObjectRefs, as a failure of these is what would be reported.
-        values = [future.wait() for future in task.futures]
-        return values if isinstance(task.result, (list, tuple)) else values[0]
-
-
-def _failure_of(future: Any) -> BaseException | None:
-    """Return the error of a complete future without counting it as looked at."""
-    if isinstance(future, Future):
-        return future.error
-    try:
-        future.value()
-    except BaseException as error:
-        if is_of_handler(error):
-            raise
-        return error
-    return None
 
 
 class PoolResults(Iterator[Any], AsyncIterator[Any]):

@@ -21,12 +21,11 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
-from actorrpc._exception_text import is_of_handler
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.client.handle import kill
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.wait import get, wait
+from actorrpc.actors.refs.wait import cover, get, wait
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcError, ShutdownError, WrongTypeError
 from actorrpc.validation import integer, number
@@ -235,15 +234,6 @@ def _check_timeout(block: bool, timeout: Any) -> float | None:
     return float(number("timeout", timeout, unit="seconds", most=math.inf))
 
 
-def _look_away(future: Any) -> None:
-    """Record a failure that interests nobody, so that it is not reported."""
-    try:
-        future.value()
-    except BaseException as error:
-        if is_of_handler(error):
-            raise
-
-
 class Queue(Generic[T]):
     """A first-in, first-out queue, used from any number of processes, threads and event loops.
 
@@ -307,9 +297,8 @@ class Queue(Generic[T]):
         # Not as part of the call that this one is nested in: that may be over or cancelled.
         token = CURRENT.set(None)
         try:
-            self._call("withdraw", ticket)._ask().add_done_callback(_look_away)
-            if not ref.cancel():  # its time may have been over in the same moment
-                ref._ask().add_done_callback(_look_away)
+            cover([ref, self._call("withdraw", ticket)])
+            ref.cancel()
         except RpcError:  # the actor is gone, and its items with it
             pass
         finally:
@@ -464,7 +453,7 @@ class Queue(Generic[T]):
         if not force:
             try:
                 drained = self._call("drain")
-                drained._ask().add_done_callback(_look_away)
+                cover([drained])
                 wait([drained], timeout=seconds)
             except RpcError:  # it is gone already
                 pass

@@ -6,12 +6,13 @@ The worker of the actor fetches the rest directly from the worker that has it. O
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.refs.wait import all_of, cover
+from actorrpc.actors.refs.wait import cover, gather
 from actorrpc.futures import Future
 
 __all__ = ["awaited", "has_refs", "pack_arguments", "resolve"]
@@ -83,13 +84,12 @@ def resolve(
     if not has_refs(args, kwargs):
         return None
 
-    def fetched(done: Future[list[Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = iter(done.value())
-        complete = tuple([next(values) if type(each) is ObjectRef else each for each in args])
-        return complete, {
-            name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()
-        }
+    def complete(fetched: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = iter(fetched)
+        return (
+            tuple([next(values) if type(each) is ObjectRef else each for each in args]),
+            {name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()},
+        )
 
-    resolved = all_of([each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]).then(fetched)
-    resolved.label = "the ObjectRefs among the arguments"
-    return resolved
+    refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
+    return gather(refs, "the ObjectRefs among the arguments", complete)
