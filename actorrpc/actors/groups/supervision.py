@@ -112,8 +112,8 @@ class Supervision:
                 raise ConfigError(
                     f"{self!r} is a child of {self._family.parent.title}, which would only make it again: end that"
                 )
-            deeds = self._family.end()
-        perform(deeds)
+            actions = self._family.end()
+        perform(actions)
         self.monitor().wait(timeout)
 
     def __enter__(self) -> Supervision:
