@@ -42,7 +42,7 @@ from actorrpc import _time
 from actorrpc._undo import undo_on_error
 from actorrpc.errors import AuthenticationError, ProtocolError
 from actorrpc.transport import fd_limits
-from actorrpc.transport.tls import HELLO, Stream, Tls, explain
+from actorrpc.transport.tls import HELLO, AnySocket, Tls, explain
 from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Refusal
 from actorrpc.wire.keys import remove_file
 
@@ -73,7 +73,7 @@ class PendingConnection:
     __slots__ = ("_gone", "acceptor", "address", "fd", "local", "over", "sock", "timer", "turn")
 
     def __init__(self, sock: socket.socket, address: str, local: bool, acceptor: Acceptor) -> None:
-        self.sock: Stream = sock
+        self.sock: AnySocket = sock
         self.fd = sock.fileno()  # also where TLS is spoken over it
         self.over = False  # it has failed, and what it sends does not count
         self.address = address
@@ -357,7 +357,8 @@ class Admission:
 
     def _turn_away(self, pending: PendingConnection, why: str, own: str) -> None:
         """Refuse a pending connection that begins in a way that this worker does not speak; it hears it in the plain one."""
-        host, port = pending.sock.getsockname()[:2]
+        sock = pending.sock
+        host, port = (sock if isinstance(sock, socket.socket) else sock.sock).getsockname()[:2]
         pending.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
         raise ProtocolError(f"it {why}, and this worker {own}")
 

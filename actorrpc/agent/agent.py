@@ -860,7 +860,11 @@ class Agent:
         for conn in conns:
             while not (
                 # Another thread may have taken frames out of the outbox to send them: ``is_drained()`` is False until then.
-                (conn.flush() and conn.writer.is_drained() and (conn.local or not holds_back(conn.sock)))
+                (
+                    conn.flush()
+                    and conn.writer.is_drained()
+                    and (conn.local or not holds_back(conn.stream.sock))
+                )
                 or conn.state is CLOSED
                 or _time.now() - begun >= (min(parting, _GOODBYE_S) if hurried(conn) else parting)
             ):

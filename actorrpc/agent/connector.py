@@ -47,10 +47,11 @@ from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED, SUSPENDED
 from actorrpc.transport.failure_detector import process_state, set_up_tcp
-from actorrpc.transport.session import Replay
+from actorrpc.transport.session import ReliableStream
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
-from actorrpc.transport.tls import Stream, Tls, explain
+from actorrpc.transport.stream import SocketStream, Stream
+from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
 from actorrpc.wire.frames import GOODBYE, INTRO, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session
 from actorrpc.wire.identity import WorkerRecord
@@ -113,7 +114,7 @@ class Resumption:
         _log.info("the connection to %r is interrupted: %s", _name(conn), error)
         until = _time.now() + grace
         agent.clock.at(until, partial(agent.pool.submit, partial(self._give_up, conn, error, lapse)))
-        if conn.replay is not None and conn.replay.dialled:
+        if _session(conn).dialled:
             self._redial(conn, error, lapse, until, 0, 0)
         else:
             self._probe(conn, error, lapse)
@@ -143,7 +144,7 @@ class Resumption:
         gone = True
         for family, address in self._connector.addresses(conn.peer):
             try:
-                number = next(_replay(conn).attempts)
+                number = next(_session(conn).attempts)
                 sock, _ = self._connector.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
                 if self._agree(conn, sock, number, limit):
                     return
@@ -166,7 +167,7 @@ class Resumption:
         again = partial(self._redial, conn, error, lapse, until, attempt + 1, refusals)
         self._agent.clock.after(pause, partial(self._agent.pool.submit, again))
 
-    def _agree(self, conn: Connection, sock: Stream, number: int, limit: float) -> bool:
+    def _agree(self, conn: Connection, sock: AnySocket, number: int, limit: float) -> bool:
         with undo_on_error(sock.close):
             sock.settimeout(max(0.05, limit - _time.now()))
             mine = conn.standstill(number)
@@ -204,25 +205,27 @@ class Resumption:
         again = partial(self._probe, conn, error, lapse)
         self._agent.clock.after(_PROBE_S, partial(self._agent.pool.submit, again))
 
-    def admit(self, sock: Stream, session: Session, answer: bytes, conn: Connection | None) -> None:
+    def admit(self, sock: AnySocket, proved: Session, answer: bytes, conn: Connection | None) -> None:
         """Take a socket that is to take the place of a connection's, which may not have noticed that it is broken.
 
         Args:
+            proved: what the handshake has established.
             answer: the last message of the handshake.
         """
         # Before the other side hears that it may go on: from there, its next attempt is a later one here as well.
-        number = 0 if conn is None or conn.replay is None else next(conn.replay.attempts)
+        session = None if conn is None else conn.session
+        number = 0 if session is None else next(session.attempts)
         try:
             sock.settimeout(self._agent.settings.handshake_timeout)
             sock.sendall(answer)
             theirs = _read_count(sock)
-            worker = session.peer_name, session.peer_incarnation
-            if conn is None or conn.state is CLOSED or conn.replay is None or conn.replay.other != worker:
+            worker = proved.peer_name, proved.peer_incarnation
+            if conn is None or conn.state is CLOSED or session is None or session.other != worker:
                 sock.sendall(_COUNT.pack(_UNKNOWN))
                 sock.close()
                 return
             mine = None
-            if not conn.replay.is_overtaken(number):
+            if not session.is_overtaken(number):
                 conn.suspend(ConnectionResetError("the other side has begun a new one"))
                 mine = conn.standstill(number)
             if mine is None:
@@ -231,22 +234,22 @@ class Resumption:
             sock.sendall(_COUNT.pack(mine))
             self._go_on(conn, sock, number, theirs)
         except (OSError, EOFError) as error:
-            _log.info("a connection of %r did not come back: %s", session.peer_name, error)
+            _log.info("a connection of %r did not come back: %s", proved.peer_name, error)
             sock.close()
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _go_on(self, conn: Connection, sock: Stream, number: int, theirs: int) -> None:
-        sock.settimeout(None)
+    def _go_on(self, conn: Connection, sock: AnySocket, number: int, theirs: int) -> None:
+        stream = self._connector.stream(sock, local=False)
         pool = self._agent.pool
 
         def move() -> None:
             """Have the pool know the connection under its new number, as long as nobody can have closed that."""
             pool.forget(conn.fd)
-            pool.watch(sock.fileno(), conn.turn)
+            pool.watch(stream.sock.fileno(), conn.turn)
 
         try:
-            resumed = conn.resume(sock, number, theirs, move)
+            resumed = conn.resume(stream, number, theirs, move)
         except ProtocolError as error:
             conn.close(error)
             resumed = False
@@ -258,7 +261,7 @@ class Resumption:
         _log.info("the connection to %r goes on", _name(conn))
 
 
-def _read_count(sock: Stream) -> int:
+def _read_count(sock: AnySocket) -> int:
     data = b""
     while len(data) < _COUNT.size:
         more = sock.recv(_COUNT.size - len(data))
@@ -270,12 +273,12 @@ def _read_count(sock: Stream) -> int:
 
 
 def _name(conn: Connection) -> str:
-    return _replay(conn).other[0]
+    return _session(conn).other[0]
 
 
-def _replay(conn: Connection) -> Replay:
-    assert conn.replay is not None  # nothing else is suspended, and comes back
-    return conn.replay
+def _session(conn: Connection) -> ReliableStream:
+    assert conn.session is not None  # other connections are never suspended
+    return conn.session
 
 
 _BUSY: Final = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE)
@@ -328,9 +331,9 @@ class Connector:
             conn = self._connection(sock, session, session.attach, pending.local, False)
             with self._lock:
                 self._introducing[conn] = session
-            self._welcome(conn, answer)
+            self._welcome(conn, sock, answer)
             try:
-                self._watch(conn, session)
+                conn.register()
             except (OSError, ValueError):  # the epoll was closed meanwhile
                 conn.close()
             if self._agent.closed_down:  # the thread that closed it may have looked before this one came
@@ -362,24 +365,21 @@ class Connector:
     # -- connections -----------------------------------------------------------------------------------
 
     def _connection(
-        self, sock: Stream, session: Session, attach: bytes, local: bool, dialled: bool
+        self, sock: AnySocket, session: Session, attach: bytes, local: bool, dialled: bool
     ) -> Connection:
         agent = self._agent
         try:
-            if not local:
-                set_up_tcp(sock, agent.settings)
+            stream = self.stream(sock, local)
+            if not local and agent.settings.session_grace:
+                stream = ReliableStream(stream, (session.peer_name, session.peer_incarnation), dialled)
             conn = Connection(
-                sock,
+                stream,
                 epoll=agent.pool.epoll,
                 events=self._events,
                 settings=agent.settings,
                 attach=attach,
                 local=local,
-                replay=None
-                if local or not agent.settings.session_grace
-                else Replay((session.peer_name, session.peer_incarnation), dialled),
                 seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
-                leftover=session.leftover,
             )
         except OSError as error:
             # The peer has reset it; or there is no descriptor for a second one, which it takes.
@@ -392,7 +392,18 @@ class Connector:
         agent.pool.watch(conn.fd, conn.turn)
         return conn
 
-    def _welcome(self, conn: Connection, answer: bytes) -> None:
+    def stream(self, sock: AnySocket, local: bool) -> Stream:
+        """Return the stream over a socket whose handshake is over; ``local``: the socket is not TCP.
+
+        Raises:
+            OSError: the other side has reset it.
+        """
+        made = SocketStream(sock) if isinstance(sock, socket.socket) else sock
+        if not local:
+            set_up_tcp(made.sock, self._agent.settings)
+        return made
+
+    def _welcome(self, conn: Connection, sock: AnySocket, answer: bytes) -> None:
         """End a handshake. The connection can be found before: the other side may come back as soon as it has heard.
 
         Found by the thread that closes the agent, it is sent a goodbye: the write lock keeps that behind the answer.
@@ -400,8 +411,8 @@ class Connector:
         try:
             with conn.writer.lock:
                 self._enter(conn)
-                conn.sock.setblocking(True)
-                conn.sock.sendall(answer)
+                sock.settimeout(None)
+                sock.sendall(answer)
         except OSError:
             conn.enter(CLOSED)
             self._agent.pool.forget(conn.fd)
@@ -414,14 +425,6 @@ class Connector:
         """Have a connection be found by its token."""
         with self._lock:
             self._connections[conn.attach] = conn
-
-    def _watch(self, conn: Connection, session: Session) -> None:
-        """Have the pool read a connection, from what has come right behind the handshake."""
-        if session.leftover:
-            frames = conn.read_rest(fresh=True)
-            if frames:
-                self._events.deliver(conn, frames, True)  # on any thread: others are woken for what came
-        conn.register()
 
     def introduced(self, conn: Connection, body: bytes) -> None:
         """Take the first frame of an accepted connection: who is speaking. Under the read lock."""
@@ -543,13 +546,13 @@ class Connector:
         )
 
     @uninterruptible
-    def _establish(self, peer: Peer, sock: Stream, local: bool, session: Session) -> Connection:
+    def _establish(self, peer: Peer, sock: AnySocket, local: bool, session: Session) -> Connection:
         conn = self._connection(sock, session, session.attach, local, True)
         conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
         self._enter(conn)
         self._join(peer, conn)
         try:
-            self._watch(conn, session)
+            conn.register()
         except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
             conn.close()
         if self._agent.closed_down:  # looked at when it can be found by the thread that closes the agent
@@ -573,7 +576,7 @@ class Connector:
 
     def dial(
         self, peer: Peer, family: int, address: Any, purpose: Purpose, attach: bytes, limit: float
-    ) -> tuple[Stream, Session]:
+    ) -> tuple[AnySocket, Session]:
         """Connect and shake hands; return the socket and what the handshake has established.
 
         Raises:
@@ -584,7 +587,7 @@ class Connector:
         agent = self._agent
         record = agent.record
         plain = _DialledSocket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        sock: Stream = plain
+        sock: AnySocket = plain
         binding, result = b"", None
         try:
             near = not fd_limits.make_room(plain.fileno())
@@ -611,25 +614,18 @@ class Connector:
                 binding=binding,
                 seals=self.seals and family != socket.AF_UNIX,
             )
-            data = dialler.start()
-            while True:
-                sock.settimeout(max(0.05, limit - _time.now()))
-                if data:
-                    sock.sendall(data)
-                if dialler.done:
-                    result = dialler.result
-                    return sock, result
-                data = b""
-                sock.settimeout(max(0.05, _time.patience(limit - _time.now())))
-                try:
-                    received = sock.recv(4096)
-                except TimeoutError:
-                    if _time.now() < limit:
-                        continue
-                    raise
-                if not received:
-                    raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
-                data = self._feed(dialler, received, peer)
+            result = shake_hands(sock, dialler, limit)
+            return sock, result
+        except AuthenticationError as error:
+            if not dialler.replaced:
+                raise
+            raise PeerDiedError(
+                f"the life of {peer.name!r} that was meant (pid {peer.record.pid}) has ended, and the worker has been "
+                "replaced by a new life, which answers at its address; nothing was sent. A worker that looks it up anew "
+                "finds the new one",
+                maybe_executed=False,
+                worker=peer.name,
+            ) from error
         except ssl.SSLError as error:
             # An OSError as well, but no sign that nobody is there.
             raise explain(error, f"worker {peer.name!r} at {_shown(address)}") from error
@@ -647,27 +643,6 @@ class Connector:
         for sock in self._dialling.copy():
             with contextlib.suppress(OSError):  # it is not connected yet, or is closed already
                 sock.shutdown(socket.SHUT_RDWR)
-
-    @staticmethod
-    def _feed(dialler: Dialler, data: bytes, peer: Peer) -> bytes:
-        """Go on with a handshake; return what is to be sent.
-
-        Raises:
-            PeerDiedError: a later life of the worker has its address.
-            RpcError: the handshake has failed.
-        """
-        try:
-            return dialler.feed(data)
-        except AuthenticationError as error:
-            if not dialler.replaced:
-                raise
-            raise PeerDiedError(
-                f"the life of {peer.name!r} that was meant (pid {peer.record.pid}) has ended, and the worker has been "
-                "replaced by a new life, which answers at its address; nothing was sent. A worker that looks it up anew "
-                "finds the new one",
-                maybe_executed=False,
-                worker=peer.name,
-            ) from error
 
     # -- side connections --------------------------------------------------------------------------------
 

@@ -80,8 +80,8 @@ class Inbox:
             conn.outbox.append(pack_frame(frames.PONG, frame.id))
             conn.flush()
         elif kind == frames.ACK:
-            if conn.replay is not None:
-                conn.replay.acknowledged(frame.id)
+            if conn.session is not None:
+                conn.session.acknowledged(frame.id)
         elif kind == frames.LANE_FREE:
             conn.lane.heard_freed(frame.body)
         elif kind == frames.LANE_RETIRE:

@@ -262,7 +262,7 @@ class Scheduler:
     def _examine(self, peer: Peer, conn: Connection) -> None:
         """Find out whether the kernel knows the state of the peer's process. Reads long tables, so it runs on a pool thread."""
         is_here = peer.record.host == self._agent.record.host
-        peer.failure_detector.direct = is_here and is_direct(conn.sock, peer.record.pid)
+        peer.failure_detector.direct = is_here and is_direct(conn.stream.sock, peer.record.pid)
 
     @staticmethod
     def _why_dead(peer: Peer) -> str:

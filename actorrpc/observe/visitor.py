@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from actorrpc._undo import undo_on_error
@@ -25,10 +26,10 @@ from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, merge, pack, unpack
 from actorrpc.observe.tracing.trace import CLOCK, compare_clocks
 from actorrpc.transport.failure_detector import process_state
-from actorrpc.transport.tls import Stream, Tls, explain
+from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, explain, shake_hands
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
-from actorrpc.wire.handshake import Dialler
+from actorrpc.wire.handshake import Dialler, Session
 from actorrpc.wire.headers import pack_header, unpack_header
 from actorrpc.wire.identity import FIRST_VISITOR, WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.integrity import SealedReader, Seals
@@ -137,10 +138,6 @@ class Visit:
             if seals is None
             else SealedReader(seals.incoming, max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
         )
-        self._fresh = bool(result.leftover)
-        if result.leftover:
-            self._reader.put(result.leftover)
-            self._received = len(result.leftover)
         own = WorkerRecord(
             name=self._own,
             rank=FIRST_VISITOR + secrets.randbits(29),
@@ -150,14 +147,14 @@ class Visit:
         )
         self._send(pack_frame(frames.INTRO, body=own.to_bytes()))
 
-    def _connect(self, address: str | tuple[str, int], until: float) -> tuple[Stream, Any]:
+    def _connect(self, address: str | tuple[str, int], until: float) -> tuple[AnySocket, Session]:
         """Connect and shake hands; return the socket, and what the handshake has established."""
         target = self._target
         self._own = f"{ACTING if self._acts else 'visitor-'}{secrets.token_hex(6)}"
         self._incarnation = new_incarnation()
         unix = isinstance(address, str)
         tls = None if unix else Tls.load(target.settings)
-        sock: Stream
+        sock: AnySocket
         if isinstance(address, str):
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             with undo_on_error(plain.close):
@@ -180,24 +177,12 @@ class Visit:
                 binding=getattr(sock, "binding", b""),
                 seals=target.settings.frame_integrity and tls is None and not unix,
             )
-            data = dialler.start()
-            while True:
-                if data:
-                    sock.settimeout(_left(until))
-                    sock.sendall(data)
-                if dialler.done:
-                    return sock, dialler.result
-                self._wait(sock, until)
-                sock.settimeout(_left(until))
-                received = sock.recv(4096)
-                if not received:
-                    raise ConnectionResetError("it closed the connection during the handshake")
-                try:
-                    data = dialler.feed(received)
-                except AuthenticationError as error:
-                    if dialler.replaced:  # no question of keys: the worker that is meant has ended
-                        raise ConnectionRefusedError(str(error)) from error
-                    raise
+            try:
+                return sock, shake_hands(sock, dialler, until, partial(self._wait, sock, until))
+            except AuthenticationError as error:
+                if dialler.replaced:  # no question of keys: the worker that is meant has ended
+                    raise ConnectionRefusedError(str(error)) from error
+                raise
         except ssl.SSLError as error:
             sock.close()
             raise explain(error, f"the worker at {address}") from error
@@ -205,12 +190,14 @@ class Visit:
             sock.close()
             raise
 
-    def _wait(self, sock: Stream, until: float) -> None:
+    def _wait(self, sock: AnySocket, until: float) -> None:
         """Wait for bytes; give up where the process is stopped, or gone.
 
         Raises:
             TimeoutError: none came in time, or none can come.
         """
+        if isinstance(sock, TlsSocket) and sock.pending:
+            return
         pid = self._pid
         until = min(until, time.monotonic() + self.silence)
         poller = select.poll()
@@ -299,19 +286,15 @@ class Visit:
     def _frames(self, until: float) -> list[Frame]:
         """Return what has come, after what is to be answered at once."""
         while True:
-            if self._fresh:
-                self._fresh = False
-                found = self._reader.fed(0)
-            else:
-                self._wait(self._sock, until)
-                try:
-                    count = self._sock.recvmsg_into(self._reader.target(), 0, socket.MSG_DONTWAIT)[0]
-                except BlockingIOError:
-                    continue
-                if not count:
-                    raise ConnectionResetError("the worker has closed the connection")
-                found = self._reader.fed(count)
-                self._received += count
+            self._wait(self._sock, until)
+            try:
+                count = self._sock.recvmsg_into(self._reader.target(), 0, socket.MSG_DONTWAIT)[0]
+            except BlockingIOError:
+                continue
+            if not count:
+                raise ConnectionResetError("the worker has closed the connection")
+            found = self._reader.fed(count)
+            self._received += count
             for frame in found:
                 if frame.kind == frames.PING:
                     self._send(pack_frame(frames.PONG, frame.id))

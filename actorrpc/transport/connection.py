@@ -44,11 +44,11 @@ from actorrpc.transport.buffers import untouched
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED, Goodbye, StateMachine
 from actorrpc.transport.lane import Lane
 from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, WEIGHT, Spinning, spinner
-from actorrpc.transport.session import Replay
+from actorrpc.transport.session import ReliableStream
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.transport.tls import Stream
+from actorrpc.transport.stream import Stream
 from actorrpc.transport.writer import Writer
-from actorrpc.wire.frames import FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader
+from actorrpc.wire.frames import ACK, FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader, pack_frame
 from actorrpc.wire.integrity import SealedReader, Seals
 
 __all__ = ["Connection", "Events", "ReadWaiter"]
@@ -95,17 +95,17 @@ _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 
 
 class Connection(StateMachine):
-    """One connected, authenticated stream socket.
+    """One connected, authenticated stream.
 
     Args:
+        stream: what is read and written. If it is a :class:`ReliableStream`, the connection goes on over another socket after the
+            first breaks; otherwise a broken socket means that the peer died.
         attach: the token that names it.
         local: both ends are on this host, without TCP.
-        replay: resumes the connection over another socket after the first breaks; None on one host, where a broken socket
-            means that the peer died.
         seals: make and check the proofs that the bytes were not changed on the way.
-        leftover: bytes that came together with the handshake; see :meth:`read_rest`.
 
     Attributes:
+        session: the stream, if it goes on over another socket after the first breaks; otherwise None.
         peer: the worker at the other end, once it is known.
         assemblies: what takes the chunks that are coming in, by the number of their stream.
         undelivered: one entry for each batch that was read and is not delivered yet; put in under the read lock.
@@ -121,21 +121,19 @@ class Connection(StateMachine):
 
     def __init__(
         self,
-        sock: Stream,
+        stream: Stream,
         *,
         epoll: select.epoll,
         events: Events,
         settings: Settings,
         attach: bytes,
         local: bool,
-        replay: Replay | None = None,
         seals: Seals | None = None,
-        leftover: bytes = b"",
     ) -> None:
         super().__init__()
-        sock.setblocking(True)  # non-blocking operations say so themselves (MSG_DONTWAIT)
-        self.sock: Stream = sock
-        self.fd = sock.fileno()
+        self.stream = stream
+        self.session = stream if isinstance(stream, ReliableStream) else None
+        self.fd = stream.sock.fileno()
         self.local = local
         self.attach = attach
         self.events = events
@@ -144,7 +142,6 @@ class Connection(StateMachine):
         self.assemblies: dict[int, Any] = {}
         self.undelivered: deque[None] = deque()
         self.goodbye: Goodbye | None = None
-        self.replay = replay
         self.heard = _time.now()
         self.read_lock = _time.Lock()
         self.read_by = 0
@@ -157,10 +154,6 @@ class Connection(StateMachine):
             sink_for=self._sink_for,
             allocate=untouched,
         )
-        if leftover:
-            self.reader.put(leftover)
-            if replay is not None:
-                replay.count(len(leftover))
         self._epoll = epoll
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: wakes for what comes, for :meth:`wake` and, on the main thread, for a signal handler that was put off
@@ -197,15 +190,19 @@ class Connection(StateMachine):
                     if self.fd != fd:
                         continue
                 raise
+            if self.stream.pending:
+                self.events.submit(self.turn)
             return
 
     def arm(self, mask: int) -> None:
-        """Arm (the kernel wakes a pool thread for the next bytes) or disarm. Harmless when closed."""
+        """Arm (a pool thread reads the next bytes) or disarm. Harmless when closed."""
         if self.state is not CLOSED:
             try:
                 self._epoll.modify(self.fd, mask)
             except (OSError, ValueError):
                 pass
+            if self.stream.pending and mask != DISARMED:
+                self.events.submit(self.turn)  # the kernel does not report these bytes
 
     @uninterruptible
     def reading(
@@ -259,6 +256,8 @@ class Connection(StateMachine):
                 modify(self.fd, ARMED)
             except (OSError, ValueError):
                 pass
+            if self.stream.pending:
+                self.events.submit(self.turn)  # the kernel does not report these bytes
         return self.events.deliver(self, frames, waiter is not None) if frames else False
 
     @property
@@ -336,7 +335,7 @@ class Connection(StateMachine):
         # Another thread that wakes the waiter sees ``polling`` and wakes this thread, or this thread sees ``awake``.
         waiter.polling = self
         try:
-            if waiter.awake:
+            if waiter.awake or (self.stream.pending and self.receive(frames)):
                 return
             if spinning.at_once < spinner.shared and spinning.pays() and self._spin(frames, spinning):
                 return
@@ -373,32 +372,29 @@ class Connection(StateMachine):
             spinning.found += WEIGHT * (came - spinning.found)
         return came
 
-    def receive(self, frames: list[Frame], fresh: bool = False) -> bool:
+    def receive(self, frames: list[Frame]) -> bool:
         """Read without blocking; while chunks come in, read on for a while. Returns whether anything came.
 
         What is to be delivered is added to ``frames``; the connection acts on control frames.
-
-        Args:
-            fresh: look at what came with the handshake, and read nothing else.
         """
-        reader, events, came = self.reader, self.events, False
+        reader, events, stream, came = self.reader, self.events, self.stream, False
         for _ in range(_BULK_READS):
-            count = 0
-            if not fresh:
-                try:
-                    if reader.empty is not None:
-                        count = self.sock.recv_into(reader.empty, 0, _DONTWAIT)
-                    else:
-                        count = self.sock.recvmsg_into(reader.target(), 0, _DONTWAIT)[0]
-                except BlockingIOError:
-                    if reader.sink is None or not self._poller.poll(1):
-                        return came
-                    continue
-                if not count:
-                    raise EOFError("end of file")
-                self.heard = _time.now()
-                if self.replay is not None and self.replay.count(count):
-                    self.flush()
+            try:
+                if reader.empty is not None:
+                    count = stream.recv_into(reader.empty, 0, _DONTWAIT)
+                else:
+                    count = stream.recvmsg_into(reader.target(), 0, _DONTWAIT)[0]
+            except BlockingIOError:
+                if reader.sink is None or not self._poller.poll(1):
+                    return came
+                continue
+            if not count:
+                raise EOFError("end of file")
+            self.heard = _time.now()
+            if stream.owed:
+                self.outbox.appendleft(pack_frame(ACK, stream.owed))
+                stream.told()
+                self.flush()
             came = True
             found = reader.fed(count)
             while True:
@@ -413,7 +409,7 @@ class Connection(StateMachine):
                 if not reader.more:
                     break
                 found = reader.fed(0)
-            if fresh or frames or reader.sink is None or self.state is CLOSED:
+            if frames or reader.sink is None or self.state is CLOSED:
                 break
         return came
 
@@ -434,7 +430,7 @@ class Connection(StateMachine):
             )
         # The error is kept for a while, and a thread that waits for its answer reads itself: its caller's frames would be, too.
         let_frames_go(error)
-        if self.replay is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
+        if self.session is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)
         else:
             self.close(error)
@@ -450,37 +446,36 @@ class Connection(StateMachine):
 
         ``None``: a later attempt has told it already. What is returned can be told: it stays true for this attempt.
         """
-        assert self.replay is not None
+        assert self.session is not None
         with self.read_lock:
-            if not self.replay.may_tell(attempt):
+            if not self.session.may_tell(attempt):
                 return None
             # An earlier attempt may have come back meanwhile, with what it was told then.
             self.suspend(ConnectionResetError("another attempt to come back has begun"))
-            return self.replay.received
+            return self.session.received
 
     @uninterruptible
-    def resume(self, sock: Stream, attempt: int, arrived: int, move: Callable[[], None]) -> bool:
-        """Go on over another socket; say whether that was possible. The caller registers it, and flushes.
+    def resume(self, stream: Stream, attempt: int, arrived: int, move: Callable[[], None]) -> bool:
+        """Go on over another socket's stream; say whether that was possible. The caller registers it, and flushes.
 
         Args:
             attempt: its number, which :meth:`standstill` was called with. After a later one's, it cannot come back.
             arrived: how many bytes of ours the other side has.
-            move: has the pool watch ``sock`` in place of the old one.
+            move: has the pool watch the new socket in place of the old one.
 
         Raises:
             ProtocolError: the other side cannot have had just so much.
         """
-        assert self.replay is not None
+        assert self.session is not None
         with self.read_lock:
-            # Before the other lock: the thread that has that may wait for an acknowledgement, which somebody has to read.
-            if self.state is not SUSPENDED or self.replay.is_overtaken(attempt):
+            if self.state is not SUSPENDED or self.session.is_overtaken(attempt):
                 return False
             with self.writer.lock:
-                self.writer.rewind(arrived)
+                self.writer.send_first(self.session.rewind(arrived))
                 move()
                 self._poller.unregister(self.fd)
-                self.sock.close()
-                self.sock, self.fd = sock, sock.fileno()
+                self.session.replace(stream)
+                self.fd = stream.sock.fileno()
                 self._poller.register(self.fd, select.POLLIN)
                 self.expecting = 0.0
                 self.heard = _time.now()
@@ -494,28 +489,26 @@ class Connection(StateMachine):
 
     def _shut(self) -> None:
         try:
-            self.sock.shutdown(socket.SHUT_RDWR)
+            self.stream.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         self.wake()
 
     @uninterruptible
-    def read_rest(self, patience_s: float = -1.0, fresh: bool = False) -> list[Frame]:
+    def read_rest(self, patience_s: float = -1.0) -> list[Frame]:
         """Return what has arrived and no thread has read.
 
         Args:
             patience_s: how long to wait for a thread that reads now; -1: for as long as it takes.
-            fresh: only what came right behind the handshake, unless somebody who waits for a reply has it. An error in it counts.
         """
         frames: list[Frame] = []
         if not self.read_lock.acquire(timeout=patience_s):
             return frames
         try:
-            while self.receive(frames, fresh) and not fresh:
+            while self.receive(frames):
                 pass
-        except (OSError, EOFError, ProtocolError, MemoryError) as error:
-            if fresh:
-                self.failed(error)
+        except (OSError, EOFError, ProtocolError, MemoryError):
+            pass
         finally:
             if frames:
                 self.undelivered.append(None)
@@ -525,13 +518,13 @@ class Connection(StateMachine):
     def reap(self) -> None:
         """Close the descriptors, once nobody reads or writes any more. Runs on a pool thread or at the very end."""
         with self.read_lock, self.writer.lock:
-            if self.sock.fileno() < 0:
+            if self._wake_fd < 0:
                 return
             try:
                 self._epoll.unregister(self.fd)
             except (OSError, ValueError):
                 pass
-            self.sock.close()
+            self.stream.close()
             os.close(self._wake_fd)
             self._wake_fd = -1
         self.writer.clear()
@@ -541,7 +534,7 @@ class Connection(StateMachine):
     def abandon(self) -> None:
         """Close the descriptors in a forked child, where locks may be held by threads that do not exist."""
         self.state = CLOSED  # not by enter(): another thread may have held the lock at the fork
-        for close in (self.sock.close, lambda: os.close(self._wake_fd)):
+        for close in (self.stream.close, lambda: os.close(self._wake_fd)):
             try:
                 close()
             except OSError:

@@ -21,7 +21,6 @@ import struct
 from typing import Final, NamedTuple
 
 from actorrpc.config import Settings
-from actorrpc.transport.tls import Stream, TlsSocket
 
 __all__ = ["FailureDetector", "Look", "holds_back", "is_direct", "process_state", "set_up_tcp"]
 
@@ -106,7 +105,7 @@ class FailureDetector:
         return Look(ask, "suspect" if silent < lost else "lost", min(wait, heartbeat / 2))
 
 
-def set_up_tcp(sock: Stream, settings: Settings) -> None:
+def set_up_tcp(sock: socket.socket, settings: Settings) -> None:
     """Have the kernel send small messages at once, and give up on another host that does not acknowledge anything.
 
     That takes as long as for a silent peer. It also ends connections whose peer reads nothing for so long; between
@@ -124,14 +123,14 @@ def set_up_tcp(sock: Stream, settings: Settings) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(bound, _MOST_S) * 1e3))
 
 
-def holds_back(sock: Stream) -> bool:
+def holds_back(sock: socket.socket) -> bool:
     """Whether the kernel has bytes for another host that it may not send yet; False where it cannot say, or has ended.
 
     They are lost where the socket is closed while the other side still writes: its bytes are answered by a reset.
     """
     count = array.array("i", [0])
     try:
-        fcntl.ioctl(sock.wire() if type(sock) is TlsSocket else sock.fileno(), _OUTQNSD, count)
+        fcntl.ioctl(sock.fileno(), _OUTQNSD, count)
     except (OSError, ValueError):
         return False
     return count[0] > 0
@@ -150,14 +149,14 @@ def process_state(pid: int) -> str:
     return "gone" if state in (b"Z", b"X", b"x") else "running"
 
 
-def is_direct(sock: Stream, pid: int) -> bool:
+def is_direct(sock: socket.socket, pid: int) -> bool:
     """Say whether the other end of a connection is a socket of a process of this host, with nothing in between.
 
     A relay, a tunnel or a forwarded port may be in between even where both ends are on one host: then a silent peer may be
     well and the way to it broken, and its process says nothing about that.
     """
     try:
-        if sock.family == socket.AF_UNIX and not isinstance(sock, TlsSocket):
+        if sock.family == socket.AF_UNIX:
             (other_end,) = _PID.unpack_from(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             return bool(other_end == pid)
         own, other = sock.getsockname()[1], sock.getpeername()[1]

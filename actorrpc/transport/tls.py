@@ -5,11 +5,11 @@ nothing else: neither side goes on without. The handshake that proves the group'
 both sides saw of the TLS connection (:attr:`TlsSocket.binding`), so nobody can sit between two TLS connections and pass the
 proofs on, whatever certificate they have. Unix sockets and shared memory stay as they are: they do not leave the host.
 
-A TLS connection differs from a socket in that bytes can have been decrypted that nobody has taken yet, while the kernel has
-nothing more. So the descriptor to poll for reading is an epoll of the socket and of a mark for such bytes.
+A TLS connection differs from a socket in that bytes can have been decrypted that nobody has read yet, while the kernel has
+nothing more: then :attr:`TlsSocket.pending` is true.
 
-``TlsSocket._lock`` guards the SSL object, which must not be used by two threads at once, the mark, and that descriptors
-are closed between two attempts. It is a leaf, and held for one attempt to read or write at a time: nothing blocks under it.
+``TlsSocket._lock`` guards the SSL object, which two threads must not use at once, and ``pending``; the socket is closed under it,
+between two attempts. It is a leaf, and held for one attempt to read or write at a time: nothing blocks under it.
 
 OpenSSL writes without ``MSG_NOSIGNAL``, also when it reads (alerts): where SIGPIPE is not ignored, it is held up meanwhile.
 """
@@ -35,9 +35,11 @@ from actorrpc import _time
 from actorrpc._undo import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError, VersionError
+from actorrpc.transport.stream import Stream
+from actorrpc.wire.handshake import Dialler, Session
 from actorrpc.wire.keys import check_private_file
 
-__all__ = ["HELLO", "Stream", "Tls", "TlsSocket", "explain"]
+__all__ = ["HELLO", "AnySocket", "Tls", "TlsSocket", "explain", "shake_hands"]
 
 HELLO: Final = b"\x16"
 """What a TLS connection begins with; nothing else that workers say does."""
@@ -81,8 +83,8 @@ def _unsignalled(
     return called
 
 
-class TlsSocket:
-    """A connected TCP socket with TLS on it. Thread-safe: one reads while another writes.
+class TlsSocket(Stream):
+    """A connected TCP socket with TLS on it. Thread-safe: one thread reads while another writes.
 
     What is called with flags never blocks, as with ``MSG_DONTWAIT``, whatever the flags are. The rest waits as long as the
     time-out says. Errors are those of sockets: BlockingIOError, and OSError (of which ``ssl.SSLError`` is one) for the end.
@@ -93,23 +95,19 @@ class TlsSocket:
 
     __slots__ = (
         "_count",
-        "_epoll",
         "_error",
         "_lock",
-        "_mark",
-        "_marked",
         "_own",
         "_pid",
         "_ssl",
         "_timeout",
         "binding",
-        "family",
+        "pending",
         "secured",
     )
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, own: bytes, server: bool) -> None:
         self._timeout = sock.gettimeout()
-        self.family = sock.family
         sock.setblocking(False)
         # Several small messages go each way before anything else does: none waits for the last one's acknowledgement.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -123,9 +121,7 @@ class TlsSocket:
         self._lock = _time.Lock()
         self._count = array.array("i", [0])
         self._error: OSError | None = None
-        self._epoll: select.epoll | None = None
-        self._mark = -1
-        self._marked = False
+        self.pending = False
         self.binding = b""
         self.secured = False
 
@@ -158,10 +154,6 @@ class TlsSocket:
         parts = [_digest(theirs), self._own] if self._ssl.server_side else [self._own, _digest(theirs)]
         parts.append(self._ssl.get_channel_binding("tls-unique") or b"")
         self.binding = hashlib.sha256(b"actorrpc tls 1\0" + b"".join(parts)).digest()
-        self._mark = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = _time.epoll()
-        self._epoll.register(self._ssl.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
-        self._epoll.register(self._mark, select.EPOLLIN)
         self.secured = True
         return True
 
@@ -180,10 +172,11 @@ class TlsSocket:
 
     def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0, /) -> int:
         """Read what is there, without blocking; 0 at the end."""
-        return self.recvmsg_into((buffer[:size] if size else buffer,))[0]
+        count: int = self.recvmsg_into((buffer[:size] if size else buffer,))[0]
+        return count
 
     @_unsignalled
-    def recvmsg_into(self, buffers: Sequence[memoryview], *_: int) -> tuple[int]:
+    def recvmsg_into(self, buffers: Sequence[memoryview], *_: int) -> Any:
         """Read what is there into several buffers, without blocking; (0,) at the end."""
         total = 0
         with self._lock:
@@ -197,7 +190,7 @@ class TlsSocket:
                         break
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 if not total:
-                    self._set_mark(False)
+                    self.pending = False
                     raise BlockingIOError from None
             except ValueError:
                 raise _closed() from None
@@ -205,7 +198,7 @@ class TlsSocket:
                 if not total:
                     raise
                 self._error = error
-            self._set_mark(self._error is not None or self._ssl.pending() > 0)
+            self.pending = self._error is not None or self._ssl.pending() > 0
         return (total,)
 
     def _read(self, buffer: memoryview) -> int:
@@ -235,14 +228,6 @@ class TlsSocket:
         """Say whether the kernel has bytes for us. Cheaper than to try."""
         fcntl.ioctl(self._ssl.fileno(), termios.FIONREAD, self._count)
         return self._count[0] > 0
-
-    def _set_mark(self, mark: bool) -> None:
-        if mark != self._marked:
-            self._marked = mark
-            if mark:
-                os.eventfd_write(self._mark, 1)
-            else:
-                os.eventfd_read(self._mark)
 
     def recv(self, size: int) -> bytes:
         """Read up to ``size`` bytes, for as long as the time-out says; nothing at the end."""
@@ -313,12 +298,13 @@ class TlsSocket:
             raise BlockingIOError
         _wait(self._ssl.fileno(), events, None if limit is None else limit - _time.now())
 
-    def fileno(self) -> int:
-        """Return the descriptor to poll for reading; -1 before the handshake is over, and when closed."""
-        return -1 if self._epoll is None else self._epoll.fileno()
+    @property
+    def sock(self) -> ssl.SSLSocket:  # type: ignore[override]
+        """The socket, to poll and to set options."""
+        return self._ssl
 
-    def wire(self) -> int:
-        """Return the descriptor of the socket itself, to poll for writing."""
+    def fileno(self) -> int:
+        """Return the socket's descriptor; -1 when closed."""
         return self._ssl.fileno()
 
     def setblocking(self, flag: bool) -> None:
@@ -329,23 +315,11 @@ class TlsSocket:
         """Set the time-out, in seconds; None: none."""
         self._timeout = seconds
 
-    def setsockopt(self, level: int, option: int, value: int) -> None:
-        """Set an option of the socket."""
-        self._ssl.setsockopt(level, option, value)
-
-    def getsockname(self) -> Any:
-        """Return the own address."""
-        return self._ssl.getsockname()
-
-    def getpeername(self) -> Any:
-        """Return the other side's address."""
-        return self._ssl.getpeername()
-
     def version(self) -> str:
         """Return the version of TLS that was agreed on, such as ``TLSv1.3``."""
         return self._ssl.version() or ""
 
-    def shutdown(self, how: int) -> None:
+    def shutdown(self, how: int, /) -> None:
         """Shut the socket. TLS's own farewell is not said: workers have one of theirs, inside."""
         # Not that of the SSL socket, which would be a plain one after it.
         socket.socket.shutdown(self._ssl, how)
@@ -364,19 +338,48 @@ class TlsSocket:
         held = os.getpid() == self._pid and self._lock.acquire(timeout=_CLOSE_S)
         try:
             self._ssl.close()
-            epoll, self._epoll = self._epoll, None
-            if epoll is not None:
-                epoll.close()
-            mark, self._mark = self._mark, -1
-            if mark >= 0:
-                os.close(mark)
         finally:
             if held:
                 self._lock.release()
 
 
-Stream = socket.socket | TlsSocket
-"""What a connection reads and writes."""
+AnySocket = socket.socket | TlsSocket
+"""A socket on which a handshake runs."""
+
+
+def shake_hands(
+    sock: AnySocket, dialler: Dialler, limit: float, wait: Callable[[], None] | None = None
+) -> Session:
+    """Run the dialler's side of a handshake; return what it has established. Reads nothing of what follows it.
+
+    Args:
+        limit: the time at which it must be over.
+        wait: called before each read.
+
+    Raises:
+        OSError: the connection has ended; TimeoutError: the time is over.
+        RpcError: the handshake has failed.
+    """
+    data = dialler.start()
+    while True:
+        sock.settimeout(max(0.05, limit - _time.now()))
+        if data:
+            sock.sendall(data)
+        if dialler.done:
+            return dialler.result
+        data = b""
+        if wait is not None:
+            wait()
+        sock.settimeout(max(0.05, _time.patience(limit - _time.now())))
+        try:
+            received = sock.recv(dialler.wanted)
+        except TimeoutError:
+            if _time.now() < limit:
+                continue
+            raise
+        if not received:
+            raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
+        data = dialler.feed(received)
 
 
 def _records(parts: Sequence[memoryview]) -> Any:

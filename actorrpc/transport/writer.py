@@ -20,8 +20,7 @@ from actorrpc import _time
 from actorrpc.transport.blocked_sends import BlockedSends
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
-from actorrpc.transport.tls import TlsSocket
-from actorrpc.wire.frames import ACK, CHUNK, STREAM_ABORT, pack_frame, pack_position
+from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
 from actorrpc.wire.integrity import Seal, chunk_head
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Writer:
         lock: guards sending, and the counts.
         sent: bytes that have gone over the connection's sockets; ``sent_in_chunks``: the part of them in chunks.
         seal: seals what is sent, in the order of the wire; None: nothing is sealed.
-        blocked: the time in which a thread had a chunk to send and the kernel took no byte. The lock guards it.
+        blocked: the time in which a thread had a chunk to send and could send no byte.
     """
 
     __slots__ = (
@@ -85,14 +84,12 @@ class Writer:
 
         Args:
             wait: sleep while the kernel takes no more; otherwise a pool thread sends the rest.
-            held: this thread holds the lock, and sends the rest itself. False then also means that nothing more may be sent until
-                the other side acknowledges what it has.
+            held: this thread holds the lock, and sends the rest itself.
         """
         conn, outbox = self._conn, self.outbox
-        replay = conn.replay
         if conn.lane.is_open:
             conn.lane.hand_back(outbox)
-        while outbox or self._rest or (replay is not None and replay.owed):
+        while outbox or self._rest:
             if conn.state is not OPEN:
                 return False
             if not held and not self.lock.acquire(False):
@@ -104,13 +101,6 @@ class Writer:
                         if self._rest:
                             self._send_rest()
                             continue
-                        if replay is not None:
-                            if replay.owed:
-                                replay.owed = False
-                                outbox.appendleft(pack_frame(ACK, replay.received))
-                            elif replay.full:
-                                full = True
-                                break
                         if not outbox:
                             break
                         item = outbox.popleft()  # only the thread that holds the lock takes items out
@@ -120,20 +110,17 @@ class Writer:
                         if outbox or self.seal is not None:
                             item = self._join(item)
                         try:
-                            count = conn.sock.send(item, _SEND)
+                            count = conn.stream.send(item, _SEND)
                         except OSError:
                             self._rest = [memoryview(item)]  # another socket may take it
                             raise
                         self.sent += count
                         if count != len(item):
                             self._rest = [memoryview(item)[count:]]
-                            item = item[:count]
-                        if replay is not None:
-                            replay.note(item)
                 except BlockingIOError:
                     full = True
-                if full and wait:
-                    self._wait_writable()
+                    if wait:
+                        self._wait_writable()
             except BaseException as error:
                 conn.failed(error)
                 return False
@@ -145,7 +132,7 @@ class Writer:
                     self._flushing = True
                     conn.events.submit(self.flush_waiting)
                 return False
-        return not held or replay is None or not replay.full
+        return True
 
     def flush_waiting(self) -> None:
         """Send everything, on a pool thread that may sleep meanwhile."""
@@ -170,10 +157,8 @@ class Writer:
             BlockingIOError: the kernel takes no more.
         """
         conn, rest = self._conn, self._rest
-        count = conn.sock.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
+        count = conn.stream.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
         self.sent += count
-        if conn.replay is not None:
-            conn.replay.note_parts(rest, count)
         while rest and count >= len(rest[0]):
             count -= len(rest[0])
             del rest[0]
@@ -198,26 +183,15 @@ class Writer:
 
     def _wait_writable(self, deadline: float | None = None) -> None:
         """Sleep until the kernel takes more, for at most a slice. Under the lock."""
-        conn = self._conn
-        if not self._rest and conn.replay is not None and conn.replay.full:
-            conn.replay.wait(0.1)
-            return
         if (poller := self._poller) is None:
             poller = self._poller = _time.poll()
-            sock = conn.sock
-            poller.register(sock.wire() if type(sock) is TlsSocket else conn.fd, select.POLLOUT)
+            poller.register(self._conn.fd, select.POLLOUT)
         left = 0.1 if deadline is None else min(0.1, max(0.0, deadline - _time.now()))
         poller.poll(left * 1e3)
 
-    def rewind(self, arrived: int) -> None:
-        """Queue all bytes after the first ``arrived`` for another socket: the peer did not get them. Under the lock.
-
-        Raises:
-            ProtocolError: the other side cannot have had just so much.
-        """
-        replay = self._conn.replay
-        assert replay is not None
-        self._rest = replay.rewind(arrived) + self._rest
+    def send_first(self, parts: list[memoryview]) -> None:
+        """Queue bytes before everything else, to be sent over another socket. Under the lock."""
+        self._rest = parts + self._rest
         self._poller = None
 
     def clear(self) -> None:
@@ -253,14 +227,17 @@ class Writer:
             done = conn.state is not CLOSED
             return done
         finally:
+            self.blocked.since = None
             if not done and conn.state is not CLOSED:
                 self.outbox.append(pack_frame(STREAM_ABORT, stream))
                 self.flush()
 
     def _send(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool:
-        conn = self._conn
+        conn, done = self._conn, None
         while True:
-            done = None if conn.state is SUSPENDED else self._try(prefix, piece, deadline)
+            stream = conn.stream
+            if conn.state is not SUSPENDED and not stream.is_full:
+                done = self._try(prefix, piece, deadline)
             checkpoint()  # between chunks, without a lock
             if done is not None:
                 return done
@@ -268,6 +245,11 @@ class Writer:
                 return False
             if conn.state is SUSPENDED:
                 _time.pause(_RESUMED_S)
+            elif stream.is_full:
+                if self.blocked.since is None:
+                    self.blocked.since = _time.now()
+                stream.wait(0.1)
+                self._note_blocked()
 
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
         """Send one chunk; None: before it began, the socket has failed or a signal handler was put off."""
@@ -314,7 +296,7 @@ class Writer:
             self.flush()
 
     def _note_blocked(self) -> None:
-        """Have a wait that takes long logged, elsewhere: a handler of the log may run anything. Under the lock."""
+        """Have a wait that takes long logged on another thread: a handler of the log may run anything."""
         blocked, conn = self.blocked, self._conn
         if blocked.since is not None and blocked.is_due(blocked.since):
             name = conn.peer.name if conn.peer else "a stranger"

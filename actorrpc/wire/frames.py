@@ -227,12 +227,6 @@ class FrameReader:
         """Whether part of a frame has been read and the rest has not."""
         return self.sink is not None or self._end > self._start
 
-    def put(self, data: bytes) -> None:
-        """Take the first bytes, which came by another way; the next :meth:`fed`, also of 0, cuts them."""
-        self._view[: len(data)] = data
-        self._end = len(data)
-        self.empty = None
-
     def target(self) -> list[memoryview]:
         """Return the memory that the next bytes go to, in order. Never empty, never of zero size."""
         sink = self.sink

@@ -10,8 +10,9 @@ Either side may answer REFUSE (a code and a short text) instead. Each proof is a
 group's key over everything both sides have said, plus a role string, so that none can be reflected,
 replayed, moved to another connection or made to choose an older version.
 
-Sans-I/O: the one that owns the socket feeds bytes in and sends what comes out; one thread at a time. No
-message has more than 256 bytes and never more than one is held. This module, and what it imports,
+Sans-I/O: the owner of the socket feeds bytes in and sends what comes out; one thread at a time. The dialler's owner reads
+:attr:`Dialler.wanted` bytes at a time, so that it takes nothing of what follows the handshake. No message has more than 256 bytes
+and never more than one is held. This module, and what it imports,
 must never import pickle or call anything that the peer names.
 """
 
@@ -103,7 +104,6 @@ class Session:
         attach: 16 bytes that name the connection that a LANE connection belongs to, or a RESUME connection takes the place of.
         key: 32 secret bytes, equal on both sides, different for every connection.
         sealed: whether what follows is sealed (:mod:`actorrpc.wire.integrity`): one side at least wants it.
-        leftover: bytes that came after the handshake's last message; they belong to what follows.
     """
 
     peer_name: str
@@ -113,7 +113,6 @@ class Session:
     version: int
     key: bytes = field(repr=False)
     sealed: bool = False
-    leftover: bytes = field(default=b"", repr=False)
 
 
 class _Side:
@@ -185,8 +184,8 @@ class _Side:
         self._failure = error
         raise error
 
-    def _take(self, data: bytes, expected: int) -> tuple[int, bytes, bytes] | None:
-        """Add ``data``; return kind, whole message and what follows it, or None while it is incomplete."""
+    def _take(self, data: bytes, expected: int) -> tuple[int, bytes] | None:
+        """Add ``data``; return kind and whole message, or None while it is incomplete."""
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
         if self._result is not None:
@@ -215,11 +214,10 @@ class _Side:
             self._buffer = whole
             return None
         self._buffer = b""
-        return kind, whole[:end], data[end - held :]
-
-    def _expect_no_more(self, rest: bytes) -> None:
+        rest = held + len(data) - end
         if rest:
-            self._fail(ProtocolError(f"{len(rest)} bytes came in the handshake before their turn"))
+            self._fail(ProtocolError(f"{rest} bytes came in the handshake before their turn"))
+        return kind, whole
 
     def _proof(self, role: bytes, *more: bytes) -> bytes:
         # Every part delimits itself: the messages by their heads, the binding by its length.
@@ -327,6 +325,12 @@ class Dialler(_Side):
         self._hello = _message(_HELLO, fixed + name)
         return self._hello
 
+    @property
+    def wanted(self) -> int:
+        """How many bytes of the acceptor to read next, at most."""
+        held = len(self._buffer)
+        return (_HEAD if held < _HEAD else _HEAD + self._buffer[5]) - held
+
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the acceptor; return those to send to it.
 
@@ -341,15 +345,14 @@ class Dialler(_Side):
         taken = self._take(data, _WELCOME if self._auth else _CHALLENGE)
         if taken is None:
             return b""
-        kind, message, rest = taken
+        kind, message = taken
         if kind == _REFUSE:
             self._refused(message)
         if kind == _CHALLENGE:
-            self._expect_no_more(rest)
             self._read_challenge(message)
             self._auth = _message(_AUTH, self._proof(b"dialler"))
             return self._auth
-        self._read_welcome(message, rest)
+        self._read_welcome(message)
         return b""
 
     def _target(self) -> str:
@@ -406,7 +409,7 @@ class Dialler(_Side):
         self._challenge = message
         self._peer = (name, incarnation)
 
-    def _read_welcome(self, message: bytes, rest: bytes) -> None:
+    def _read_welcome(self, message: bytes) -> None:
         assert self._peer is not None  # set by the challenge, without which no WELCOME is expected
         name, incarnation = self._peer
         if not hmac.compare_digest(message[_HEAD:], self._proof(b"acceptor", self._auth)):
@@ -424,7 +427,6 @@ class Dialler(_Side):
             version=self._version,
             key=self._proof(b"session"),
             sealed=self._seals,
-            leftover=rest,
         )
 
 
@@ -471,10 +473,9 @@ class Acceptor(_Side):
         taken = self._take(data, _AUTH if self._claim is not None else _HELLO)
         if taken is None:
             return b""
-        kind, message, rest = taken
+        kind, message = taken
         if kind == _REFUSE:
             self._fail(ProtocolError("a dialler does not refuse: it closes the connection"))
-        self._expect_no_more(rest)
         if self._claim is None:
             return self._read_hello(message)
         return self._read_auth(message, self._claim)

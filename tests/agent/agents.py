@@ -109,9 +109,8 @@ class Stranger:
             if data:
                 self.sock.sendall(data)
             if self._dialler.done:
-                self._reader.put(self._dialler.result.leftover)
                 return
-            received = self.sock.recv(4096)
+            received = self.sock.recv(self._dialler.wanted)
             if not received:
                 raise ConnectionResetError("closed during the handshake")
             data = self._dialler.feed(received)
@@ -123,9 +122,6 @@ class Stranger:
     def frames(self) -> list[Frame]:
         """Read until there is a whole frame; an empty list at the end of the connection."""
         while True:
-            found = self._reader.fed(0)  # what came behind the handshake
-            if found:
-                return found
             target = self._reader.target()
             try:
                 data = self.sock.recv(len(target[0]))

@@ -153,7 +153,7 @@ def test_a_socket_that_is_reset_before_it_is_a_connection_is_closed(pair: list[A
         accepted.close()  # with a reset
         with pytest.raises(ConnectionResetError):
             sock.recv(1)
-        session: Any = SimpleNamespace(key=b"", sealed=False, leftover=b"")
+        session: Any = SimpleNamespace(key=b"", sealed=False)
         with pytest.raises(OSError, match="not connected"):
             pair[0].connector._connection(sock, session, b"attach", local=False, dialled=True)
         assert sock.fileno() == -1

@@ -168,7 +168,7 @@ def test_what_another_thread_has_taken_out_and_not_sent_is_waited_for(
         _meet(first, second)
         over, states = _watch(second)
         conn: Any = _conn(first, "a1")
-        conn.sock = gated = _Gated(conn.sock)
+        conn.stream = gated = _Gated(conn.stream)
         taken = threading.Event()
 
         class Outbox(type(conn.outbox)):  # type: ignore[misc]
@@ -291,6 +291,6 @@ def test_an_answer_counts_that_lies_in_the_other_connection_when_the_end_of_one_
             here.pool.forget(first.fd)  # no thread is woken for it: it comes too late
         over = threading.Event()
         future.add_done_callback(lambda _: over.set())
-        second.sock.shutdown(socket.SHUT_RD)
+        second.stream.shutdown(socket.SHUT_RD)
         assert over.wait(20)  # a thread that waited for the future itself would read
         assert future.wait() == 3

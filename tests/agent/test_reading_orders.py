@@ -43,6 +43,7 @@ from actorrpc.futures import WAITING, Future
 from actorrpc.transport import reader
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import SocketStream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from tests.agent.agents import record
@@ -200,7 +201,12 @@ class _World:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_608)
         self.other = Other(there, dice, _ASKED)
         self.conn = conn = Connection(
-            here, epoll=made.pool.epoll, events=made.inbox, settings=settings, attach=b"", local=True
+            SocketStream(here),
+            epoll=made.pool.epoll,
+            events=made.inbox,
+            settings=settings,
+            attach=b"",
+            local=True,
         )
         conn.peer, self.peer.conn = self.peer, conn
         self.peer.conns.append(conn)

@@ -25,7 +25,8 @@ from actorrpc.agent.outbound import Assembly
 from actorrpc.config import Settings
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.session import Replay
+from actorrpc.transport.session import ReliableStream
+from actorrpc.transport.stream import SocketStream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
 from actorrpc.wire.integrity import Seals
@@ -161,14 +162,20 @@ class _World:
         self.ends: list[_End] = []
         for dialled, wire in zip((True, False), self.line().ends, strict=True):
             end = _End(
-                wire,
+                # So small that acknowledgements come, and what is kept is forgotten, and full.
+                ReliableStream(
+                    SocketStream(wire),
+                    ("dialler", "life"),
+                    dialled,
+                    say_every=3_000,
+                    limit=20_000,
+                    large=1_000,
+                ),
                 epoll=self.epoll,
                 events=self,
                 settings=self.settings,
                 attach=b"",
                 local=False,
-                # So small that acknowledgements come, and what is kept is forgotten, and full.
-                replay=Replay(("dialler", "life"), dialled, say_every=3_000, limit=20_000, large=1_000),
                 seals=Seals.of(bytes(32), dialled=dialled) if sealed else None,
             )
             end.steps = self.steps
@@ -183,6 +190,9 @@ class _World:
         return self.calm or self.dice.random() > 0.02
 
     # -- links -------------------------------------------------------------------------------------
+
+    def stream(self, wire: _Wire, local: bool) -> SocketStream:
+        return SocketStream(wire)
 
     def addresses(self, peer: Any) -> list[tuple[int, str]]:
         return [(socket.AF_UNIX, "acceptor")]
@@ -212,8 +222,8 @@ class _World:
         side = self.ends.index(cast(_End, connection))
         match frame.kind:
             case frames.ACK:
-                assert connection.replay is not None
-                connection.replay.acknowledged(frame.id)
+                assert connection.session is not None
+                connection.session.acknowledged(frame.id)
             case frames.REPLY:
                 size = int.from_bytes(frame.body, "big")
                 connection.assemblies[frame.id] = Assembly(frame, [size], lambda n: memoryview(bytearray(n)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -20,7 +21,6 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.cluster import driver_rpc, init, join
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
-from actorrpc.transport.tls import TlsSocket
 from tests import certificates
 from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, is_there, joiner
@@ -83,7 +83,7 @@ def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, t
     ours, others = certificates.files(), certificates.foreign()
     with _driver(**ours.environment) as address:
         with _joined(address, **ours.options) as conn:
-            assert isinstance(conn.sock, TlsSocket)
+            assert isinstance(conn.stream.sock, ssl.SSLSocket)
             assert conn.writer.seal is None
         _refused(
             address, AuthenticationError, "the certificate of the driver .* is refused", **others.options

@@ -87,7 +87,6 @@ def test_two_that_hold_the_key_agree(piece: int, names: tuple[str, str]) -> None
     assert mine.version == theirs.version == handshake.VERSIONS[1]
     assert mine.key == theirs.key
     assert len(mine.key) == 32
-    assert mine.leftover == theirs.leftover == b""
 
 
 def test_each_connection_has_a_key_and_a_token_of_its_own() -> None:
@@ -101,15 +100,27 @@ def test_each_connection_has_a_key_and_a_token_of_its_own() -> None:
     assert KEY not in {session.key for session in sessions}
 
 
-def test_what_follows_the_welcome_is_left_over() -> None:
+def test_a_dialler_wants_nothing_of_what_follows_the_handshake() -> None:
     one, two = dialler(), acceptor()
-    auth = one.feed(two.feed(one.start()))
-    welcome = two.feed(auth)
-    assert one.feed(welcome[:5]) == b""
-    assert one.feed(welcome[5:] + b"x" * 10_000) == b""
-    assert one.result.leftover == b"x" * 10_000
+    sent = two.feed(one.start())
+    while not one.done:
+        wanted = one.wanted
+        assert wanted > 0
+        taken, sent = sent[:wanted], sent[wanted:]
+        answer = one.feed(taken)
+        if answer:
+            sent += two.feed(answer) + b"what follows"
+    assert sent == b"what follows"
     with pytest.raises(ProtocolError, match="over"):
         one.feed(b"more")
+
+
+def test_bytes_before_their_turn_are_refused() -> None:
+    for extra in (1, 10_000):
+        one, two = dialler(), acceptor()
+        welcome = two.feed(one.feed(two.feed(one.start())))
+        with pytest.raises(ProtocolError, match=f"^{extra} bytes came in the handshake before their turn"):
+            one.feed(welcome + bytes(extra))
 
 
 def test_the_secrets_are_not_shown() -> None:

@@ -304,8 +304,8 @@ def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> Non
         sent.extend(bytes(part) for part in parts)
         return sum(map(len, parts))
 
-    sock = SimpleNamespace(sendmsg=sendmsg)
-    conn: Any = SimpleNamespace(sock=sock, state=OPEN, lane=Lane(), replay=None)
+    sock = SimpleNamespace(sendmsg=sendmsg, is_full=False)
+    conn: Any = SimpleNamespace(stream=sock, state=OPEN, lane=Lane())
     assert Writer(conn, _seals().outgoing).send_chunks(1, [(0, 0, memoryview(memory))], None)
     sinks = _Sinks()
     assert len(_feed(_reader(sinks), b"".join(sent), [])) == 1
@@ -363,7 +363,7 @@ def test_a_member_that_does_not_seal_is_cut_off() -> None:
         sock, side = knock(agent), dialler(agent)
         sock.sendall(side.start())
         while not side.done:
-            sock.sendall(side.feed(sock.recv(4096)))
+            sock.sendall(side.feed(sock.recv(side.wanted)))
         assert side.result.sealed
         sock.sendall(pack_frame(frames.PING) * 10)
         assert sock.recv(1) == b""
