@@ -230,7 +230,7 @@ class Agent:
         Args:
             timeout: seconds; 0 means no bound but that of the call that this one is nested in.
             future: completed with the outcome; without one, the caller is :meth:`ask`.
-            keep: kept alive until the call is over.
+            keep: kept alive until the call ends.
             mail: names a mailbox of the peer; the message then carries ``(args, kwargs)`` alone, ``function`` is not used.
             header: fields to be sent along.
             awaits: futures of arguments. Mail then only reserves its place in the mailbox, and the arguments are not used:
@@ -239,7 +239,7 @@ class Agent:
         Raises:
             SerializationError, LimitError: before anything is sent.
             CancelledError: the call that this one is nested in was cancelled.
-            RpcTimeoutError: the time of the call that this one is nested in is over.
+            RpcTimeoutError: the deadline of the call that this one is nested in has passed.
             PeerDiedError, BackpressureError, ShutdownError: nothing was executed. LostArgumentError: the worker has died that
                 a reference among the arguments leads to.
         """
@@ -262,7 +262,7 @@ class Agent:
         """Send the arguments of a call that has reserved its place in a mailbox. Raises what :meth:`call` does.
 
         Raises:
-            CancelledError: the call is over.
+            CancelledError: the call has ended.
         """
         call.mail = mail
         self._send(call, None, args, kwargs, None)
@@ -270,7 +270,7 @@ class Agent:
     def _send(
         self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], header: Header | None
     ) -> None:
-        """Send a new call, or the arguments of a call that has reserved its place. On an error, undo what was begun."""
+        """Send a new call, or the arguments of a call that has reserved its place. On an error, undo all steps."""
         peer, mail, is_new = call.peer, call.mail, not call.id
         if self.closed_down:
             raise self.shut_down_error()
@@ -338,7 +338,7 @@ class Agent:
             self._undo(call, message, is_new)
             raise
         if current is not None and current.given_up is not given_up:
-            call.cancel(current.given_up[-1], current.late)  # while it was being made, nobody could cancel it
+            call.cancel(current.given_up[-1], current.late)  # it could not be cancelled before it was made
 
     def _wait_for_room(self, call: Call, current: Execution | None) -> None:
         """Wait until the peer has read enough. Nested calls do not wait: what the peer has not read may wait for them."""
@@ -466,25 +466,18 @@ class Agent:
         # The arguments use the connection of their reservation, so that they arrive later.
         conn = call.conn or peer.conn
         if conn is None or conn.state is CLOSED:
-            self._dispatch_here(call, encoded, header, flags, fills)
-            return
+            if peer.is_self:
+                self._dispatch_here(call, encoded, header, flags, fills)
+                return
+            if self.closed_down:
+                raise self._shut_down(call)
+            raise peer.died(f"cannot call {call.label}", maybe_executed=False)
         call.conn = conn
         # Send the message of a reserved call now: the thread that completed the argument may not flush soon.
         idle = not peer.pending or fills
-        deadline = call.deadline
-        remaining = deadline - _time.now() if deadline != INFINITE else INFINITE
+        remaining = call.deadline - _time.now() if call.deadline != INFINITE else INFINITE
         packed = outbound.pack(
-            self,
-            conn,
-            frames.REQUEST,
-            call.id,
-            encoded,
-            header,
-            extra,
-            remaining,
-            call.chain,
-            flags,
-            deadline,
+            self, conn, frames.REQUEST, call.id, encoded, header, extra, remaining, call.chain, flags
         )
         rest = None if isinstance(packed, bytes) else packed
         frame = call.frame = packed if isinstance(packed, bytes) else packed.frame
@@ -510,7 +503,7 @@ class Agent:
         else:
             conn.outbox.append(frame)
             call.frame = b""  # only the reservation is in the outbox: the call has not been sent
-        if rest is not None and rest.buffers and not outbound.send_buffers(self, conn, rest, deadline):
+        if rest is not None and rest.buffers and not outbound.send_buffers(self, conn, rest, call.deadline):
             if conn.state is not CLOSED:  # the end of the connection ends the call
                 call.expire()
             return
@@ -523,22 +516,14 @@ class Agent:
                 conn.flush()
             elif conn not in scheduler.corked:
                 scheduler.cork(conn)
-        if (future is not None and deadline < peer.scan_at) or not scheduler.pulse.active:
+        if (future is not None and call.deadline < peer.scan_at) or not scheduler.pulse.active:
             scheduler.watch(call)
 
     def _dispatch_here(
         self, call: Call, encoded: codec.Encoded | bytes, header: Header | None, flags: int, fills: bool
     ) -> None:
-        """Deliver a call of this worker to itself.
-
-        Raises:
-            PeerDiedError: the call is to another worker, to which there is no connection.
-        """
+        """Deliver a call of this worker to itself."""
         peer = call.peer
-        if self.closed_down and not peer.is_self:
-            raise self._shut_down(call)
-        if not peer.is_self:
-            raise peer.died(f"cannot call {call.label}", maybe_executed=False)
         call.sent = encoded != b""
         if fills:
             self._use_place(call)
@@ -696,14 +681,14 @@ class Agent:
             self.scheduler.keep_objects()
 
     def _trim_later(self) -> None:
-        """Unmap memory soon that exceeds the limit of what is kept. Runs where a finaliser does."""
+        """Unmap memory soon that exceeds the limit of kept memory. Runs where a finaliser does."""
         if not self.closed_down:
             self.clock.call_soon(self.scheduler.keep_trim)
 
     # -- the ends ---------------------------------------------------------------------------------------
 
     def lost(self, conn: Connection, error: BaseException | None) -> None:
-        """Close a connection that has ended, and end its peer. Runs on a pool thread."""
+        """Close a broken or ended connection, and end its peer. Runs on a pool thread."""
         self.pool.forget(conn.fd)
         if conn.goodbye is None and not self.closed_down:
             # A failed write is no proof of death: the peer's last messages may not have been read.

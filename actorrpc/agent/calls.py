@@ -68,7 +68,7 @@ class Nested(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the call has ended."""
 
     def cancel(self, stop: bool = True, late: bool = False) -> bool:
         """Cancel the call; see :meth:`Call.cancel`."""
@@ -84,10 +84,10 @@ class Execution:
         deadline: when it must be over, on this process's monotonic clock; infinite if unbounded.
         chain: the number of the chain of nested calls that it belongs to.
         cancelled: the caller has given it up, and its nested calls are cancelled.
-        nested: the calls that were made in it, in order; some of them are over.
-        late: the caller has given it up because its time is over. Its time is nearly over here, too, so nested calls end with a
+        nested: the calls that were made in it, in order; some of them have ended.
+        late: the caller has given it up because of a time-out. The deadline here is near, too, so nested calls end with a
             time-out, as they would a moment later. Set before ``cancelled``.
-        given_up: an entry for each time that its nested calls were given up: whether what runs for them is interrupted.
+        given_up: an entry for each time that its nested calls were given up: whether the code that runs for them is interrupted.
             Replaced by a longer tuple each time. A thread that makes a call compares it before and after.
         arrived: when its request was read. ``begun``: when its turn came; 0.0 before that. ``thread``: the number of the thread
             that it began on.
@@ -140,8 +140,8 @@ class Execution:
         """Record that the caller gave up, and give up the calls that this one waits for.
 
         Args:
-            stop: the caller has cancelled the call: what runs is interrupted if that is possible. Otherwise the time of the call
-                is over, or the caller has ended.
+            stop: the caller has cancelled the call: its code is interrupted if that is possible. Otherwise the call has
+                timed out, or the caller has ended.
             late: see the attribute.
         """
         self.late = self.late or late
@@ -195,14 +195,14 @@ class Call(Progress):
     Attributes:
         id: its number among the calls to the peer; 0 until its message is made.
         awaits: the pending futures of arguments; while there are any, the call has only reserved its place in the mailbox.
-        made: when it was made. ``thread``: the number of the thread that has made it.
+        made: when it was made. ``thread``: the number of the thread that made it.
         frame: the request, while it is in the outbox. ``sent``: it was sent.
         outcome: without a future, the reply or the error that the call has ended with.
         polling: the connection that the waiting thread polls. ``lock``: what the thread sleeps on otherwise. ``awake``: the
             thread has been woken.
         stopping: the caller has cancelled the call, and waits until the worker has ended it.
         introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
-        keep: objects that are kept alive until the call is over.
+        keep: objects that are kept alive until the call ends.
         size: bytes of body and buffers if they are not in the frame alone. ``charge``: how many of them count as unread.
     """
 
@@ -277,7 +277,7 @@ class Call(Progress):
     # -- ending (by the thread that took the call out of ``pending``) --------------------------------------
 
     def end(self, outcome: Frame | BaseException | None) -> None:
-        """Note that the call is over, and wake its waiter. Runs no user code."""
+        """Note that the call has ended, and wake its waiter. Runs no user code."""
         self.outcome = outcome
         self.done = True
         self.rouse()
@@ -302,7 +302,7 @@ class Call(Progress):
     # -- waiting -----------------------------------------------------------------------------------
 
     def drive(self, deadline: float | None) -> None:
-        """Wait until the call is over or the deadline has passed; if the call's own deadline has passed, end the call.
+        """Wait until the call has ended or the deadline has passed; if the call's own deadline has passed, end the call.
 
         The thread reads the connection itself as long as only replies come.
         """
@@ -364,7 +364,7 @@ class Call(Progress):
             self.expire()
 
     def rouse(self) -> None:
-        """Wake the thread that waits, if there is one: the call is over, or the thread has something else to do."""
+        """Wake the thread that waits, if there is one: the call has ended, or the thread has something else to do."""
         self.awake = True
         polling = self.polling
         if polling is not None:
@@ -405,7 +405,7 @@ class Call(Progress):
         return False
 
     def flush(self) -> None:
-        """Send what is corked, and have the pool read the reply: a thread is about to wait for it elsewhere."""
+        """Send all corked frames, and have the pool read the reply: a thread is about to wait for it elsewhere."""
         self.agent.scheduler.flush()
         self.listen()
 
@@ -418,7 +418,7 @@ class Call(Progress):
     # -- giving up ---------------------------------------------------------------------------------
 
     def expire(self) -> bool:
-        """End the call because its time is over; False if another thread has ended it, or ends it in this moment."""
+        """End the call because its deadline has passed; False if another thread has ended it, or ends it in this moment."""
         if self.cancel(stop=self.mail is not None and self.mail.interrupts, late=True):
             return True
         while not self.done:  # that takes microseconds, not waits
@@ -460,11 +460,11 @@ class Call(Progress):
 
     @uninterruptible
     def cancel(self, stop: bool = True, late: bool = False) -> bool:
-        """End the call with CancelledError and tell the worker; False if the call was over.
+        """End the call with CancelledError and tell the worker; False if the call had ended before.
 
         Args:
             stop: the worker interrupts what it runs for the call, if that is possible.
-            late: the time of the call, or of the call that it is nested in, is over: it ends with RpcTimeoutError, unless
+            late: the deadline of the call, or of the call that it is nested in, has passed: it ends with RpcTimeoutError, unless
                 :meth:`stop` was called before.
         """
         if self.peer.pending.pop(self.id, None) is None:
@@ -496,7 +496,7 @@ class Call(Progress):
 
     @uninterruptible
     def stop(self, patience: float) -> bool:
-        """Cancel the call, but wait until the worker has ended it; False if the call was over.
+        """Cancel the call, but wait until the worker has ended it; False if the call had ended before.
 
         Args:
             patience: how many seconds the worker's answer may take; then the call ends as :meth:`cancel` ends it.

@@ -1,8 +1,8 @@
-"""Execution: what happens to a request between its arrival and its answer.
+"""The execution of requests, from the arrival of a request to its answer.
 
-Runs on pool threads, or on the thread that completes the future of an ``async_execution`` function. A request whose time is
-over, or whose caller has cancelled it, is not started. Arguments are opened, functions run and answers packed outside of every
-lock. The arguments are dropped before the answer is sent, so that their shared memory goes back with it.
+Runs on pool threads, or on the thread that completes the future of an ``async_execution`` function. A request whose deadline
+has passed, or whose caller has cancelled it, is not started. Arguments are opened, functions run and answers packed outside
+of every lock. The arguments are dropped before the answer is sent, so that their shared memory goes back with it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def future_of(value: Any, function: Any) -> Any:
 
 
 def named(execution: Execution) -> str:
-    """Return what messages call what is executed."""
+    """Return the name of the executed function or method, for messages."""
     what = execution.what
     name = what if isinstance(what, str) else getattr(what, "__qualname__", None)
     if name is None:
@@ -109,7 +109,7 @@ def named(execution: Execution) -> str:
 def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
     """Pack an error for the caller of a function that raised it: whole where that fits into a message, else shortened."""
     settings, dumps = agent.settings, codec.dumper(same_main)
-    # Pickled up to twice, with a group's members and with texts beside it: most often within ``max_message``.
+    # An error is pickled up to twice, with the members of a group and with texts: most often this fits ``max_message``.
     limit = min(exceptions.MAX_PICKLE, settings.max_message // 4)
     data = exceptions.dump(error, worker=agent.name, dumps=dumps, limit=limit, where=where)
     if len(data) > max(settings.max_message, settings.chunk):
@@ -131,7 +131,7 @@ class Executor:
         self._short = exceptions.dump(short, worker=agent.name, dumps=codec.dumper(None))
 
     def run(self, task: tuple[Any, Frame, float], waiting: bool = False) -> None:
-        """Execute a request that was read at ``task[2]``, answer it, and read what came meanwhile.
+        """Execute a request that was read at ``task[2]``, answer it, and read the next requests.
 
         ``waiting``: the request is a post that this thread has read while it waits; what a signal handler raises is raised.
         """
@@ -206,7 +206,7 @@ class Executor:
             run_queued_callbacks()
 
     def _refuse_unwanted(self, frame: Frame, execution: Execution) -> None:
-        """Refuse a request that its caller has cancelled, or whose time is over."""
+        """Refuse a request that its caller has cancelled, or whose deadline has passed."""
         name, peer = self._agent.name, execution.peer
         peer.running.pop(frame.id, None)
         error: RpcError
@@ -336,7 +336,7 @@ class Executor:
                 wrapped.__cause__ = error
                 error = wrapped
             elif is_a(error, LimitError):
-                error.maybe_executed = True  # the result is over the limit
+                error.maybe_executed = True  # the result exceeds the limit
             self.fail(execution, error)
 
     def fail(self, execution: Execution, error: BaseException) -> None:

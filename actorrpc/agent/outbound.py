@@ -200,7 +200,6 @@ def pack(
     remaining: float = _INFINITE,
     chain: int = 0,
     flags: int = 0,
-    deadline: float = _INFINITE,
 ) -> bytes | Packed:
     """Return a message as it is sent over a connection: its frame, with the buffers that follow in chunks if there are any.
 
@@ -229,7 +228,7 @@ def pack(
             peer.known.note(digest, len(definition))
     if header is not None and "objects" in header:
         header = header.copy()
-        header["objects"] = _share(agent, conn, header["objects"], min(deadline, _time.now() + _SHARE_S))
+        header["objects"] = _share(agent, conn, header["objects"], _time.now() + min(remaining, _SHARE_S))
         flags |= frames.OBJECTS
     if not spans and len(body) <= settings.chunk:
         extra = pack_header(header) if header else b""

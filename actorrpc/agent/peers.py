@@ -170,7 +170,7 @@ class DuplicateFilter:
 
 
 class MessageContext:
-    """What belongs to one message beside its bytes. Reducers of upper packages fill it while the message is packed or opened.
+    """The references, objects and segments of one message. Reducers of upper packages fill it while packing or opening.
 
     Attributes:
         peer: the receiver or the sender of the message.
@@ -230,7 +230,7 @@ class Window:
         return self.charged >= self.limit or len(self._peer.pending) >= MAX_PENDING
 
     def charge(self, call: Any, size: int) -> None:
-        """Count ``size`` bytes of a call as sent and unread, unless it is over."""
+        """Count ``size`` bytes of a call as sent and unread, unless the call has ended."""
         with self._lock:  # not the condition: that enters and leaves in Python
             call.charge = size
             self.charged += size
@@ -394,7 +394,7 @@ class Peer:
         self.window.wake_all()
 
     def check_alive(self, what: str) -> None:
-        """Raise PeerDiedError if the peer is gone."""
+        """Raise PeerDiedError if the peer has ended."""
         if self.state != "alive":
             raise self.died(what, maybe_executed=False)
 
@@ -482,7 +482,7 @@ class PeerTable:
         self._lock = (
             _time.RLock()
         )  # re-entrant: a signal handler may look a peer up while the main thread holds it
-        #: by name, rank and WorkerInfo, with peers that have ended lately; read without the lock, on the path of every call
+        #: by name, rank and WorkerInfo, with the latest ended peers; read without the lock, on the path of every call
         self.known: dict[Any, Peer] = {}
         self._ended: deque[Peer] = deque()
         self._ends: dict[str, _EndOfPeer] = {}
@@ -595,7 +595,7 @@ class PeerTable:
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Remove a peer that has ended, and do not remember it, because it was a visitor. Idempotent."""
+        """Remove an ended peer without remembering it, because it was a visitor. Idempotent."""
         with self._lock:
             self._unlist(peer)
             self._ends.pop(peer.record.incarnation, None)

@@ -3,8 +3,8 @@
 Ticks send corked writes and credit, ask silent peers for a sign of life, return borrowed shared memory to its lender, and give
 memory that is kept for reuse back to the system. A tick stops when it has no work left. An idle worker has one tick, the pulse,
 which wakes the clock once in a heartbeat (at most four times, whatever the number of peers), and none if it has no connections.
-Between two idle workers, one asks and the other answers: two small frames in a heartbeat. Ticks run on the clock's thread; what
-may block is submitted to the pool.
+Between two idle workers, one asks and the other answers: two small frames in a heartbeat. Ticks run on the clock's thread;
+work that may block is submitted to the pool.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Scheduler:
         self._objects = Tick(clock, _OBJECTS_S, self._trim_objects)
 
     def cork(self, conn: Connection) -> None:
-        """Send the outbox in a moment, together with what is added to it until then."""
+        """Send the outbox in a moment, together with the frames that are added until then."""
         self.corked[conn] = None
         if not self._cork.active:
             self._cork.poke()
 
     def expect(self, conn: Connection) -> None:
-        """Have the pool listen to a disarmed connection again soon, unless a caller reads what is expected there."""
+        """Have the pool listen to a disarmed connection again soon, unless a caller reads the expected reply."""
         self.expecting[conn] = None
         if not self.expected.active:
             self.expected.poke()
@@ -100,7 +100,7 @@ class Scheduler:
             # A thread that makes calls and waits for them, again and again, sets ``expecting`` anew.
             if conn.expecting < late:
                 self.expecting.pop(conn, None)
-                # A thread that has made many calls may still be making calls. A thread that has made few calls, or the last one
+                # A thread with many pending calls may still be making calls. A thread with few calls, or that made the last one
                 # a while ago, waits elsewhere, for example in torch.futures.wait_all(), which is C code and reads nothing.
                 if conn.listen():
                     calls = list(conn.peer.pending.values())
@@ -121,7 +121,7 @@ class Scheduler:
         return busy
 
     def soon(self, conn: Connection, taken_up: int = 0) -> None:
-        """Send what is in the outbox within some milliseconds.
+        """Send the outbox within some milliseconds.
 
         Args:
             taken_up: the number of a large request that has been opened. Unless its answer is sent before, a CREDIT frame tells
@@ -179,7 +179,7 @@ class Scheduler:
         return kept > 0
 
     def before_fork(self) -> None:
-        """Return no borrowed memory until the fork is over: the child may inherit it."""
+        """Return no borrowed memory until the fork has ended: the child may inherit it."""
         for borrower in self._borrowers():
             borrower.before_fork()
 
@@ -201,7 +201,7 @@ class Scheduler:
             self.pulse.poke()
 
     def _scan(self, peer: Peer) -> None:
-        """End the calls to a peer whose time is over. Runs on the clock's thread."""
+        """End the calls to a peer whose deadlines have passed. Runs on the clock's thread."""
         now = _time.now()
         peer.scan_at = INFINITE
         earliest = INFINITE

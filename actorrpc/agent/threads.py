@@ -1,6 +1,6 @@
 """The pool: worker threads that read connections and execute what they read, of which one is always listening.
 
-All threads sleep in one ``epoll``. The thread that the kernel wakes reads what has come and executes it itself: a request is
+All threads sleep in one ``epoll``. The thread that the kernel wakes reads the request and executes it itself: a request is
 handed to another thread only when there is more work than one thread should do.
 
 Invariant: *at least one thread is always in epoll, or about to be.* A thread that leaves epoll may read, but before it runs user
@@ -129,7 +129,7 @@ class Pool:
 
     @uninterruptible
     def wake(self) -> None:
-        """Wake one thread for the queue; start one if none is there to be woken."""
+        """Wake an idle thread for the queue, or start a thread if there is no idle one."""
         if self.idle:
             try:
                 os.eventfd_write(self._wake_fd, 1)
@@ -165,7 +165,7 @@ class Pool:
                 self._run_internal(task)
 
     def hand_out(self) -> None:
-        """Have other threads run what is queued, after a thread has queued messages of which it will run the first itself."""
+        """Have other threads help with the queue, after a thread has queued messages of which it will run the first itself."""
         if self._mean > _SLOW_S and not self._crowded:
             self.wake()
         self._starvation.poke()
@@ -207,7 +207,10 @@ class Pool:
 
     def is_member(self) -> bool:
         """Say whether the calling thread belongs to the pool."""
-        return threading.current_thread() in self.threads
+        me = (
+            threading.get_ident()
+        )  # current_thread() would make an object for each thread that Python has not started
+        return any(each.ident == me for each in tuple(self.threads))
 
     def _loop(self) -> None:
         me = threading.get_ident()
@@ -318,7 +321,7 @@ class Pool:
         now = _time.now()
         stalled_s = self._stalled_for(now)
         # The clock's own delay tells whether the threads that run compete for the interpreter (then one more
-        # makes everything slower) or are blocked (then one more is what is needed).
+        # makes everything slower) or are blocked (then one more is needed).
         self._crowded = self._starvation.late > _COMPETED_S
         done, self._seen = self.finished - self._seen, self.finished
         if oldest is not self._oldest:
@@ -370,7 +373,7 @@ class Pool:
                 try:
                     self.queue.remove(task)
                 except (ValueError, IndexError):
-                    continue  # somebody else took it
+                    continue  # another thread took it
                 return task
         return None
 
@@ -389,7 +392,7 @@ class Pool:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, timeout: float = 2.0) -> list[threading.Thread]:
-        """End the threads; return those that are still in user code after ``timeout`` seconds."""
+        """End the threads; return the threads that are still in user code after ``timeout`` seconds."""
         with self._lock:
             self.stopping = True
             left = [each for each in self.threads if each is not threading.current_thread()]
