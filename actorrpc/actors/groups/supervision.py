@@ -146,25 +146,22 @@ def supervise(
     The terms are Erlang's, but the children are handles, not specifications: the actors are made first, and may live anywhere.
     A child that dies is made again where it was placed, with the same arguments, and with its state if its class has
     ``checkpoint()`` and ``restore()``. Its own ``max_restarts`` must not be 0; the group's counts. A child that is ended on
-    purpose (``kill()``, ``exit_actor()``, the end of its last handle) leaves the group without consequences. A constructor or
-    ``restore()`` that raises in a restart is another death; in a first start, it makes this group and every group above it give
-    up, as does the permanent loss of a child's place.
+    purpose (``kill()``, ``exit_actor()``, the end of its last handle) leaves the group. If a constructor or ``restore()`` raises
+    in a restart, that is another death. If it raises in a first start, or a child's place is lost, all of its groups give up.
 
     When the group gives up, its children end, the last first. If it is a child itself, it has died, and the group above makes
     it again with all of its children, if it can. Otherwise calls of its actors fail with an ActorDiedError that lists the deaths.
+    Use ``strategy="one_for_all"`` and ``max_restarts=0`` for actors that must all end when one dies.
 
     Args:
         children: handles of actors that this process has made, other groups, and ActorGroups, which count as their members.
             Each can be in one group only. Their order is the order of starts.
         strategy: which children a death restarts: ``"one_for_one"``: only the child that died; ``"one_for_all"``: all children;
-            ``"rest_for_one"``: the child that died and all children after it. They are ended one after the other, the last
-            first, and made again, the first first, each when the one before it lives.
-        max_restarts: how many deaths within ``period`` seconds the group accepts; 0 with ``"one_for_all"``: they die together.
-        period: seconds.
-        backoff: the wait before the second restart in a row, in seconds; doubles with each up to 10 s, and is shortened at
-            random by up to a half. The first restart comes at once.
+            ``"rest_for_one"``: the child that died and all after it. They end one by one, in reverse order, and start in order.
+        max_restarts, period: how many deaths within so many seconds the group accepts.
+        backoff: seconds before the second restart in a row, doubled up to 10 s, and shortened at random by up to a half.
         name: the name of the group in messages.
-        on_failure: called with the SupervisionError, on a worker thread, when this group, or a group above it, has given up.
+        on_failure: gets the SupervisionError, on a worker thread, when this group or a group above it has given up.
 
     Raises:
         TypeError: a child cannot be supervised.
