@@ -16,9 +16,9 @@ from actorrpc._exception_text import say
 from actorrpc.actors.client.actor_class import ActorClass, options_of
 from actorrpc.actors.client.handle import ActorHandle, call, is_alive, kill, monitor, ready
 from actorrpc.actors.client.route import Routes
-from actorrpc.actors.client.supervisor_client import call_quietly, gather_states, peer_of
+from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.context import runtime
-from actorrpc.actors.host.registry import HostedActorState, states
+from actorrpc.actors.host.registry import HostedActorState
 from actorrpc.actors.library.tasks import RemoteFunction, TaskFuture
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.spec.actor_spec import ActorExit
@@ -30,7 +30,6 @@ from actorrpc.actors.supervision.names import Names
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import named
 from actorrpc.errors import ConfigError, RpcError
-from actorrpc.futures import Future
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 from actorrpc.rpc.rref import RRef
@@ -114,26 +113,31 @@ def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
 
     Workers that do not answer within ``timeout`` seconds are left out: what they know is missing.
     """
-    in_force = runtime()
     until = _time.now() + wait_limit(timeout)
-    agent = in_force.agent
-    asked = []
-    for record in agent.members():
-        key = WorkerKey(record.rank, record.incarnation)
-        asked.append(call_quietly(agent, partial(peer_of, agent, key), states, (), timeout))
-    known: list[ActorState] = _answer(gather_states(in_force), until)
+    agent = runtime().agent
+    asked = [
+        call_quietly(
+            agent, partial(peer_of, agent, WorkerKey(record.rank, record.incarnation)), _known, (), timeout
+        )
+        for record in agent.members()
+    ]
+    known: list[ActorState] = []
     lives: dict[int, HostedActorState] = {}
     for future in asked:
-        lives.update((each.instance_id, each) for each in _answer(future, until))
+        try:
+            supervised, hosted = future.wait(max(0.0, until - _time.now()))
+        except RpcError:  # the worker has ended, or is too slow
+            continue
+        known += supervised
+        lives.update((each.instance_id, each) for each in hosted)
     rows = [_row(each, lives.get(each.instance_id)) for each in known if each.class_name != TASKS]
     return sorted(rows, key=lambda row: row.actor_id)
 
 
-def _answer(future: Future[Any], until: float) -> list[Any]:
-    try:
-        return list(future.wait(max(0.0, until - _time.now())))
-    except RpcError:  # gone, or too slow
-        return []
+def _known() -> tuple[list[ActorState], list[HostedActorState]]:
+    """Return the actors that this worker supervises, and the actors that live here. Called by RPC."""
+    here = runtime()
+    return here.supervisor.states(), here.registry.states()
 
 
 _SHOWN: Final = {"PENDING_CREATION": "PENDING", "ENDING": "ALIVE"}

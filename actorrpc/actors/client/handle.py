@@ -5,8 +5,8 @@ mailbox. Everything a class defines wins over what a handle has by itself: that 
 also a function of the package.
 
 Where the class is an nn.Module, ``handle.state_dict()`` calls the method in the actor and waits, as if the handle were the
-module: the RPC floor's :mod:`~actorrpc.rpc.modules` says what comes back in place of what cannot travel. With ``remote`` all of
-these are ordinary methods. What a class defines itself is what is called, whatever its name.
+module; :mod:`~actorrpc.rpc.modules` says what is returned in place of objects that cannot be sent. With ``remote`` all of
+these are ordinary methods. A method that the class defines is called, whatever its name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -72,6 +73,7 @@ __all__ = [
     "monitor",
     "parameters",
     "ready",
+    "route_of",
     "route_to",
     "run",
 ]
@@ -136,7 +138,6 @@ Out = TypeVar("Out")
 F = TypeVar("F", bound=Callable[..., Any])
 Style = Literal["rpc_sync", "rpc_async", "remote"]
 
-_new_ref: Final = ObjectRef.__new__
 _ASK_S: Final = 30.0  # how long a supervisor may take to answer
 
 # What the runtime itself asks of an actor, through its mailbox. No class has methods of such names.
@@ -146,7 +147,7 @@ _RREF: Final = MethodInfo.anything("<rref>", "rref")
 
 
 class _Doc:
-    """``__doc__``: of the class what is given here, of an object what its ``_doc`` says. Python calls this for both."""
+    """``__doc__``: of the class the text given here, of an object the docstring of its method."""
 
     __slots__ = ("_own",)
 
@@ -176,7 +177,7 @@ class _LikeItsMethod:
         return self._info.shown(self._card.info.function(self._info.name))
 
     def __get__(self, instance: object, owner: Any = None) -> Self:
-        # help() shows what has this method as it shows functions: with name, signature and docstring.
+        # help() shows an object with this method as a function: with name, signature and docstring.
         return self
 
 
@@ -186,7 +187,7 @@ def gives_one(info: MethodInfo, options: CallOptions) -> bool:
 
 
 class _RemoteCall(_LikeItsMethod):
-    """``handle.method.remote``. An object, as a bound method would show its signature to nobody."""
+    """``handle.method.remote``. An object, because a bound method would not show the signature."""
 
     __slots__ = ("_card", "_info", "_options", "_route", "_sent", "_simple")
     __doc__ = _Doc("``handle.method.remote``.")
@@ -196,7 +197,7 @@ class _RemoteCall(_LikeItsMethod):
         self._route = route
         self._info = info
         self._options = options
-        # Where a call gives nothing, nobody looks at its one result.
+        # With num_returns=0, the caller gets no ObjectRef for the result.
         self._sent = options if options.num_returns else options.merged(num_returns=1)
         self._simple = gives_one(info, options)
 
@@ -206,10 +207,7 @@ class _RemoteCall(_LikeItsMethod):
         if kwargs or not signature.least <= len(args) <= signature.most:
             signature.check(args, kwargs)
         if self._simple:
-            ref: ObjectRef[Any] = _new_ref(ObjectRef)
-            ref._future = self._route.call(info, self._sent, args, kwargs, True)
-            ref._fetched = ref._promise = ref._id = ref._label = None
-            return ref
+            return ObjectRef(self._route.call(info, self._sent, args, kwargs, True))
         again = self._route.again(info, self._sent, args, kwargs)
         future = self._route.call(info, self._sent, args, kwargs, True)
         return shaped(future, info, self._options, self._route.explain, again)
@@ -283,7 +281,7 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
         """Refuse: remote methods are called with ``remote``. Only what torch's modules have is called on the handle of one.
 
         Raises:
-            TypeError: it is none of these.
+            TypeError: it is not a method of nn.Module.
         """
         if is_direct(self._card.info, self._info):
             return self._call_directly(args, kwargs)
@@ -411,8 +409,8 @@ class ActorHandle(Generic[C_co]):
     """A reference to an actor, usable on every worker. Thread-safe.
 
     ``handle.method.remote(...)`` calls a method and gives an ObjectRef; ``handle.rpc_sync().method(...)`` waits for the
-    result, ``handle.rpc_async().method(...)`` gives a Future; all of them go through the actor's mailbox. On a proxy,
-    what is not a method is read: ``handle.rpc_sync().attribute``.
+    result, ``handle.rpc_async().method(...)`` gives a Future; all of them go through the actor's mailbox. A proxy also reads
+    attributes: ``handle.rpc_sync().attribute``.
 
     As far as the class has no methods of these names, a handle also has ``rpc_sync``, ``rpc_async``, ``remote``, ``options``
     (the same handle with other options of its calls), ``rref`` (torch's reference to the instance), ``actor_id``, and
@@ -426,15 +424,15 @@ class ActorHandle(Generic[C_co]):
     ended, or when the actor was restarted. Hooks run as the module has them; ``handle.forward.remote(x)`` is literally
     ``forward``, and ``handle.__call__.remote(x)`` the call that does not wait.
 
-    The actor lives as long as there is a handle somewhere; those that were got by name do not count. Handles are
-    equal when they mean the same actor, and travel in arguments and results.
+    The actor lives as long as any process has a handle; handles from :func:`actorrpc.get_actor` do not count. Handles of the
+    same actor are equal. They can be sent in arguments and results.
 
-    What ``pickle``, ``cloudpickle`` or ``torch.save`` makes of a handle can be loaded by all workers of the group, and does not
-    keep the actor alive: keep a handle until it was loaded. What is loaded counts as any other handle. To load it waits for the
-    worker that has made the actor; elsewhere than in the group, and when the actor has ended, it raises an error.
+    All workers of the group can load pickles of a handle (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does not
+    keep the actor alive: keep a handle until it was loaded. Loading waits for the worker that made the actor; it raises an error
+    outside of the group, and after the end of the actor.
     """
 
-    _is_actor_handle = True  # for those who cannot import this module
+    _is_actor_handle = True  # for modules that cannot import this one
 
     def __init__(self, card: Card, route: Route, given: dict[str, Any] | None = None) -> None:
         state = self.__dict__
@@ -708,31 +706,26 @@ class _ProxyMethod:
         return f"<{self._style} method {self._name} of {self._handle!r}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        info = getattr(self._handle, self._name)._info  # and the method is kept on the handle from now on
+        info = _card(self._handle).info.methods[self._name]
         info.check(args, kwargs)
         return _send(self._handle, self._style, self._timeout, info, args, kwargs)
 
 
-class _CallsOfRRef:
-    """Makes the calls of an actor's RRef, as calls of a handle of the actor. It is sent together with the RRef."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle: ActorHandle[Any]) -> None:
-        self._handle = handle
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _CallsOfRRef, (self._handle,)
-
-    def __call__(
-        self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
-    ) -> Any:
-        info = _card(self._handle).info.methods.get(name)
-        if info is None:  # an attribute that can be called
-            info, args, kwargs = _CALL, (_call_attribute, name, args, kwargs), {}
-        else:
-            info.check(args, kwargs)
-        return _send(self._handle, "rref" if style == "remote" else style, timeout, info, args, kwargs)
+def _call_of_rref(
+    handle: ActorHandle[Any],
+    style: Style,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+) -> Any:
+    """Make a call of an actor's RRef as a call of a handle of the actor."""
+    info = _card(handle).info.methods.get(name)
+    if info is None:  # an attribute that can be called
+        info, args, kwargs = _CALL, (_call_attribute, name, args, kwargs), {}
+    else:
+        info.check(args, kwargs)
+    return _send(handle, "rref" if style == "remote" else style, timeout, info, args, kwargs)
 
 
 def _call_attribute(instance: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -750,8 +743,10 @@ def _send(
 ) -> Any:
     state = handle.__dict__
     card, route = state["_actorrpc_card"], state["_actorrpc_route"]
-    # The very object that other calls of the method use: the route has prepared what goes with it.
     known = state.get(info.name)
+    if known is None and info.name in card.info.methods:
+        known = handle.__getattr__(info.name)
+    # The object that other calls of the method use, because the route keeps a template for it.
     options = known._options if known is not None else _options_of(card, info, state["_actorrpc_given"])
     seconds = None if timeout == UNSET_RPC_TIMEOUT else timeout
     if style == "remote" or info.streams or options.num_returns == "streaming":
@@ -775,15 +770,13 @@ def _rref(handle: ActorHandle[Any]) -> Any:
             found = None  # of an incarnation that has died
     if found is None:
         found = _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _RREF, (), {})
-        # By a handle of its own: a cycle would keep this one, whose end ends the actor, until the collector finds it.
         state = handle.__dict__
-        with_calls(
-            found,
-            _CallsOfRRef(
-                ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"])
-            ),
+        # A handle of its own, because a cycle would keep `handle`, and so the actor, until the next garbage collection.
+        own: ActorHandle[Any] = ActorHandle(
+            state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"]
         )
-        handle.__dict__["_actorrpc_rref"] = found
+        with_calls(found, partial(_call_of_rref, own))
+        state["_actorrpc_rref"] = found
     return found
 
 
@@ -791,10 +784,10 @@ def _rref(handle: ActorHandle[Any]) -> Any:
 
 
 def as_handle(given: Any, what: str) -> ActorHandle[Any]:
-    """Return what is given where it is a handle; ``what`` is what takes one.
+    """Return an object if it is a handle; ``what`` names the function that takes it.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a handle.
     """
     if isinstance(given, ActorHandle):
         return given
@@ -806,9 +799,15 @@ def as_handle(given: Any, what: str) -> ActorHandle[Any]:
     raise TypeError(f"{what} takes the handle of an actor, not a {type(given).__name__}{hint}")
 
 
-def route_to(given: Any, what: str) -> Any:
+def route_of(handle: ActorHandle[Any]) -> Route:
+    """Return the route of a handle."""
+    route: Route = handle.__dict__["_actorrpc_route"]
+    return route
+
+
+def route_to(given: Any, what: str) -> Route:
     """Return the route of a handle, as :func:`as_handle` takes it."""
-    return as_handle(given, what).__dict__["_actorrpc_route"]
+    return route_of(as_handle(given, what))
 
 
 def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
@@ -828,7 +827,7 @@ def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
     """Say whether the actor lives, or is being made or restarted. Never waits behind its work.
 
     Args:
-        timeout: seconds for the worker that looks after it; it counts as dead if that does not answer.
+        timeout: seconds for the answer of its supervisor; without an answer, the actor counts as dead.
     """
     asked: Future[bool] = route_to(actor, "is_alive()").alive()
     try:
@@ -868,7 +867,7 @@ def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
         no_restart: for good, whatever its ``max_restarts``; False: as if it had died by itself.
 
     Raises:
-        RpcError: the worker that looks after it does not answer.
+        RpcError: its supervisor does not answer.
     """
     asked = route_to(actor, "kill()").kill(no_restart)
     asked.wait(_ASK_S)

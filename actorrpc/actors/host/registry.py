@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
-from actorrpc.actors.context import current, runtime
+from actorrpc.actors.context import current
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.deadlock_detector import DeadlockDetector
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ActorRegistry", "HostedActorState", "end", "states"]
+__all__ = ["ActorRegistry", "HostedActorState", "end"]
 
 _END_S: Final = 5.0
 _AT_LEAST_S: Final = 0.25
@@ -258,9 +258,3 @@ def end(instance_id: int, how: str, why: str) -> Any:
     if hosted is None:
         return None
     return Later(hosted.end(how, why))
-
-
-def states() -> list[HostedActorState]:
-    """Return what there is to say of the actors here."""
-    registry: ActorRegistry = runtime().registry
-    return registry.states()

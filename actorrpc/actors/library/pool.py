@@ -4,8 +4,8 @@
     for result in pool.map(lambda actor, value: actor.double.remote(value), range(100)):
         ...
 
-Where a task stands (waiting, running, over) is told by callbacks of its futures, which only append to a deque and
-wake the threads that wait; everything else happens on the thread, or in the coroutine, that uses the pool.
+The callbacks of a task's futures only append to a deque and wake the thread that waits. Everything else happens on the
+thread, or in the coroutine, that uses the pool.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ActorPool(Generic[A]):
     """Shares tasks out to actors, each of which works at one at a time.
 
     A task is a function that is given an actor and a value and returns the ObjectRef of the call it makes. The actor
-    is busy until that call is over, also where it failed; an actor that has died does not come back. Tasks beyond
+    is busy until that call has ended; an actor that has died does not come back. Tasks beyond
     the number of actors wait; they are started, on the thread that waits for a result, as actors become free.
 
     For one thread (or one task of an event loop) at a time, like an iterator.
@@ -80,15 +80,15 @@ class ActorPool(Generic[A]):
 
     def __init__(self, actors: Iterable[A]) -> None:
         self._idle: list[A] = list(actors)
-        self._tasks: dict[int, _Task] = {}  # those whose results nobody has got, by number
+        self._tasks: dict[int, _Task] = {}  # whose results were not fetched, by number
         self._waiting: deque[_Task] = deque()
-        self._busy: dict[int, _Task] = {}  # those that occupy an actor, given up ones included
-        self._over: deque[_Task] = deque()  # what callbacks tell: over, in that order, and not looked at yet
-        self._ready: dict[int, _Task] = {}  # of _tasks, those that are over, in the order in which they were
+        self._busy: dict[int, _Task] = {}  # that occupy an actor, also abandoned ones
+        self._over: deque[_Task] = deque()  # ended, in that order; callbacks append to it
+        self._ready: dict[int, _Task] = {}  # the ended ones of _tasks, in the order in which they ended
         self._next_task = 0
         self._next_return = 0
         self._dead = 0
-        # Completed by a callback, to wake the thread that waits; the thread that is about to wait puts a new one there.
+        # A callback completes it to wake the thread that waits. That thread replaces it before it waits again.
         self._change: Future[None] = Future()
 
     # -- giving tasks ------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ class ActorPool(Generic[A]):
     def map(self, fn: Callable[[A, V], Any], values: Iterable[V]) -> PoolResults:
         """Call ``fn(actor, value)`` for each value and return an iterator over the results, in order.
 
-        What was submitted before and not fetched is given up. All values are taken at once. The iterator works with
-        ``for`` and ``async for``; a call that failed raises from it, and it goes on behind.
+        Results of earlier tasks that were not fetched are dropped. All values are taken at once. The iterator works with
+        ``for`` and ``async for``; it raises the error of a call that failed, and can be continued after that.
         """
         return self._map(fn, values, ordered=True)
 
@@ -161,10 +161,10 @@ class ActorPool(Generic[A]):
     # -- the state of things -----------------------------------------------------------------------
 
     def _collect(self, free: bool = False) -> None:
-        """Look at what callbacks have told.
+        """Handle the tasks that have ended, and start others.
 
         Args:
-            free: actors whose calls are over are free, also where nobody has got the result yet.
+            free: actors of ended tasks are free even if the results were not fetched.
         """
         while self._over:
             task = self._over.popleft()
@@ -172,7 +172,7 @@ class ActorPool(Generic[A]):
             if task.index in self._tasks:
                 self._ready[task.index] = task
             else:
-                self._free(task)  # it was given up
+                self._free(task)  # it was abandoned
         if free and self._waiting:
             for task in list(self._busy.values()):
                 if task.done:
@@ -204,7 +204,7 @@ class ActorPool(Generic[A]):
             self._ready[task.index] = task
 
     def has_next(self) -> bool:
-        """Say whether there are tasks, waiting or running or over, whose results nobody has got."""
+        """Say whether there are tasks, in any state, whose results were not fetched."""
         return bool(self._tasks)
 
     def has_free(self) -> bool:
@@ -234,7 +234,7 @@ class ActorPool(Generic[A]):
 
         Args:
             timeout: seconds to wait at most; None: as long as the call takes.
-            ignore_if_timedout: give the task up if it is not over by then. Its actor is free when the call ends.
+            ignore_if_timedout: abandon the task after the time-out. Its actor is free when the call ends.
 
         Raises:
             StopIteration: there is no task left.
@@ -246,7 +246,7 @@ class ActorPool(Generic[A]):
         return self._get(True, timeout, ignore_if_timedout)
 
     def get_next_unordered(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
-        """Return the result of the task that is over first; waits for one. The rest as for :meth:`get_next`."""
+        """Return the result of the task that ends first; waits for one. Otherwise as :meth:`get_next`."""
         return self._get(False, timeout, ignore_if_timedout)
 
     async def get_next_async(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
@@ -259,14 +259,14 @@ class ActorPool(Generic[A]):
     async def get_next_unordered_async(
         self, timeout: float | None = None, ignore_if_timedout: bool = False
     ) -> Any:
-        """Return the result of the task that is over first, as :meth:`get_next_async`."""
+        """Return the result of the task that ends first, as :meth:`get_next_async`."""
         return await self._get_async(False, timeout, ignore_if_timedout)
 
     def _find(self, ordered: bool) -> _Task | None:
-        """Return the task that is next; None if it is not over: then wait for ``_change`` and look again."""
+        """Return the next task; None if it has not ended: then wait for ``_change`` and call this again."""
         if ordered and self._next_return >= self._next_task:
             raise ConfigError("get_next() is not possible after get_next_unordered() has gone past its task")
-        self._change = Future()  # before the look: a change after it completes this one
+        self._change = Future()  # made before the tasks are checked, so that later changes complete it
         self._collect(free=True)
         self._fail_if_alone()
         if ordered:

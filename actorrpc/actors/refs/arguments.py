@@ -1,7 +1,7 @@
-"""ObjectRefs among the arguments of a call: those at top level are replaced by their results before the method runs.
+"""ObjectRefs among the arguments of a call. At top level, they are replaced by their results before the method runs.
 
-The caller sends the results that it has as values, and waits for the results of its own calls (see ``client/pending_call.py``).
-The worker of the actor fetches the rest directly from the worker that has it. ObjectRefs inside of containers stay what they are.
+The caller sends the results that it has, and waits for the results of its own calls (see ``client/pending_call.py``). The worker
+of the actor fetches all other results from the workers that have them. ObjectRefs inside of containers are not replaced.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def pack_arguments(
         The arguments, and whether there are ObjectRefs left among them: the called side has to :func:`resolve` them.
 
     Raises:
-        BaseException: what an ObjectRef at top level has failed with; the call then fails with that and is not sent.
-            As for ``get``, what the others raise is not logged as something that nobody looked at.
+        BaseException: the error of an ObjectRef at top level; the call then fails with it and is not sent. As with ``get``,
+            the failures of other ObjectRefs are not logged.
     """
     left = False
 
@@ -49,7 +49,7 @@ def pack_arguments(
                 if value.stored is None:
                     return value.open()
             elif type(value) is not StoredResult:
-                if template is not None:  # it came with the reply, and would have been better kept
+                if template is not None:  # it came with the reply; it should have stayed with its actor
                     template.handed_on()
                 return each._value(value)
         left = True
@@ -92,4 +92,6 @@ def resolve(
         )
 
     refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
-    return gather(refs, "the ObjectRefs among the arguments", complete)
+    resolved = gather(refs, "the ObjectRefs among the arguments", complete)
+    resolved.flush()
+    return resolved

@@ -11,17 +11,16 @@ import heapq
 import sys
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import is_of_handler, say
+from actorrpc._exception_text import say
 from actorrpc.actors.refs.object_ref import SOLE, ObjectRef
 from actorrpc.actors.refs.progress_bar import progress_bar
 from actorrpc.actors.refs.results import ATOMS, StoredResult
@@ -56,7 +55,7 @@ _REFS: Final = frozenset({ObjectRef})
 _INFINITE: Final = float("inf")
 
 
-# -- what can be waited for --------------------------------------------------------------------------------
+# -- waiting for one result --------------------------------------------------------------------------------
 
 
 class Arrivals(Generic[T]):
@@ -77,7 +76,7 @@ class Arrivals(Generic[T]):
         raise NotImplementedError
 
     def cancel(self) -> bool:
-        """Close the stream; False if it was over."""
+        """Close the stream; False if it has ended."""
         raise NotImplementedError
 
     def _rest(self) -> list[T]:
@@ -89,7 +88,7 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
     """Return the future to wait for. If a value is known to be elsewhere and ``final`` is set, start to fetch it.
 
     Raises:
-        TypeError: ``item`` is nothing that can be waited for.
+        TypeError: ``item`` cannot be waited for.
         NotInitializedError: the future is pending, and was made before this process was forked.
     """
     if type(item) is ObjectRef:
@@ -138,18 +137,7 @@ def _adopted(other: Any) -> Future[Any]:
     """Return a Future of this package that follows a ``torch.futures.Future``."""
     future: Future[Any] = Future()
     future.label = "a torch.futures.Future"
-
-    def done(completed: Any) -> None:
-        try:
-            value = completed.value()
-        except BaseException as error:
-            future.set_exception(error)
-            if is_of_handler(error):
-                raise
-        else:
-            future.set_result(value)
-
-    other.add_done_callback(done)
+    other.add_done_callback(lambda done: future.complete_with(done.value))
     return future
 
 
@@ -207,7 +195,7 @@ def cover(items: Iterable[Any], futures: Iterable[Future[Any]] = ()) -> None:
 
 
 def _behind(items: Iterable[Any], futures: Iterable[Future[Any]]) -> list[Future[Any]]:
-    """Return the futures whose failures end a wait for several results: those of calls and those of fetches."""
+    """Return the futures, of calls and of fetches, whose failures end a wait for several results."""
     return [*futures, *(each for item in items if type(item) is ObjectRef for each in item._futures())]
 
 
@@ -216,6 +204,8 @@ def _flush(futures: Iterable[Future[Any]]) -> None:
     conns = set()
     for future in futures:
         source = future.source
+        while isinstance(source, Future):
+            source = source.source
         if type(source) is Call:
             if source.conn in conns:
                 continue
@@ -242,10 +232,6 @@ class _Collector:
         signal, wanted: the future to complete when so many are ready.
     """
 
-    watches: Mapping[int, _Watch] = MappingProxyType(
-        {}
-    )  # for __del__, if a signal handler interrupts the constructor
-
     def __init__(self, fetch: bool, fails: bool = False) -> None:
         self.fetch, self.fails = fetch, fails
         self.watches: dict[int, _Watch] = {}
@@ -255,8 +241,9 @@ class _Collector:
         self.wanted = 0
 
     def __del__(self) -> None:
-        for watch in self.watches.values():
-            watch.future.remove_waiter(watch)
+        # A signal handler may have interrupted the constructor.
+        for watch in vars(self).get("watches", {}).values():
+            watch.future.remove_waiter(watch.ended)
 
     def add(self, number: int, item: Any, future: Future[Any]) -> None:
         """Add a result, and wait for its future; the caller flushes the gathered messages."""
@@ -276,8 +263,21 @@ class _Collector:
         if needs_all:
             signal.awaits = list(self.watches.values())  # the search for deadlocks looks here
         self.wanted, self.signal = count, signal
-        # Looked at again after the line above: seen here, or by the thread that ends a result.
+        # A result that ends now is seen by the next line, or its thread sees the signal.
         return None if self.failed or len(self.ready) >= count else signal
+
+    def wait_until(self, until: float, count: int, label: str, needs_all: bool) -> bool:
+        """Wait until ``count`` results are ready, or one has failed; return False at the deadline."""
+        signal = self.awaited(count, label, needs_all)
+        if signal is None:
+            return True
+        try:
+            signal.wait(time_left(until))
+        except RpcTimeoutError:
+            return signal.completed
+        finally:
+            self.signal = None  # it has the watches, and so the results
+        return True
 
     @property
     def futures(self) -> list[Future[Any]]:
@@ -298,7 +298,7 @@ class _Watch:
     def arm(self, future: Future[Any]) -> None:
         """Wait for a future."""
         self.future = future
-        future.add_waiter(self)
+        future.add_waiter(self.ended)
 
     def ended(self, future: Future[Any]) -> None:
         """Tell the collector. Runs on the thread that ends the result, and must not block: a pool thread fetches values."""
@@ -359,7 +359,7 @@ class _Gathering(Progress):
         self.future.try_complete(self._make(values))
 
     def drive(self, _deadline: float | None) -> None:
-        """Send what is gathered. The waiting thread then sleeps: if it read one reply, it could miss another's failure."""
+        """Send the gathered messages. The waiting thread then sleeps: if it read one reply, it could miss another's failure."""
         self.flush()
 
     def flush(self) -> None:
@@ -380,7 +380,7 @@ def gather(
     make: Callable[[Iterable[Any]], T] = list,  # type: ignore[assignment]
     failed: Callable[[int, BaseException], bool] = lambda at, error: True,
 ) -> Future[T]:
-    """Return a future of the values of several results. No thread waits, and fetches run side by side.
+    """Return a future of the values of several results. No thread waits, fetches run side by side; the caller flushes messages.
 
     Cancelling the future cancels all parts. Must not be called under a lock.
 
@@ -389,10 +389,7 @@ def gather(
         failed: called with the number of each part that fails, and its error. If it returns True, the future fails with that
             error at once; otherwise the error stands in the place of the value.
     """
-    futures = [future_of(each, label) for each in parts]
-    gathering = _Gathering(futures, label, make, failed)
-    gathering.flush()
-    return gathering.future
+    return _Gathering([future_of(each, label) for each in parts], label, make, failed).future
 
 
 # -- get -----------------------------------------------------------------------------------------------------
@@ -442,10 +439,10 @@ def get(
     Args:
         refs: an ObjectRef, an ObjectRefGenerator, or a list or tuple of them (and of lists of them); Futures and RRefs will do,
             too.
-        timeout: seconds for all of it; None: until the calls are over.
+        timeout: seconds for all of it; None: until the calls end.
         copy: of large results, which the processes of a host share, None makes tensors and arrays whose pages become their own
             as they are written to, which is quick to get, and slow to overwrite as a whole; True makes a copy; False makes
-            arrays and memoryviews that can only be read (no tensors: torch has none of that kind).
+            read-only arrays and memoryviews (no tensors: torch has no read-only tensors).
         cancel_on_interrupt: cancel the calls and streams of ``refs`` where Ctrl-C ends the wait, and no later call can, as in
             ``get(handle.method.remote())``. None: in a notebook or another session of IPython only.
 
@@ -458,8 +455,7 @@ def get(
     Raises:
         RpcTimeoutError: not everything was there in time (also known as GetTimeoutError). The calls go on.
         TypeError: there is nothing to wait for in ``refs``.
-        Exception: what a call raised; of several, the first that fails, at once. The failures of the others are not logged as
-            errors that nobody looked at.
+        Exception: the error of a call; of several, the first that fails, at once. The failures of the others are not logged.
     """
     try:
         if type(refs) is not ObjectRef:
@@ -507,7 +503,7 @@ def _get_several(
     """Do the work of :func:`get` for everything but one ObjectRef.
 
     Args:
-        sole: only the caller of :func:`get` has the list ``refs``. The list is emptied: then nobody else has its ObjectRefs.
+        sole: only the caller of :func:`get` has the list ``refs``. It is emptied, so that only this thread has the ObjectRefs.
     """
     try:
         if isinstance(refs, Arrivals):
@@ -536,11 +532,14 @@ def _get_all(
     futures: list[Future[Any]] = []
     try:
         with ExitStack() as streams:
+            forks = generation()
             for item in items:
+                future = item._future if type(item) is ObjectRef else None
                 if isinstance(item, Arrivals):
-                    futures.append(streams.enter_context(item._whole()))
-                else:
-                    futures.append(_start(item, "get()", True))
+                    future = streams.enter_context(item._whole())
+                elif future is None or forks or type(future.value_or_none) is StoredResult:
+                    future = _start(item, "get()", True)
+                futures.append(future)
             _wait_for_all(items, futures, until, timeout)
         values = []
         for at, future in enumerate(futures):
@@ -564,7 +563,7 @@ def _get_all(
     finally:
         items.clear()  # see get()
         futures.clear()
-        item = future = None  # type: ignore[assignment]
+        item = future = None
 
 
 def _wait_for_all(items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None) -> None:
@@ -726,7 +725,7 @@ class _Registered(_Collector):
         _flush(pending)
 
     def _differ(self, new: Sequence[Any]) -> None:
-        """Check that the new items differ from each other, and from those that are registered."""
+        """Check that the new items differ from each other, and from the registered items."""
         if self.items and self._different is None:
             self._different = set(self.items.values())
         # One that has no identity yet is equal to itself only.
@@ -749,14 +748,7 @@ class _Registered(_Collector):
             if len(ended) >= count or until <= _time.now():
                 return
             of = len(self.items)
-            signal = self.awaited(count - len(ended), f"wait() for {count} of {of}", count == of)
-            if signal is not None:
-                try:
-                    signal.wait(time_left(until))
-                except RpcTimeoutError:  # the next round of the loop takes the results that have come
-                    pass
-                finally:
-                    self.signal = None  # it has the watches, and so the results
+            self.wait_until(until, count - len(ended), f"wait() for {count} of {of}", count == of)
 
     def cover(self) -> None:
         """Suppress the reports of failures of these results: the waiting thread has timed out."""
@@ -775,6 +767,9 @@ class _Registered(_Collector):
 
 
 # -- as_completed --------------------------------------------------------------------------------------------
+
+
+_NEXT: Final = "the next of several results"
 
 
 class Completed(_Collector, Generic[T]):
@@ -811,39 +806,35 @@ class Completed(_Collector, Generic[T]):
         return self
 
     def __next__(self) -> T:
-        while True:
-            found, signal = self._take(StopIteration)
-            if signal is None:
-                return found  # type: ignore[no-any-return]
-            try:
-                signal.wait(time_left(self._until))
-            except RpcTimeoutError:
-                self._check_time(signal)
+        while (found := self._take(StopIteration)) is None:
+            if not self.wait_until(self._until, 1, _NEXT, self._needs_all):
+                raise self._late()
+        return found
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
 
     async def __anext__(self) -> T:
-        while True:
-            found, signal = self._take(StopAsyncIteration)
-            if signal is None:
-                return found  # type: ignore[no-any-return]
+        while (found := self._take(StopAsyncIteration)) is None:
+            signal = self.awaited(1, _NEXT, self._needs_all)
             try:
                 async with asyncio.timeout(time_left(self._until)):
-                    await signal
+                    if signal is not None:
+                        await signal
             except TimeoutError:
-                self._check_time(signal)
+                if signal is not None and not signal.completed:
+                    raise self._late() from None
+        return found
 
-    def _take(self, stop: type[Exception]) -> tuple[Any, Future[None] | None]:
-        """Return the next result, or a future to wait for before the next call; raise ``stop`` at the end."""
+    def _take(self, stop: type[Exception]) -> T | None:
+        """Return the next result, or None if it has not ended; raise ``stop`` after the last result."""
         if INTERRUPTED:
             interruption_point()
-        found = None
-        while self._left and found is None:
-            signal = self.awaited(1, "the next of several results", self._needs_all)
-            if signal is not None:
-                return None, signal
+        while self._left:
+            if not self.ready:
+                return None
             watch = self.ready.popleft()
+            found: Any
             if isinstance(watch.item, Arrivals):
                 found = self._item_of(watch)
             else:
@@ -854,12 +845,12 @@ class Completed(_Collector, Generic[T]):
                     self.bar.update()
                 if not self._left:
                     self.bar.close()
-        if found is None:
-            raise stop
-        return found, None
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        raise stop
 
     def _item_of(self, watch: _Watch) -> ObjectRef[Any] | None:
-        """Take the next item of a stream, and wait for the item after it; None where the stream is over."""
+        """Take the next item of a stream, and wait for the item after it; None if the stream has ended."""
         stream = watch.item
         found = None
         try:
@@ -872,11 +863,10 @@ class Completed(_Collector, Generic[T]):
         watch.arm(stream._arrival())
         return found
 
-    def _check_time(self, signal: Future[None]) -> None:
-        if not signal.completed:
-            if _time_is_over():
-                self.cover()
-            raise _late(f"one of {self._left} results", self._timeout) from None
+    def _late(self) -> RpcTimeoutError:
+        if _time_is_over():
+            self.cover()
+        return _late(f"one of {self._left} results", self._timeout)
 
     def cover(self) -> None:
         """Suppress the reports of failures of these results."""
@@ -929,8 +919,8 @@ def progress(
 
     Args:
         refs: a list of ObjectRefs; Futures and RRefs will do, too.
-        description: what stands in front of the bar.
-        timeout: seconds for all of it; None: until the calls are over.
+        description: the text in front of the bar.
+        timeout: seconds for all of it; None: until the calls end.
 
     Returns:
         The results, in the order of ``refs``.

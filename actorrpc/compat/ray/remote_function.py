@@ -113,13 +113,13 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
             return self
         made = self._variant(self._options.merged(**changes), self._extras, self._dynamic)
         if paths:
-            made._travels = runtime_env.SearchingFunction(paths, made._travels)  # type: ignore[assignment]
+            made._travels = runtime_env.SearchingFunction(paths, made._travels)
         return made
 
     def _variant(self, options: TaskOptions, extras: Extras, dynamic: bool) -> RemoteFunction[P, Any]:
         made: RemoteFunction[P, Any] = RemoteFunction(self._function, options, extras, dynamic)
         if made.__wrapped__ is self._function and self._first.__wrapped__ is self._function:
-            made._first = self._first
+            made._name_as(self._first)
         return made
 
     def options(self, **options: Any) -> RemoteFunction[P, Any]:
