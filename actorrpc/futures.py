@@ -40,7 +40,6 @@ __all__ = [
     "NestedRunner",
     "Progress",
     "Waiter",
-    "bystander",
     "collect_all",
     "forked",
     "generation",
@@ -157,11 +156,6 @@ def interruption_point() -> None:
     runner = WAITING.runner
     if runner in INTERRUPTED:
         runner.raise_interruption()  # type: ignore[union-attr]
-
-
-def bystander() -> NestedRunner | None:
-    """Return the runner that hears of the waits of threads that have none of their own."""
-    return _Waiting.runner
 
 
 class _Unretrieved:

@@ -57,7 +57,7 @@ def shaped(
 
     Args:
         explain: says what the end of a stream's worker means, as :meth:`Route.explain`.
-        again: makes a call again that gives a stream.
+        again: repeats the call of a stream that has failed before its first item.
     """
     count = options.num_returns
     if count == "streaming" or info.streams:
@@ -270,12 +270,10 @@ class Route:
 
     def again(
         self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[BaseException, int], Future[Any] | None] | None:
-        """Return what makes a call again whose stream has failed with an error, after so many items; None: nobody is to.
+    ) -> Again | None:
+        """Return a function that repeats a call whose stream has failed before its first item; None: it is not repeated.
 
-        It is made again, after an exception that is a reason for that or the death of its process, as long as it has given
-        nothing; later only where the method itself says that its exceptions are a reason, since what it gives is then made
-        a second time.
+        Reasons are the death of its process, and an exception that ``retry_exceptions`` names.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -288,9 +286,7 @@ class Route:
         tries = itertools.count() if left < 0 else iter(range(left))
         queue = self.queue
 
-        def again(error: BaseException, given: int) -> Future[Any] | None:
-            if given and not method.given.get("retry_exceptions"):
-                return None
+        def again(error: BaseException) -> Future[Any] | None:
             retried = _has_died(error) or queue.is_retried(options.retry_exceptions, error)
             if not retried or next(tries, None) is None:
                 return None
