@@ -39,7 +39,6 @@ __all__ = [
     "InnerFuture",
     "NestedRunner",
     "Progress",
-    "bystander",
     "collect_all",
     "forked",
     "generation",
@@ -149,11 +148,6 @@ def interruption_point() -> None:
     runner = WAITING.runner
     if runner in INTERRUPTED:
         runner.raise_interruption()  # type: ignore[union-attr]
-
-
-def bystander() -> NestedRunner | None:
-    """Return the runner of threads that have no runner of their own."""
-    return _Waiting.runner
 
 
 class _Unretrieved:

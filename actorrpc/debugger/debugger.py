@@ -50,7 +50,6 @@ _CALL_METHODS: Final = frozenset(
         ActorExecutor.run,
         ActorExecutor._call,
         ActorExecutor._call_function,
-        ActorExecutor._run_plain,
         ActorExecutor._run_async,
     )
 )
@@ -322,14 +321,14 @@ class _Entry:
 
     def begin(self) -> bool:
         """Begin; False where the actor runs nothing."""
-        for runner in list(self.hosted.threads):
+        for runner in list(self.hosted.runners):
             if runner.entered:
                 runner.enter(self.at_wait)
                 entering.enter(runner.ident, self.at_line)
                 return True
         for loop in list(self.hosted.loops.values()):
-            if loop.runner.entries and loop.runner.current is not None:
-                entering.enter(loop.runner.ident, self.at_line)
+            if loop.entries and loop.current is not None:
+                entering.enter(loop.ident, self.at_line)
                 return True
         return False
 

@@ -481,21 +481,19 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
 
 
 def _running(hosted: HostedActor, now: float) -> Iterable[dict[str, Any]]:
-    for runner in list(hosted.threads):
+    for runner in list(hosted.runners):
         entries = [each for each in runner.entered if isinstance(each, Envelope)]
         for entry in entries:
             waits_for = runner.waits_for if entry is entries[-1] else []
             yield _call(entry, now, runner.ident, waits_for)
     for loop in list(hosted.loops.values()):
-        runner_of_loop = loop.runner
-        held = runner_of_loop.running
-        for entry in list(runner_of_loop.entries.values()):
+        held = loop.running
+        for entry in list(loop.entries.values()):
             if entry is held:
-                yield _call(entry, now, runner_of_loop.ident, runner_of_loop.waits_for)
+                yield _call(entry, now, loop.ident, loop.waits_for)
             else:
                 awaits = [] if entry.task is None else _awaited_by(entry.task)
-                on_thread = entry is runner_of_loop.plain
-                yield _call(entry, now, runner_of_loop.ident if on_thread else 0, awaits)
+                yield _call(entry, now, loop.ident if entry is loop.plain else 0, awaits)
 
 
 def _awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:

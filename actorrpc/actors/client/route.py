@@ -57,8 +57,8 @@ def shaped(
     """Return the result of ``remote``: an ObjectRef, several, None, or a stream.
 
     Args:
-        explain: explains the end of a stream's worker, as :meth:`Route.explain`.
-        again: makes the call of a stream again.
+        explain: says what the end of a stream's worker means, as :meth:`Route.explain`.
+        again: repeats the call of a stream that has failed before its first item.
     """
     count = options.num_returns
     if count == "streaming" or info.streams:
@@ -267,12 +267,10 @@ class Route:
 
     def again(
         self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[BaseException, int], Future[Any] | None] | None:
-        """Return a function that makes the call of a failed stream again, given the error and the number of items; else None.
+    ) -> Again | None:
+        """Return a function that repeats a call whose stream has failed before its first item; None: it is not repeated.
 
-        The call is made again after the death of the process, or after an exception in ``retry_exceptions``, if the stream had
-        no items. A stream with items is made again only if the method itself is marked with ``retry_exceptions``, because its
-        items are then produced twice.
+        Reasons are the death of its process, and an exception that ``retry_exceptions`` names.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -285,9 +283,7 @@ class Route:
         tries = itertools.count() if left < 0 else iter(range(left))
         queue = self.queue
 
-        def again(error: BaseException, given: int) -> Future[Any] | None:
-            if given and not method.given.get("retry_exceptions"):
-                return None
+        def again(error: BaseException) -> Future[Any] | None:
             retried = _has_died(error) or queue.is_retried(options.retry_exceptions, error)
             if not retried or next(tries, None) is None:
                 return None

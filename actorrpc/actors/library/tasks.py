@@ -430,9 +430,9 @@ class TaskFuture(InnerFuture[Any]):
 
     # -- a task whose result is a stream -----------------------------------------------------------------------
 
-    def again(self, error: BaseException, given: int) -> Future[Any] | None:
-        """Make the call again whose stream has failed. As what :meth:`Route.again` returns."""
-        return None if self._again is None else self._again(error, given)
+    def again(self, error: BaseException) -> Future[Any] | None:
+        """Repeat the call of a stream that has failed before its first item. See :meth:`Route.again`."""
+        return None if self._again is None else self._again(error)
 
     def explain(
         self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
