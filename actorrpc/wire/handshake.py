@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 MAX_MESSAGE = 256
-VERSIONS = (4, 4)
+VERSIONS = (5, 5)
 """The lowest and the highest version of the protocol that this code speaks."""
 
 _MAGIC = b"aRPC"
