@@ -61,8 +61,6 @@ from actorrpc.wire.keys import Key
 
 __all__ = ["ClusterContext", "drain", "init", "scale"]
 
-_GRACE_S: Final = 5.0  # how long a graceful end may take, where no time-out is given
-_LAST_S: Final = 0.5  # how long processes may take at least, however long their actors took
 _TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again
 _SETTINGS: Final = checks_of(Settings)
 _PAGE: Final = "say dashboard=True, or dashboard='127.0.0.1:PORT', for the page of actorrpc dashboard"
@@ -91,7 +89,7 @@ class ClusterContext:
     Attributes:
         name: this worker's name.
         namespace: where actors look for names unless they are told another one.
-        address: where others can join, ``tcp://host:port``; empty where nobody can.
+        address: where others can join, ``tcp://host:port``; empty where other processes cannot join.
     """
 
     def __init__(self, name: str, namespace: str, *, owned: bool, address: str = "") -> None:
@@ -110,7 +108,7 @@ class ClusterContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The one that found it running leaves it running. After Ctrl-C nobody wants to wait for what actors have to do.
+        # A context that found the cluster running leaves it running. After Ctrl-C the user does not want to wait for actors.
         if self._owned:
             api.shutdown(graceful=kind is None or issubclass(kind, Exception))
 
@@ -199,15 +197,7 @@ def init(
     if running is not None:
         return _found_running(running, ignore_reinit_error)
     if address is not None:
-        if page is not None:
-            raise ConfigError(
-                "address= joins a cluster, and its driver has the page: say dashboard= there, or run: "
-                f"actorrpc dashboard --connect {address}"
-            )
-        if listen is not None or engine is not None:
-            raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
-        if modules:
-            raise ConfigError("address= joins a cluster: leave preload= to its driver")
+        _check_joins(address, page is not None, listen is not None or engine is not None, bool(modules))
         _known(settings)
         member = join(address, name=name, means=means, timeout=join_timeout, settings=settings)
         return ClusterContext(member.agent.name, api.namespace(), owned=True, address=address)
@@ -227,20 +217,18 @@ def init(
             "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is none: "
             f"{join_module.VARIABLES} are not set"
         )
-    options = dict(engine_options or {})
-    if isinstance(engine, str) and engine != "local":
-        booked = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
-        options = {
-            "log_to_driver": log_to_driver,
-            **{option: value for option, value in booked.items() if value is not None},
-            **{option: settings.pop(option) for option in list(settings) if option not in _SETTINGS},
-            **options,
-        }
-    found = _engine(engine, options)
-    if modules and found is not None:
+    booked = {
+        "log_to_driver": log_to_driver,
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "resources": resources,
+    }
+    if modules and engine not in (None, "local"):
         raise ConfigError(
-            f"preload= is for the processes that this driver forks, and engine={found.name!r} starts others: leave it out"
+            f"preload= is for the processes that this driver forks, and engine={getattr(engine, 'name', engine)!r} starts "
+            "others: leave it out"
         )
+    found = _engine(engine, engine_options or {}, booked, settings)
     context = _drive(
         listen,
         found,
@@ -253,11 +241,37 @@ def init(
     return _with_page(context, page)
 
 
-def _engine(engine: Engine | str | None, options: Mapping[str, Any]) -> Engine | None:
-    """Return the engine of a name, or what was given; None for the embedded one.
+def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> None:
+    """Check that :func:`init` was given no options of a driver beside the address of one.
 
     Raises:
-        ConfigError: there is none of that name, what it needs is not installed, or its options cannot be used.
+        ConfigError: it was.
+    """
+    if has_page:
+        raise ConfigError(
+            "address= joins a cluster, and its driver has the page: say dashboard= there, or run: "
+            f"actorrpc dashboard --connect {address}"
+        )
+    if drives:
+        raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
+    if preloads:
+        raise ConfigError("address= joins a cluster: leave preload= to its driver")
+
+
+def _engine(
+    engine: Engine | str | None,
+    options: Mapping[str, Any],
+    booked: Mapping[str, Any],
+    settings: dict[str, Any],
+) -> Engine | None:
+    """Return the engine of a name, or the engine itself; None for the embedded one.
+
+    Args:
+        booked: further options of an engine that is named, where they are not None.
+        settings: options of :func:`init`; those that are no settings are taken out, for an engine that is named.
+
+    Raises:
+        ConfigError: the name is unknown, Ray is not installed, or the options cannot be used.
     """
     if engine is None or engine == "local":
         if options:
@@ -269,7 +283,9 @@ def _engine(engine: Engine | str | None, options: Mapping[str, Any]) -> Engine |
         raise WrongTypeError(f"engine must be a name or an Engine, not {engine!r}")
     if engine != "ray":
         raise ConfigError(f"there is no engine {engine!r}; there are: local, ray")
-    return ray.make(**options)
+    own = {option: settings.pop(option) for option in list(settings) if option not in _SETTINGS}
+    given = {option: value for option, value in booked.items() if value is not None}
+    return ray.make(**{**given, **own, **options})
 
 
 def _with_page(context: ClusterContext, page: tuple[str, int] | None) -> ClusterContext:
@@ -369,139 +385,102 @@ def _drive(
     given: Engine | None,
     means: JoinedResources,
     *,
+    namespace: str | None,
+    log_to_driver: bool,
     ignore_reinit_error: bool,
-    **options: Any,
+    name: str | None,
+    rpc_timeout: float,
+    settings: dict[str, Any],
+    preload: Sequence[str],
+    secret: str = "",
+    slots_first: bool = False,
+    waits: bool = False,
 ) -> ClusterContext:
-    """Make this process the driver of a cluster; the options are those of :class:`_Driver`."""
-    with undo_on_error(*(() if given is None else (partial(given.end, False, 0.0),))):
-        driver = _Driver(listen, given, means, **options)
-    with undo_on_error(partial(driver.engine.end, False, 0.0)):
-        try:
-            api.install(
-                driver.make,
-                driver.timeout,
-                "the driver of an embedded cluster"
-                if given is None
-                else f"the driver of a cluster ({given.name})",
-                namespace=driver.namespace,
-                ready=driver.ready,
-                stop=driver.stop,
-            )
-        except RuntimeError:
-            running = api.what()  # another thread was faster?
-            if running is None or driver.cluster is not None:
-                raise
-            driver.engine.end(False, 0.0)
-            return _found_running(running, ignore_reinit_error)
-        assert driver.cluster is not None
-        with undo_on_error(partial(api.shutdown, graceful=False)):
-            driver.engine.open(driver.cluster.reception, driver.cluster.joined)
-    return ClusterContext(driver.name, driver.namespace, owned=True, address=driver.cluster.reception.address)
-
-
-class _Driver:
-    """What a driver is made of, checked; its methods are called when it starts, and when it ends.
+    """Make this process the driver of a cluster.
 
     Args:
         listen: where others may join; None for this machine alone, or where the engine says.
-        given: an engine; None for the embedded one.
-        means: what this machine has.
+        given: an engine; None for the embedded one. If this fails, the engine is ended.
         settings: the options that :func:`init` does not name itself.
         secret: the key, where that was agreed on before.
-        waits: at the end, wait for those that have joined by themselves.
+        slots_first, waits: as for :class:`~actorrpc.cluster.driver.Cluster`.
     """
-
-    def __init__(
-        self,
-        listen: str | None,
-        given: Engine | None,
-        means: JoinedResources,
-        *,
-        namespace: str | None,
-        log_to_driver: bool,
-        name: str | None,
-        rpc_timeout: float,
-        settings: dict[str, Any],
-        preload: Sequence[str],
-        secret: str = "",
-        slots_first: bool = False,
-        waits: bool = False,
-    ) -> None:
+    with undo_on_error(partial(given.end, False, 0.0) if given is not None else bool):
         if given is not None and listen is None:
             # An engine may know better how it is reached.
-            own_host = getattr(given, "host", join_module.own_address)
-            listen = join_module.show(own_host(), 0)
-        self.settings = _settings(settings, listen)
-        self.name = check_name("driver" if name is None else name)
-        self.timeout = check_timeout(rpc_timeout, "rpc_timeout")
-        self.namespace = text("namespace", namespace, none=True) or ""
-        cpus = float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus)
-        gpus = means.num_gpus
-        if given is None and gpus is not None and gpus != int(gpus):
-            raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(gpus, repr)}")
+            listen = join_module.show(getattr(given, "host", join_module.own_address)(), 0)
+        made = _settings(settings, listen)
+        name = check_name("driver" if name is None else name)
+        timeout = check_timeout(rpc_timeout, "rpc_timeout")
+        namespace = text("namespace", namespace, none=True) or ""
         if not secret and listen is not None:
             secret = _given_secret(listen, given is None)
-        self._writes_key = listen is not None and not secret
-        self._secret = secret or join_module.new_secret()
-        self._slots_first = slots_first
-        self._waits = waits
-        self._until = 0.0
-        self._key_file = ""
-        self._directory = Directory()
-        self._worker: Worker | None = None
-        self.cluster: Cluster | None = None
-        self.engine = given or LocalCluster(
-            num_cpus=cpus,
-            num_gpus=None if gpus is None else int(gpus),
-            resources=means.resources,
-            labels=means.labels,
-            log_to_driver=bool(log_to_driver),
-            preload=preload,
-        )
+        writes_key = listen is not None and not secret
+        secret = secret or join_module.new_secret()
+        engine = given or _embedded(means, log_to_driver, preload)
+    directory = Directory()
+    workers: list[Worker] = []
 
-    def make(self) -> Group:
+    def make() -> Group:
         keys.sweep()
-        key = Key.from_text(self._secret)
-        return group.enter(self.name, 0, self._directory, settings=self.settings, key=key)
+        return group.enter(name, 0, directory, settings=made, key=Key.from_text(secret))
 
-    def ready(self, joined: Worker) -> None:
-        agent = joined.agent
-        self._directory.add(agent.record)
+    def ready(worker: Worker) -> None:
+        workers.append(worker)
+        agent = worker.agent
+        directory.add(agent.record)
         where = join_module.show(*agent.record.tcp[0]) if agent.record.tcp else ""
-        if where and self._writes_key:
-            self._key_file = join_module.write_secret(self._secret, agent.record.tcp[0][1])
+        if where and writes_key:
+            path = join_module.write_secret(secret, agent.record.tcp[0][1])
+            api.before_the_end(lambda _graceful: keys.remove_file(path))
         reception = Reception(
             address=where,
-            secret=self._secret,
-            settings=dataclasses.asdict(_for_others(self.settings, agent)),
-            namespace=self.namespace,
-            timeout=self.timeout,
+            secret=secret,
+            settings=dataclasses.asdict(_for_others(made, agent)),
+            namespace=namespace,
+            timeout=timeout,
         )
-        self.cluster = joined.cluster = Cluster(
-            agent, self._directory, self.engine, reception, slots_first=self._slots_first
-        )
-        self._worker = joined
-        api.before_the_end(self._begin_end)
-        if joined.actors is not None:
-            joined.actors.spawner = self.cluster
+        worker.cluster = Cluster(agent, directory, engine, reception, slots_first=slots_first, waits=waits)
+        api.before_the_end(worker.cluster.begin_end)
+        if worker.actors is not None:
+            worker.actors.spawner = worker.cluster
 
-    def _begin_end(self, graceful: bool) -> None:
-        """Before anything else ends: have others work with what is here, where they do; then the time runs."""
-        if self._waits and self.cluster is not None:
-            self.cluster.wait_for_others(graceful)
-        self._until = _time.now() + _GRACE_S
+    def stop(graceful: bool, seconds: float) -> None:
+        for worker in workers:
+            try:
+                if worker.cluster is not None:
+                    worker.cluster.end(graceful, seconds)
+            finally:
+                worker.cluster = None
 
-    def stop(self, graceful: bool, seconds: float) -> None:
-        if self._key_file:
-            keys.remove_file(self._key_file)
-        if self.cluster is None:
-            return
-        # What the actors have taken is gone. Processes whose actors have ended can leave quickly.
+    what = "the driver of an embedded cluster" if given is None else f"the driver of a cluster ({given.name})"
+    with undo_on_error(partial(engine.end, False, 0.0)):
         try:
-            self.cluster.end(graceful, seconds or max(_LAST_S, self._until - _time.now()))
-        finally:
-            if self._worker is not None:
-                self._worker.cluster = None
+            api.install(make, timeout, what, namespace=namespace, ready=ready, stop=stop)
+        except RuntimeError:
+            running = api.what()  # another thread was faster?
+            if running is None or workers:
+                raise
+            engine.end(False, 0.0)
+            return _found_running(running, ignore_reinit_error)
+        cluster: Cluster = workers[0].cluster
+        with undo_on_error(partial(api.shutdown, graceful=False)):
+            engine.open(cluster.reception, cluster.joined)
+    return ClusterContext(name, namespace, owned=True, address=cluster.reception.address)
+
+
+def _embedded(means: JoinedResources, log_to_driver: bool, preload: Sequence[str]) -> LocalCluster:
+    gpus = means.num_gpus
+    if gpus is not None and gpus != int(gpus):
+        raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(gpus, repr)}")
+    return LocalCluster(
+        num_cpus=float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus),
+        num_gpus=None if gpus is None else int(gpus),
+        resources=means.resources,
+        labels=means.labels,
+        log_to_driver=bool(log_to_driver),
+        preload=preload,
+    )
 
 
 def _given_secret(listen: str, is_embedded: bool) -> str:
@@ -553,10 +532,10 @@ def _for_others(made: Settings, agent: Agent) -> Settings:
 
 
 def _known(given: dict[str, Any]) -> None:
-    """Check that there are such options.
+    """Check the names of options.
 
     Raises:
-        ConfigError: there is none of a name.
+        ConfigError: a name is unknown.
     """
     for option in given:
         if option in _OF_RAY:
@@ -609,7 +588,7 @@ context_module.set_autostart(_autostart)
 
 
 def _after_fork(worker: Worker) -> None:
-    """In a forked child of the driver: let go of what is the driver's."""
+    """Close the driver's descriptors in a forked child."""
     if worker.cluster is not None:
         worker.cluster.abandon()
 
@@ -646,15 +625,15 @@ def scale(
     processes that actors have to themselves. Only on the driver; thread-safe, but meant for one thread.
 
     Args:
-        count: how many there are to be.
+        count: how many there will be.
         num_cpus, num_gpus, labels: what each new one has; default one processor. Workers of an engine's pool
             (``init("ray", num_workers=...)``) all have what that says.
         timeout: for all of it, in seconds.
 
     Raises:
-        ConfigError: this is not the driver, or the engine cannot start what is asked for.
+        ConfigError: this is not the driver, or the engine cannot start such workers.
         PlacementError: the engine has no place for so many.
-        RpcTimeoutError: not all were there in time; those that came stay.
+        RpcTimeoutError: not all joined in time; the others stay.
         PeerDiedError: one could not be started.
     """
     integer("count", count, least=0, right="a number of workers of at least 0", error=WrongTypeError)
@@ -738,7 +717,7 @@ def _pause(until: float) -> None:
 
 
 def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
-    """Have all workers move the actors that they look after and that live on one worker; wait until they are elsewhere.
+    """Have all supervisors move their actors away from one worker, and wait until that is done.
 
     Raises:
         RpcTimeoutError: not all have done so in time.
@@ -753,7 +732,7 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
         try:
             agent.call(agent.peer(record.name), hand_over, arguments, {}, _left(until), future=future)
         except RpcError:
-            continue  # it is gone, and its actors with it
+            continue  # it has ended, and its actors with it
         asked.append(future)
     agent.flush()
     for future in asked:
@@ -762,7 +741,7 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
         except RpcTimeoutError:
             raise
         except RpcError:
-            pass  # the worker that looked after them is gone
+            pass  # the worker with these supervisors has ended
 
 
 def _runs(agent: Agent, peer: Peer, limit: float) -> int:

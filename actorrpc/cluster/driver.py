@@ -1,7 +1,7 @@
 """The cluster as its driver sees it: who is in it, what they have, and where the next actor goes.
 
 :class:`Cluster` is the driver's ``Spawner``. Its engine starts processes for single actors; workers that have joined
-(by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) take actors beside each other.
+(by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
 
 ``_lock`` guards the tables and the book. It is re-entrant, because the collector may run a finaliser that spawns or
 releases on the thread that has it. The engine's own lock may be taken under it, never the other way round; no user code
@@ -51,10 +51,10 @@ class Directory(MemberDirectory):
 
 _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
-"""What the name of a process begins with that asks whether it may join: no worker may be called that."""
+"""The prefix of the names under which processes ask whether they may join; names of workers must not begin with it."""
 
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
-_RESERVED_S: Final = 60.0  # how long a name is kept for one who has been admitted
+_RESERVED_S: Final = 60.0  # how long a name is kept for a process that was admitted
 _BUSY_S: Final = 10.0  # how long an actor waits for what others have at present: they may be ending
 _LEAVE_S: Final = 5.0  # how long a worker may take to leave
 _LOOK_S: Final = 60.0
@@ -64,10 +64,10 @@ _AT_LEAST_S: Final = 0.001  # an engine takes 0 for its own default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reception:
-    """What those are told who join.
+    """What a process is told that joins.
 
     Attributes:
-        address: where the driver listens, ``tcp://host:port``; empty where nobody can join.
+        address: where the driver listens, ``tcp://host:port``; empty where other processes cannot join.
         secret: the key, for workers that the engine starts.
         settings, namespace, timeout: as for the processes of the driver's own.
     """
@@ -96,8 +96,9 @@ class Cluster:
         agent: the driver's.
         directory: the list of workers that it answers for.
         engine: starts processes.
-        reception: what those are told who join.
-        slots_first: actors that do not say where go to workers that are there, rather than into new processes.
+        reception: what a process is told that joins.
+        slots_first: actors without a wish for a place go to existing workers rather than into new processes.
+        waits: a graceful end waits for the workers that joined by themselves.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Cluster:
         reception: Reception,
         *,
         slots_first: bool = False,
+        waits: bool = False,
     ) -> None:
         self.agent = agent
         self.directory = directory
@@ -120,10 +122,11 @@ class Cluster:
             str, tuple[ProcessSpec, str]
         ] = {}  # what the engine was asked for, and by which worker
         self._reserved: dict[str, float] = {}
-        self._scaled: set[str] = set()
         self._wishes: list[_Wish] = []
         self._owners: dict[int, str] = {}
         self._count = itertools.count(1)
+        self._waits = waits
+        self._end_by = 0.0  # where no time-out is given
         self._closing = False
         self._gone = threading.Event()  # set when a worker has ended
         self.is_local = engine.name == "local"
@@ -136,7 +139,7 @@ class Cluster:
 
     @property
     def num_cpus(self) -> float:
-        """How many processors there are for new processes: what tasks go by."""
+        """How many processors there are for new processes, and so for tasks."""
         return max((each.num_cpus for each in self.engine.nodes()), default=1.0)
 
     def specs(self) -> list[ProcessSpec]:
@@ -160,8 +163,7 @@ class Cluster:
             there: Future[WorkerInfo] = Future()
             self._take_slot(there, spec, spec.rank, 0)
             return there
-        simple = not self.book.workers and not spec.is_picky and not spec.wait_s and self.is_local
-        if self._is_plain(spec) or (simple and self._is_possible(spec)):
+        if self._is_plain(spec):
             return self.start(spec, creator)
         wish = _Wish(spec, creator, Future())
         wish.future.label = f"the placement of {spec.label}"
@@ -174,7 +176,7 @@ class Cluster:
         return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
-        """Start a process of its own, wherever the engine puts it; the arguments are those of :meth:`spawn`."""
+        """Start a process of its own, wherever the engine puts it; the arguments are as for :meth:`spawn`."""
         label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
         rank = self.directory.new_rank() if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
@@ -217,8 +219,8 @@ class Cluster:
     def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
         """Return who is to hold this. Under the lock.
 
-        Not a worker that is known to be dead: those who look after its actors may hear of its end before this cluster does,
-        and ask at once where else they can go.
+        Not a worker that is known to be dead: the supervisors of its actors may be told of its end before this cluster is, and
+        ask at once for another place.
         """
         while True:
             holder = self.book.choose(spec, self.slots_first)
@@ -233,7 +235,7 @@ class Cluster:
             return False
 
     def _refresh(self) -> None:
-        """Take up the machines of the engine as they are now; what is booked stays booked."""
+        """Read the machines of the engine anew; bookings stay."""
         known = {each.hosts: each for each in self.book.nodes}
         self.book.nodes = self._nodes()
         for holder in self.book.nodes:
@@ -256,7 +258,7 @@ class Cluster:
         return [holder]
 
     def _slot(self, wish: _Wish, holder: ResourceHolder) -> None:
-        """Give a wish its place. Under the lock."""
+        """Book the place of a wish, and complete it. Under the lock."""
         spec = wish.spec
         if wish in self._wishes:
             self._wishes.remove(wish)
@@ -277,7 +279,7 @@ class Cluster:
         self.start(spec, wish.creator).add_done_callback(started)
 
     def _keeps(self, rank: int) -> bool:
-        """Say whether books are kept of a worker: not of a process that an actor has to itself."""
+        """Say whether bookings are kept for a worker; they are not for the process of a single actor."""
         with self._lock:
             self._refresh()
             return any(each.rank == rank for each in self.book.all())
@@ -312,7 +314,7 @@ class Cluster:
                 self._fail(wish, self._lacking(wish.spec, waited))
 
     def _try_all(self) -> None:
-        """Look whether there is a place for those that wait. On a pool thread."""
+        """Place the wishes that wait, as far as there is room now. On a pool thread."""
         with self._lock:
             for wish in list(self._wishes):
                 self._place(wish, first=False)
@@ -326,13 +328,13 @@ class Cluster:
             self.agent.submit(self._try_all)
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, once nothing that lives in it is referenced any more."""
+        """Let a process end by itself, as soon as no value and no actor in it is referenced."""
         if not self.engine.owns(worker):
             return
         if self.directory.resolve(worker) is None:
-            self.kill(worker)  # it has not joined, or is gone
+            self.engine.give_up(worker)
         else:
-            self.agent.submit(partial(self._ask, worker, leave_when_idle, lambda _: self.kill(worker)))
+            self.agent.submit(partial(self._ask, worker, leave_when_idle, lambda _: self._end_soon(worker)))
 
     def kill(self, worker: str) -> None:
         """End a process at once, and what it has started. Workers that joined by themselves are not ours to kill."""
@@ -355,32 +357,25 @@ class Cluster:
         self.agent.clock.after(_LEAVE_S, partial(self.kill, worker))
 
     def check(self, spec: ProcessSpec) -> None:
-        """Look, before anything is made, whether there can be a place for an actor.
+        """Check, before an actor is made, that there can be a place for it.
 
         Raises:
-            PlacementError: nobody has what it needs, and it does not want to wait for one who has.
+            PlacementError: no machine and no worker has what it needs, and it is not to wait for one.
         """
-        if spec.num_cpus is None and spec.rank is None and self.is_local and self._is_plain(spec):
-            # It books no processor, and its process uses one: the engine would refuse it later.
-            counted = replace(spec, num_cpus=1.0)
-            with self._lock:
-                self._refresh()
-                if not any(each.suits(counted) for each in self.book.nodes):
-                    raise self._lacking(counted, 0.0)
-        asks = spec.is_picky or self.book.workers or (self.is_local and needs_of(spec))
-        if spec.wait_s or not asks:
+        is_plain = self.is_local and spec.num_cpus is None and spec.rank is None and self._is_plain(spec)
+        asks = not spec.wait_s and (spec.is_picky or self.book.workers or (self.is_local and needs_of(spec)))
+        if not (is_plain or asks):
             return
         with self._lock:
-            if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
-                return
-            if not self._is_possible(spec):
-                raise self._lacking(spec, 0.0)
-
-    def _is_possible(self, spec: ProcessSpec) -> bool:
-        """Say whether anybody could ever hold this."""
-        with self._lock:
             self._refresh()
-            return bool(self.book.candidates(spec))
+            # A plain process books no processor, and uses one: the engine would refuse it later.
+            counted = replace(spec, num_cpus=1.0)
+            if is_plain and not any(each.suits(counted) for each in self.book.nodes):
+                raise self._lacking(counted, 0.0)
+            if not asks or (spec.rank is not None and not spec.resources and not self._keeps(spec.rank)):
+                return
+            if not self.book.candidates(spec):
+                raise self._lacking(spec, 0.0)
 
     def lookup(self, to: str | int) -> bytes | None:
         """Return the record of a worker by name or rank, packed; None if there is none."""
@@ -391,7 +386,7 @@ class Cluster:
         """Return the records of all workers, packed."""
         return [record.to_bytes() for record in self.directory.members()]
 
-    # -- those who join --------------------------------------------------------------------------------------
+    # -- joining --------------------------------------------------------------------------------------------
 
     def admit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Say whether a process may join that asks under another name, and tell it what it needs to know.
@@ -441,10 +436,10 @@ class Cluster:
         return peer.record.incarnation == record.incarnation and peer.state != "alive"
 
     def register(self, packed: bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """Take up a worker that has come: a process of the engine, or (with ``facts``) one that has joined.
+        """Add a worker: a process of the engine, or (with ``facts``) one that has joined over the network.
 
         Raises:
-            ShutdownError: nobody waits for it any more.
+            ShutdownError: the worker was given up before it came.
             PeerDiedError: it has died since it asked.
         """
         record = WorkerRecord.from_bytes(packed)
@@ -461,9 +456,8 @@ class Cluster:
                     hosts=frozenset(str(each) for each in facts["hosts"]),
                     totals=totals_of(facts["num_cpus"], facts["num_gpus"], facts["resources"]),
                     labels=dict(facts["labels"]),
+                    scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
                 )
-                if isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool:
-                    self._scaled.add(record.name)  # the engine has started it, for any number of actors
         if not self._is_alive(record.name):  # that was told before there was anything to take off the lists
             with self._lock:
                 self._drop(record)
@@ -485,8 +479,8 @@ class Cluster:
             return
         self._drop(peer.record)
         owned = self.engine.owns(peer.name)
-        if owned and self.is_local:
-            return  # the fork server says how its process ends
+        if self._closing or (owned and self.is_local):
+            return  # everything ends, or the fork server says how the process ends
         if owned:
             self._end_soon(peer.name)
         self._end_creations(peer.name)
@@ -500,7 +494,7 @@ class Cluster:
         self._end_creations(worker, report.exit_code == 0)
 
     def _end_creations(self, creator: str, gently: bool = False) -> None:
-        """End the processes that a worker has asked for that is gone: no worker looks after their actors any more."""
+        """End the processes that a worker had asked for which has ended: their actors have no supervisor now."""
         for name in [name for name, (_, by) in list(self._started.items()) if by == creator]:
             if gently:
                 self.release(name)  # it may be at its end already: some seconds for that
@@ -509,13 +503,12 @@ class Cluster:
                 self.kill(name)
 
     def _drop(self, ended: WorkerRecord) -> None:
-        """Take a worker that has ended off the lists, with what it had booked."""
+        """Remove a worker that has ended from all tables, with its bookings."""
         with self._lock:
             record = self.directory.resolve(ended.name)
             if record is not None and record.incarnation == ended.incarnation:
                 self.directory.remove(record)
                 self.book.workers.pop(ended.name, None)
-                self._scaled.discard(ended.name)
                 if record.unix_path is not None and record.host == self.agent.record.host:
                     keys.remove_file(record.unix_path)  # it may have been killed
             for booking, owner in list(self._owners.items()):
@@ -535,8 +528,7 @@ class Cluster:
     def scaled(self) -> list[str]:
         """Return the workers that take several actors and were started by the engine, the fullest first."""
         with self._lock:
-            found = [self.book.workers[name] for name in self._scaled if name in self.book.workers]
-        found = [each for each in found if not each.draining]
+            found = [each for each in self.book.workers.values() if each.scaled and not each.draining]
         return [each.name for each in sorted(found, key=lambda each: (-len(each.bookings), each.rank))]
 
     def add_worker(self, spec: ProcessSpec) -> Future[WorkerInfo]:
@@ -551,13 +543,13 @@ class Cluster:
                 own: frozenset[str] = frozenset() if node is None else node.hosts
                 labels = {**({} if node is None else node.labels), **spec.labels}
                 with self._lock:
-                    self._scaled.add(record.name)
                     self.book.workers[record.name] = ResourceHolder(
                         name=record.name,
                         rank=record.rank,
                         hosts=own | frozenset(host for host, _ in record.tcp),
                         totals=totals_of(spec.num_cpus or 0.0, spec.num_gpus or 0.0, {}),
                         labels=labels,
+                        scaled=True,
                     )
                 self.agent.submit(self._try_all)
             future.follow(done, submit=self.agent.submit)
@@ -568,7 +560,7 @@ class Cluster:
         return future
 
     def stop_placing(self, worker: str) -> None:
-        """Place nothing on a worker any more."""
+        """Place nothing on a worker from now on."""
         with self._lock:
             holder = self.book.workers.get(worker)
             if holder is not None:
@@ -598,12 +590,17 @@ class Cluster:
         """Ask a worker to leave now."""
         self.agent.submit(partial(self._ask, worker, leave))
 
-    def wait_for_others(self, graceful: bool) -> None:
-        """Wait, at a graceful end, until all who have joined by themselves have left, or its time is over. Interruptible."""
-        if graceful:
+    def begin_end(self, graceful: bool) -> None:
+        """Called before anything else ends: serve the workers of a launch until they have left; then the time-out begins."""
+        if graceful and self._waits:
             self._wait(
                 lambda: all(self.engine.owns(each.name) for each in self.joined()), self.agent.leave_by
             )
+        self._end_by = _time.now() + _LEAVE_S
+
+    def _is_alone(self) -> bool:
+        records = self.directory.records
+        return len(records) <= 2 * (self.agent.name in records)  # by name and by rank
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
         """Wait for ``done()``, which is asked whenever a worker has ended, but not longer than until a moment. Interruptible."""
@@ -618,12 +615,12 @@ class Cluster:
 
         Args:
             graceful: ask the workers first.
-            timeout: how long they may take, those that have joined and those that the engine has started together, in
-                seconds; 0 for 5 s.
+            timeout: how long all workers together may take, in seconds; 0 for 5 s from :meth:`begin_end` on, and 0.5 s at least.
         """
         if self._closing:
             return
-        seconds = timeout or _LEAVE_S
+        # The actors may have used up a part of the time. Processes whose actors have ended can leave quickly.
+        seconds = timeout or (max(_LAST_S, self._end_by - _time.now()) if self._end_by else _LEAVE_S)
         until = _time.now() + seconds
         interrupted = True
         try:
@@ -638,7 +635,7 @@ class Cluster:
             if graceful:
                 for name in names:
                     self.let_go(name)
-                self._wait(lambda: not self.joined(), until - min(_LAST_S, seconds / 4))
+                self._wait(self._is_alone, until - min(_LAST_S, seconds / 4))
             interrupted = False
         finally:
             user_code.unwatch()
@@ -646,7 +643,7 @@ class Cluster:
             self.engine.end(graceful and not interrupted, max(_AT_LEAST_S, until - _time.now()))
 
     def abandon(self) -> None:
-        """Let go of everything in a forked child of the driver. Takes no lock."""
+        """Close the engine's descriptors in a forked child of the driver. Takes no lock."""
         self.engine.lose()
 
     def _fail(self, wish: _Wish, error: BaseException) -> None:

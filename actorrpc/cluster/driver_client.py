@@ -50,9 +50,9 @@ class RemoteDirectory(MemberDirectory):
     def _ask(self, method: str, *arguments: Any) -> Any:
         agent = self._agent
         assert agent is not None
-        # A thread that waits for an answer may be given up: what is learned is of use to others.
+        # Not cancelled with the call that runs here: other threads use the answer as well.
         token = CURRENT.set(None)
-        # This question is asked wherever user code leads to it: it is no wait of the method that runs there.
+        # Not counted as a wait of the method that runs here.
         runner, WAITING.runner = WAITING.runner, None
         try:
             peer = agent.peer(self.driver.name)
@@ -105,7 +105,7 @@ class RemoteSpawner:
         return future
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        # A failure means that the driver is gone, and all processes with it.
+        # A failure means that the driver has ended, and all processes with it.
         self._ask(method, *arguments).add_done_callback(Future.acknowledge)
 
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
@@ -113,7 +113,7 @@ class RemoteSpawner:
         return self._ask("spawn", spec, self._agent.name)
 
     def check(self, spec: ProcessSpec) -> None:
-        """Ask whether there can be a place for an actor that wants a certain one, or a part of something.
+        """Ask whether there can be a place for an actor that names one, or needs processors, devices or other amounts.
 
         Raises:
             PlacementError: there is none.
@@ -124,11 +124,11 @@ class RemoteSpawner:
             self._ask("check", spec).wait(_ASK_S)
         except PlacementError as error:
             raise exceptions.original(error) from None
-        except RpcError:  # the driver is gone, or too busy: the making of the actor tells
+        except RpcError:  # the driver has ended, or is too busy: making the actor will tell
             pass
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, once nothing that lives in it is referenced any more."""
+        """Let a process end by itself, as soon as no value and no actor in it is referenced."""
         self._tell("release", worker)
 
     def kill(self, worker: str) -> None:

@@ -1,7 +1,7 @@
 """What the machines of a cluster have, and what of it is free.
 
-The books are those of the driver, which other processes ask. Processors are shared, and not booked: what is shown as taken is
-what the actors that live now have asked for. Names and keys are Ray's. Thread-safe.
+The driver keeps the books; other processes ask it. Processors are shared, and not booked: the shown use is the sum of what the
+living actors have asked for. Names and keys are as in Ray. Thread-safe.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def book(running: Cluster) -> list[dict[str, Any]]:
     taken: dict[str, float] = {}
     if running.is_local:
         for spec in running.specs():
-            if spec.label == TASKS:  # they stay when their tasks are over
+            if spec.label == TASKS:  # these processes stay when their tasks have ended
                 continue
             for name, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)):
                 taken[name] = taken.get(name, 0.0) + float(amount or 0.0)

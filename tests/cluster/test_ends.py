@@ -97,7 +97,8 @@ def _cluster(engine: Any) -> tuple[Any, Any]:
     agent: Any = _Agent()
     made = Cluster(agent, Directory(), engine, Reception(settings={}, namespace="", timeout=1.0))
     for rank, name in enumerate(("one", "other"), 1):
-        made.register(WorkerRecord(name=name, rank=rank, incarnation=new_incarnation(), host=name), _FACTS)
+        record = WorkerRecord(name=name, rank=rank, incarnation=new_incarnation(), host=name)
+        made.register(record.to_bytes(), _FACTS)
     return made, agent
 
 
@@ -130,8 +131,9 @@ def test_nobody_waits_for_one_that_died_while_it_joined(monkeypatch: pytest.Monk
         Reception(settings={}, namespace="", timeout=1.0),
     )
     monkeypatch.setattr(_Peer, "state", "dead")
+    record = WorkerRecord(name="one", rank=1, incarnation=new_incarnation(), host="far")
     with pytest.raises(PeerDiedError, match="'one' has died while it was joining"):
-        made.register(WorkerRecord(name="one", rank=1, incarnation=new_incarnation(), host="far"), _FACTS)
+        made.register(record.to_bytes(), _FACTS)
     assert made.joined() == []
     assert made.directory.members() == []
     assert not made.book.workers

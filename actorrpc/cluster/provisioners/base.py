@@ -9,7 +9,7 @@ process has ended (:meth:`Engine.ended`, which it calls). The table of the worke
 * the embedded engine (``local.py``) forks workers on this machine;
 * one on top of a scheduler derives from :class:`LaunchedEngine`. The process that it launches calls
   :func:`actorrpc.cluster.join.serve_order` with ``order.environment()`` in its environment, and is a worker from then on,
-  exactly as one that somebody has started by hand with ``python -m actorrpc.worker --join``.
+  exactly as a worker that was started by hand with ``python -m actorrpc.worker --join``.
 
 Both are thread-safe. ``_lock`` guards the table; it is re-entrant, because the garbage collector may run a finaliser that starts
 or kills a worker on the thread that holds it. No user code runs under it, and nothing waits under it for a worker.
@@ -47,7 +47,7 @@ _START_S: Final = (
     120.0  # how long a launched worker may take to join, waiting in the scheduler's queue included
 )
 _STOP_S: Final = 5.0
-_KEPT: Final = 1000  # reports of workers that have ended
+_KEPT: Final = 1000  # reports on the ends of workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +72,15 @@ class LaunchRequest:
     """One worker to be started.
 
     Attributes:
-        name: what it is to be called: the driver has reserved that name for it.
+        name: its name, which the driver has reserved for it.
         rank: its rank, where the driver gives that to it at once; -1 where it gets one when it joins.
         address: where the driver listens, ``tcp://host:port``.
-        spec: what the process is to be: label for its output, ``num_cpus``, ``num_gpus`` (None: the engine's default),
-            further environment variables, working directory.
-        resources: what it needs beside processors and devices, by the names that the engine knows.
+        spec: label for its output, ``num_cpus``, ``num_gpus`` (None: the engine's default), further environment variables,
+            working directory.
+        resources: what it needs in addition to processors and devices, by the names that the engine knows.
         labels: labels that the machine must have.
-        host: the machine that it must be on; None where any will do.
-        spread: whether it is to be put as far as possible from those that are there.
+        host: the machine that it must be on; None for any machine.
+        spread: whether it should be as far as possible from existing workers.
         secret: the group's key. Never show it, never put it into an argument of a process: use :meth:`environment`.
     """
 
@@ -142,7 +142,7 @@ class Engine(abc.ABC):
         name: what messages call it: ``"local"``, ``"ray"``.
         agent: the driver's; set by :meth:`attach` before anything is started.
         reception: what the workers need to join; set by the cluster before anything is started.
-        on_end: called with the name of each worker that has ended and the report on that, before others get the report.
+        on_end: called with the name of a worker and the report on its end, before other callers get the report.
     """
 
     name = "engine"
@@ -169,8 +169,8 @@ class Engine(abc.ABC):
     def launch(self, order: LaunchRequest) -> None:
         """Begin to start a worker; does not wait for it to join.
 
-        What it raises is why the worker could not be started. Whenever the process has ended, however and whenever,
-        :meth:`ended` is to be called.
+        An exception says why the worker could not be started. When the process ends, for whatever reason, the engine must call
+        :meth:`ended`.
         """
 
     @abc.abstractmethod
@@ -178,13 +178,13 @@ class Engine(abc.ABC):
         """Kill a worker's process, or take it out of the queue. Called on a pool thread. Harmless when repeated."""
 
     def close(self) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """Let go of the scheduler: all workers have ended, or were stopped."""
+        """Disconnect from the scheduler: all workers have ended, or were stopped."""
 
     def lose(self) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """Let go of what must not be shared with a forked child of the driver, which this is. Takes no lock."""
+        """Close descriptors that a forked child of the driver must not share; called in that child. Takes no lock."""
 
     def open(self, reception: Reception, joined: Callable[[], list[WorkerRecord]]) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """Start the workers that are to be there from the start, and wait for them. Called once, on the driver's thread.
+        """Start the first workers, and wait for them. Called once, on the driver's thread.
 
         Args:
             reception: where they join, and with which key.
@@ -286,7 +286,7 @@ class Engine(abc.ABC):
         """Record that a worker has joined that this engine was asked to start.
 
         Raises:
-            ShutdownError: nobody waits for it any more; it is turned away.
+            ShutdownError: the worker was given up before it joined; it must leave.
         """
         with self._lock:
             known = self._workers.get(record.name)
@@ -303,6 +303,12 @@ class Engine(abc.ABC):
         if known is not None:
             known.killed = True
             self.agent.submit(partial(self.stop, worker))
+
+    def give_up(self, worker: str) -> None:
+        """End a worker that has not joined yet; leave others alone, which may be about to exit."""
+        known = self._workers.get(worker)
+        if known is not None and not known.joined:
+            self.kill(worker)
 
     def report(self, worker: str) -> Future[DeathReport]:
         """Return how a worker ended; completes when it has. Fails with UnknownWorkerError if it is not ours."""
@@ -329,8 +335,8 @@ class Engine(abc.ABC):
     def end(self, graceful: bool, timeout: float) -> None:
         """End all workers. Bounded, in seconds (0: 5 s); idempotent.
 
-        The cluster has asked the workers to leave: this waits, and stops those that stay. Ctrl-C ends the wait, or the stop of
-        one of them: all others are stopped before it is raised.
+        The cluster has asked the workers to leave: this method waits, then stops the workers that have not left. Ctrl-C ends the
+        wait, or the stop of one worker: all others are stopped before KeyboardInterrupt is raised.
         """
         with self._lock:
             if self._closing:
@@ -374,7 +380,7 @@ class LaunchedEngine(Engine):
 
     Attributes:
         num_workers: how many workers it keeps from the start that take several actors each, its pool; 0: it has no pool.
-        pool: the names of those that are in its pool now.
+        pool: the names of the workers in its pool now.
     """
 
     name = "launched"
@@ -386,7 +392,7 @@ class LaunchedEngine(Engine):
         return []
 
     def grow(self, count: int, timeout: float) -> None:
-        """Start further workers of its pool, like those that it has, and wait for them; only where there is a pool.
+        """Add workers to its pool, like the present ones, and wait for them; only for engines with a pool.
 
         Args:
             timeout: for all of it, in seconds.

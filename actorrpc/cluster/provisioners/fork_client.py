@@ -1,4 +1,4 @@
-"""The driver's end of a fork server: start it, send it commands, hear what becomes of its children.
+"""The driver's end of a fork server: starts it, sends it commands, and receives what it says of its children.
 
 The server is started without waiting for it: commands queue in ``_outbox`` until it says that it is ready, and then
 leave few at a time, so that sending never waits long. What it says is read by the agent's pool, one thread at a time.
@@ -80,7 +80,7 @@ class ForkServer:
         hello: what it is told first (see ``fork_server.main``).
         preload: the modules that it imports before it forks.
         heard: called with each message of the server, on a pool thread; must not block.
-        ended: called once, when the server is gone, in the same way.
+        ended: called once, when the server has ended, in the same way.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self.is_gone = False
-        #: the variables that the server had at its start: children are told only what has changed since
+        #: the variables that the server had at its start: children are told only the changes since
         self.environment: dict[str, str] = {}
 
     @property
@@ -145,7 +145,7 @@ class ForkServer:
     # -- saying ----------------------------------------------------------------------------------------
 
     def fork(self, message: dict[str, Any], fds: tuple[int, ...]) -> None:
-        """Have a child forked; the descriptors are closed here when they have been sent, or are of no use any more."""
+        """Order a child; the descriptors are closed here when they have been sent, or when the server has ended."""
         with self._lock:
             self._outbox.append(({**message, "do": "fork", "fds": len(fds)}, fds))
         self._push()
@@ -160,7 +160,7 @@ class ForkServer:
     def _push(self) -> None:
         with self._lock:
             if self._sending:
-                return  # by this very thread, further up: it goes on
+                return  # by this very thread, in a frame further up, which sends the rest
             self._sending = True
             try:
                 while self._outbox:
@@ -174,7 +174,7 @@ class ForkServer:
                             send(self._sock, message, fds)
                             self._unanswered += is_fork
                         except OSError:
-                            pass  # it is gone: its end of the connection says so
+                            pass  # the server has ended: _read() is told by the closed connection
                     for fd in fds:
                         os.close(fd)
             finally:
@@ -216,7 +216,7 @@ class ForkServer:
         if sock is not None:
             self._pool.forget(sock.fileno())
             sock.close()
-        self._push()  # closes the descriptors of what was still to be sent
+        self._push()  # closes the descriptors of messages that were not sent
 
     def _lost(self) -> None:
         self._hang_up()
@@ -239,7 +239,7 @@ class ForkServer:
     # -- the end ---------------------------------------------------------------------------------------
 
     def close(self, timeout: float = _END_S) -> None:
-        """End the server: it kills what is left of its children, and goes. Idempotent.
+        """End the server: it kills the rest of its children, and exits. Idempotent.
 
         Where it does not within ``timeout`` seconds, it is killed, and the kernel kills its children.
         """
@@ -260,4 +260,4 @@ class ForkServer:
                 os.close(fd)
         self._outbox.clear()
         if self._process is not None:
-            self._process.returncode = 0  # it is no child of this process: nobody waits for it here
+            self._process.returncode = 0  # it is no child of this process, which does not wait for it

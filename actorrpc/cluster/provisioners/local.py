@@ -97,7 +97,7 @@ class LocalCluster(Engine):
         self._resources = resources
         self._labels = labels
         self._preload = tuple(preload)
-        #: why the fork server could not import a module that was to be preloaded
+        #: why the fork server could not import a module of ``preload``
         self._not_preloaded: ConfigError | None = None
         self._waiting: list[Process] = []  # for devices
         self._server_output: Output | None = None
@@ -342,7 +342,7 @@ class LocalCluster(Engine):
             self.ended(process.order.name)
 
     def _server_ended(self, server: ForkServer) -> None:
-        """Record that the fork server is gone, and with it all that it had forked."""
+        """Record that the fork server has ended, and with it all that it had forked."""
         with self._lock:
             failed, output = self._not_preloaded, self._server_output
             lost = [each for each in self._workers.values() if each.server is server and not each.over]
@@ -423,7 +423,7 @@ class LocalCluster(Engine):
 
     @uninterruptible
     def close(self) -> None:
-        """Take down what is left. Ctrl-C waits for it: it takes a second at most."""
+        """End the fork server, and the thread of the logs. Takes a second at most, for which Ctrl-C waits."""
         until = time.monotonic() + _FORCED_S
         if self._has_forked():
             self._gone.wait(_FORCED_S / 2)

@@ -1,13 +1,13 @@
 """The Ray engine: our workers inside Ray actors. Ray's scheduler places them and restarts them; calls stay our own.
 
-Two kinds of workers come from it. Those of a *pool* (``num_workers=``) join as somebody would who was started by hand:
-actors are put beside each other there, and when one dies, Ray starts it again, elsewhere if its node is gone. Those that are
-started for *one actor* end with it, and are never restarted by Ray, since supervision asks for another one.
+The engine starts two kinds of workers. Workers of a *pool* (``num_workers=``) join as if they were started by hand, and hold
+several actors each; when such a worker dies, Ray starts it again, on another node if its node is lost. A worker for *one actor*
+ends with that actor, and is never restarted by Ray, since supervision asks for another one.
 
 The key goes to each worker as an argument of its Ray actor's constructor: over Ray's own connections, into Ray's own tables
 (it makes the actor again from there), never into a command line or a log. Whatever runs code in that Ray can have the key.
 
-Thread-safe. ``_guard`` guards the tables of hosts and bundles; nothing is called under it. Ray tells of ends on threads of its
+Thread-safe. ``_guard`` guards the tables of hosts and bundles, and is a leaf. Ray reports ends on threads of its
 own, which hand them to the agent's pool at once.
 """
 
@@ -62,7 +62,7 @@ class _Hosted:
         self.actor: Any = None
         self.waiting: Any = None
         self.bundle: int | None = None
-        self.node = ""  # where it must be, for one that has come later to a strict pool
+        self.node = ""  # its node, if it was added later to a strict pool
         self.stopped = False
         self.heard = 0  # how often Ray has said that it cannot reach the process
 
@@ -77,7 +77,7 @@ class RayEngine(LaunchedEngine):
             for an actor books what that asks for.
         strategy: how the workers of the pool lie: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"``, ``"STRICT_SPREAD"`` (a
             placement group), or None for wherever Ray puts them.
-        max_restarts: how often Ray restarts each worker of the pool; -1 (the default): for ever.
+        max_restarts: how often Ray restarts each worker of the pool; -1 (the default): without limit.
         start_timeout: how long connecting, booking, and each start of a worker may take, in seconds.
         log_to_driver: show here what the workers print; only where this connects to Ray.
         runtime_env: Ray's, for the workers' processes (packages, files, variables).
@@ -86,7 +86,7 @@ class RayEngine(LaunchedEngine):
     Raises:
         ConfigError: Ray is not installed, or an argument cannot be used.
         RendezvousError: no Ray answers at the address.
-        PlacementError: Ray does not have what the pool needs. Nothing is left in Ray then.
+        PlacementError: Ray does not have what the pool needs. No actor and no placement group is left in Ray then.
     """
 
     name = "ray"
@@ -106,7 +106,7 @@ class RayEngine(LaunchedEngine):
         runtime_env: Mapping[str, Any] | None = None,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
-        package()  # before all else: what is wrong first is that it is not there
+        package()  # before all other checks, so that a missing Ray is what the error says
         self.num_workers = integer("num_workers", num_workers, least=0, error=WrongTypeError)
         self._max_restarts = integer("max_restarts", max_restarts, least=-1, error=WrongTypeError)
         self._timeout = float(_amount("start_timeout", start_timeout, unit="seconds", above=True))
@@ -133,7 +133,7 @@ class RayEngine(LaunchedEngine):
     # -- what Ray has --------------------------------------------------------------------------------------
 
     def host(self) -> str:
-        """Return the address on which the driver is to listen: one that Ray's nodes reach; loopback where there is one node."""
+        """Return the address on which the driver is to listen: one that Ray's nodes reach; the loopback for a single node."""
         return "127.0.0.1" if self.link.alone else self.link.host()
 
     def nodes(self) -> list[Node]:
@@ -178,7 +178,7 @@ class RayEngine(LaunchedEngine):
         self._free = list(range(self.num_workers))
 
     def _await_room(self, count: int, strategy: str | None) -> None:
-        """Wait for Ray to have nodes for so many workers of the pool; where nobody adds any, not at all."""
+        """Wait until Ray has nodes for so many workers of the pool; not for a Ray that was started here."""
         until = time.monotonic() + (0.0 if self.link.alone else self._timeout)
         told = False
         while lacking := self._lacking(self._shape, count, strategy):
@@ -305,7 +305,7 @@ class RayEngine(LaunchedEngine):
         elif order.spread or (hosted.pooled and self._strategy == "SPREAD"):
             options["scheduling_strategy"] = "SPREAD"
         elif hosted.pooled and self._strategy in ("STRICT_PACK", "STRICT_SPREAD"):
-            # A placement group does not grow: those who come later are put on nodes by name.
+            # A placement group does not grow: later workers are put on nodes by name.
             hosted.node = self._node_for_more(shape)
             options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(
                 hosted.node, soft=False
@@ -313,7 +313,7 @@ class RayEngine(LaunchedEngine):
         return options
 
     def _node_for_more(self, shape: Mapping[str, float]) -> str:
-        """Return the id of the node on which one more worker of a strict pool is to be."""
+        """Return the id of the node for one more worker of a strict pool."""
         util = self.link.ray.util
         used = set(util.placement_group_table(self._group).get("bundles_to_node_id", {}).values())
         apart = self._strategy == "STRICT_SPREAD"
@@ -339,7 +339,7 @@ class RayEngine(LaunchedEngine):
         try:
             hosted.waiting = hosted.actor.wait.remote()
             hosted.waiting.future().add_done_callback(partial(self._heard, hosted))
-        except Exception as error:  # Ray itself is gone
+        except Exception as error:  # Ray itself has ended
             self._over(hosted, error)
 
     def _heard(self, hosted: _Hosted, done: Any) -> None:
@@ -423,7 +423,7 @@ class RayEngine(LaunchedEngine):
                     self._free.sort()
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """See :class:`LaunchedEngine`; those of the pool, whom the cluster has asked to leave, may finish that."""
+        """See :class:`LaunchedEngine`; workers of the pool, which the cluster has asked to leave, may finish that."""
         until = _time.now() + timeout
         if graceful:
             with self._guard:
@@ -439,7 +439,7 @@ class RayEngine(LaunchedEngine):
             _log.info("Ray does not say whether its actors have ended: %s", error)
 
     def close(self) -> None:
-        """End all workers, give back what was booked, and disconnect from Ray if this has connected. Idempotent; bounded."""
+        """End all workers, remove the placement group, and disconnect if this engine has connected. Idempotent; bounded."""
         with self._guard:
             if self._closed:
                 return
@@ -457,7 +457,7 @@ class RayEngine(LaunchedEngine):
             _log.warning("Ray could not be tidied up: %s", error)
         finally:
             self.link.close()
-            keys.sweep()  # of those that were killed here
+            keys.sweep()  # files of workers that were killed here
 
 
 def make(address: str | None = None, **options: Any) -> RayEngine:
@@ -483,14 +483,14 @@ def _needs(order: LaunchRequest) -> dict[str, float]:
 
 
 def _shape(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
-    """Return what a worker books, by Ray's names; what is 0 is left out."""
+    """Return what a worker books, by Ray's names, without amounts of 0."""
     found = {"CPU": _amount("num_cpus", num_cpus), "GPU": _amount("num_gpus", num_gpus)}
     found.update(amounts("resources", resources, error=WrongTypeError))
     return {name: float(amount) for name, amount in found.items() if amount}
 
 
 def _words(error: BaseException) -> str:
-    """Return what Ray says of an end, without what helps nobody."""
+    """Return Ray's text on the end of an actor, without lines that do not help."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "namespace:"))]
     if any("No module named 'actorrpc'" in line for line in lines):

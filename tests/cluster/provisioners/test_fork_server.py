@@ -68,7 +68,7 @@ def test_a_server_that_cannot_import_says_why(tmp_path: Path, monkeypatch: pytes
 _KEY = """
 with init():
     name = spawn()
-    key = serving.current().engine._hello["key"]
+    key = serving.current().reception.secret.encode()
     pids = [os.getpid(), serving.current().engine.server.pid, rpc.rpc_sync(name, os.getpid)]
     for pid in pids:
         for what in ("cmdline", "environ"):
