@@ -224,6 +224,7 @@ class Agent:
         mail: MailHeader | None = None,
         header: Header | None = None,
         awaits: Sequence[Future[Any]] = (),
+        place: Call | None = None,
     ) -> Call:
         """Make a call; it is on its way, or in the outbox, when this returns.
 
@@ -233,16 +234,20 @@ class Agent:
             keep: kept alive until the call ends.
             mail: names a mailbox of the peer; the message then carries ``(args, kwargs)`` alone, ``function`` is not used.
             header: fields to be sent along.
-            awaits: futures of arguments. Mail then only reserves its place in the mailbox, and the arguments are not used:
-                :meth:`fill_place` sends them.
+            awaits: futures of arguments. Mail then only reserves its place in the mailbox, and the arguments are not used.
+            place: the call that has reserved the place of this mail; its deadline, label and future stay.
 
         Raises:
             SerializationError, LimitError: before anything is sent.
-            CancelledError: the call that this one is nested in was cancelled.
+            CancelledError: the call that this one is nested in was cancelled, or the call in ``place`` has ended.
             RpcTimeoutError: the deadline of the call that this one is nested in has passed.
             PeerDiedError, BackpressureError, ShutdownError: nothing was executed. LostArgumentError: the worker has died that
                 a reference among the arguments leads to.
         """
+        if place is not None:
+            place.mail = mail
+            self._send(place, function, args, kwargs, header)
+            return place
         current, made = CURRENT.get(), _time.now()
         deadline = made + timeout if timeout else INFINITE
         if current is not None:
@@ -257,15 +262,6 @@ class Agent:
         call.awaits, call.mail, call.keep = awaits, mail, keep
         self._send(call, function, args, kwargs, header)
         return call
-
-    def fill_place(self, call: Call, mail: MailHeader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Send the arguments of a call that has reserved its place in a mailbox. Raises what :meth:`call` does.
-
-        Raises:
-            CancelledError: the call has ended.
-        """
-        call.mail = mail
-        self._send(call, None, args, kwargs, None)
 
     def _send(
         self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], header: Header | None

@@ -442,7 +442,10 @@ class ReservedCall:
             return
         try:
             args, kwargs, unresolved = pack_arguments(*PendingCall.opened(held))
-            queue.agent.fill_place(call, template.mail_for(unresolved), args, kwargs)
+            mail, label = template.mail_for(unresolved), template.label
+            queue.agent.call(
+                call.peer, None, args, kwargs, 0.0, future=future, label=label, mail=mail, place=call
+            )
         except BaseException as error:
             if call.give_back_place():
                 if isinstance(error, PeerDiedError):
