@@ -24,7 +24,6 @@ from typing import Any, Final
 from actorrpc import _stacks, _time
 from actorrpc._exception_text import report
 from actorrpc.transport import signals
-from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["ACTING", "Daemon"]
 
@@ -64,7 +63,6 @@ class Daemon(threading.Thread):
         # A handler that raised in Thread.start, which does not know whether the thread has begun then, would end the thread.
         signals.put_off_during(self._start)
 
-    @uninterruptible
     def _start(self) -> None:
         _running.add(self)
         try:
