@@ -26,7 +26,6 @@ from actorrpc import _stacks, _time
 from actorrpc._exception_text import report
 from actorrpc._undo import undo_on_error
 from actorrpc.transport import signals
-from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["ACTING", "Daemon"]
 
@@ -63,7 +62,6 @@ class Daemon(threading.Thread):
         # Thread.start ends the thread if a signal handler raises in it.
         signals.put_off_during(self._start)
 
-    @uninterruptible
     def _start(self) -> None:
         _running.add(self)
         with undo_on_error(partial(_running.discard, self)):

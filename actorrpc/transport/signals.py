@@ -235,16 +235,21 @@ def install(later: Callable[[], None]) -> None:
 
 
 def put_off_during(function: Callable[[], None]) -> None:
-    """Call a function that is marked :func:`uninterruptible`, also where there is no agent; what was put off comes after it."""
+    """Call a function; signal handlers run after it, also where there is no agent."""
     if state.laters or threading.get_ident() != threading.main_thread().ident:
-        function()
+        _call_protected(function)
     else:
         try:
             install(_nothing_later)
-            function()
+            _call_protected(function)
         finally:
             uninstall(_nothing_later)
         checkpoint()
+
+
+@uninterruptible
+def _call_protected(function: Callable[[], None]) -> None:
+    function()
 
 
 def _nothing_later() -> None:

@@ -34,8 +34,8 @@ class _server_process_global_profile(profile):
     program's own sees (one that is entered in the function that is called) are in that one only.
 
     Attributes:
-        process_global_function_events: when it is over, a list of the events of each call, in the order of their ends.
-        function_events: all of them.
+        process_global_function_events: after the end, a list of the events of each call, in the order in which the calls ended.
+        function_events: the events of all calls.
     """
 
     function_events: EventList | None
@@ -74,7 +74,7 @@ class _server_process_global_profile(profile):
 
 
 class _Observer(Interceptor):
-    """Profiles executions while somebody has asked for that. An interceptor."""
+    """Profiles executions while a profile is entered. An interceptor."""
 
     def wrap(
         self,
@@ -84,7 +84,7 @@ class _Observer(Interceptor):
         kwargs: dict[str, Any],
         call: Callable[[], Any],
     ) -> Callable[[], Any]:
-        """Return what runs the call and hands its events to the profiles that are entered now and still are then."""
+        """Return a function that runs the call, and gives its events to the profiles that are entered at both times."""
         entered = _entered
         if not entered:
             return call

@@ -82,7 +82,7 @@ class ForkData(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UserDelete:
-    """User to owner: these handles are gone. Deleting a fork twice, or an unknown one, changes nothing."""
+    """User to owner: these handles have ended. Deleting a fork twice, or an unknown fork, changes nothing."""
 
     items: tuple[tuple[RRefId, ForkId], ...]
 
@@ -103,7 +103,7 @@ class ForkAck:
 
 @dataclass(frozen=True, slots=True)
 class ChildAccept:
-    """Child to parent: the owner knows these forks; the parent need not stay for them."""
+    """Child to parent: the owner knows these forks, so they no longer keep the parent."""
 
     items: tuple[tuple[ForkId], ...]
 

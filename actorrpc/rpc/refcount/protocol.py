@@ -1,16 +1,16 @@
 """The RRef protocol as a state machine: who holds which fork of which RRef, and when a value may go.
 
-One :class:`RRefTable` per agent, used by any thread. It does no I/O, reads no clock and calls nobody: each
+One :class:`RRefTable` per agent, used by any thread. It does no I/O, reads no clock and runs no callbacks: each
 method changes the tables under one lock and returns :class:`Effects`, which the caller carries out afterwards
-(messages to send, waiters to wake, values to let die).
+(messages to send, waiters to wake, values to release).
 
-What it promises while no worker dies: a value lives while a handle, or a message under way that carries one,
-exists (a parent stays until the owner knows its child), and is released when the last is gone. What it needs
-of the agent: each message arrives at least once unless its destination dies, in any order, however often; a
-call arrives at most once. All that a dead worker held is released at once; its key never comes back.
+Promise while no worker dies: a value lives while a handle on it exists, or a message under way carries one (a parent
+stays until the owner knows its child); the value is released when the last of them has ended. The table needs an agent
+that delivers each message at least once unless its destination dies, in any order, and each call at most once. All
+handles of a dead worker are released at once; its key is never used again.
 
-The lock is re-entrant: the garbage collector may run a finaliser that uses an RRef on a thread that is in it.
-It guards everything in the table and its Pendings but the queue of drops. No other lock is taken under it.
+The lock is re-entrant: the garbage collector may run a finaliser that uses an RRef on a thread that holds the lock.
+It guards the table and its Pendings, except the queue of drops. No other lock is taken under it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class PendingCounts(NamedTuple):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """Whether all counts are zero."""
         return not any(self)
 
 
@@ -138,8 +138,11 @@ class RRefTable:
 
     # -- making RRefs ----------------------------------------------------------------------------
 
-    def create_owner(self, value: object) -> Handle:
+    def create_owner(self, value: object, keep: Callable[[Handle], object] | None = None) -> Handle:
         """Put a value that is already here behind a new RRef.
+
+        Args:
+            keep: is called with the handle, before a signal handler can run.
 
         Raises:
             ShutdownError: after :meth:`close`.
@@ -148,7 +151,10 @@ class RRefTable:
             self._open()
             rref_id = self._new_id(RRefId)
             self._owned[rref_id] = Owned(rref_id, created=True, outcome=Outcome(value), handles=1)
-            return Handle(rref_id, None, self.me)
+        handle = Handle(rref_id, None, self.me)
+        if keep is not None:
+            keep(handle)
+        return handle
 
     def handle_on(self, rref_id: RRefId) -> Handle:
         """Return one more handle on a value of this worker, for a message whose sender holds one until it is answered.
@@ -161,7 +167,7 @@ class RRefTable:
             return self._hold(rref_id)
 
     def handle_if_held(self, rref_id: RRefId) -> Handle | None:
-        """Return one more handle on a value of this worker; None where nothing of that name is held here.
+        """Return one more handle on a value of this worker; None if the value is not here.
 
         Raises:
             ShutdownError: after :meth:`close`.
@@ -224,7 +230,7 @@ class RRefTable:
     def drop_later(self, handle: Handle) -> None:
         """Queue the end of one local RRef object, once for each handle given out.
 
-        Takes no lock and calls nobody: made for ``__del__``. Does nothing in a forked child.
+        For ``__del__``: takes no lock and runs no other code. Does nothing in a forked child.
         """
         if os.getpid() == self._pid and not self._closed:
             self._drops.append(handle)
@@ -250,8 +256,8 @@ class RRefTable:
     def creation_arrived(self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey) -> bool:
         """Register a creation before its function runs.
 
-        Returns ``False`` where the function must not run: nothing refers to the result any more, the creator has died, or
-        the creation has failed before (:meth:`creation_given_up`).
+        Returns ``False`` if the function must not run: the RRef has been deleted, the creator has died, or the creation
+        has failed before (:meth:`creation_given_up`).
 
         Raises:
             ProtocolError: the ids are not the sender's.
@@ -455,7 +461,7 @@ class RRefTable:
                 for rref_id, fork_id, is_known in message.items:
                     held = self._held.get(fork_id)
                     if held is None:
-                        if is_known:  # a late request brought back a fork that is not held here any more
+                        if is_known:  # a late request has registered a fork again that has ended here
                             step.add(from_, UserDelete, (rref_id, fork_id))
                     elif held.pending and held.owner == from_ and held.parent is not None:
                         held.tell_owner = is_known
@@ -493,7 +499,7 @@ class RRefTable:
     # -- leaving, and looking --------------------------------------------------------------------
 
     def delete_all_users(self) -> Effects:
-        """Let go of every handle on other workers' values, those still to come included."""
+        """Release every handle on other workers' values; handles that arrive from now on are released at once."""
         step = self.collect()
         with self._lock:
             self._draining = True
@@ -530,8 +536,8 @@ class RRefTable:
     def leaks(self) -> list[Leak]:
         """List the forks of values that live here, and the handles that are held here.
 
-        A fork that no object here refers to any more is no leak of this worker, though its owner may not have confirmed it:
-        an owner that does not answer is stopped, or cut off.
+        A fork without an object here is no leak of this worker, even if its owner has not confirmed it: an owner that
+        does not answer is stopped, or cut off.
         """
         with self._lock:
             found = [
@@ -606,12 +612,12 @@ class RRefTable:
         return entry
 
     def _is_gone(self, rref_id: RRefId) -> bool:
-        """Say whether a value that is not here will never be: only others' creations may be on their way."""
+        """Say whether a value that is not here will never be created: only other workers' creations may be under way."""
         creator = rref_id.creator
         return rref_id in self._gone_rrefs or creator.rank == self.me.rank or creator in self._deaths
 
     def _register(self, rref_id: RRefId, fork_id: ForkId, holder: WorkerKey) -> bool:
-        """Add a child's fork, which may overtake the creation; ``False`` if the value is gone."""
+        """Add a child's fork, which may overtake the creation; ``False`` if the value has been released."""
         entry = self._owned.get(rref_id)
         if entry is not None and fork_id in entry.forks:
             return entry.forks[fork_id] == holder
@@ -621,7 +627,7 @@ class RRefTable:
         return True
 
     def _remove(self, rref_id: RRefId, fork_id: ForkId, holder: WorkerKey | None, step: Effects) -> None:
-        """Remove a fork, and remember that it is gone: what registers it may come after what deletes it."""
+        """Remove a fork, and remember its id: a late message must not register it again."""
         entry = self._owned.get(rref_id)
         if entry is not None and holder is not None and entry.forks.get(fork_id, holder) != holder:
             return
@@ -647,7 +653,7 @@ class RRefTable:
             entry.waiters = []
 
     def _settle_value(self, entry: Owned, step: Effects) -> None:
-        """Release a value that nothing holds. One not created yet is only forgotten: its creator holds it."""
+        """Release a value without forks and handles. A value that is not created yet is only forgotten."""
         if entry.forks or entry.handles or (entry.waiters and not entry.created):
             return
         if entry.created:
@@ -657,14 +663,14 @@ class RRefTable:
         self._owned.pop(entry.rref_id, None)
 
     def _hold(self, rref_id: RRefId) -> Handle:
-        """Add a handle on a value of this worker; one on a value that is gone has an error."""
+        """Add a handle on a value of this worker; if the value has been released, the handle has an error."""
         is_gone = rref_id not in self._owned and self._is_gone(rref_id)
         entry = self._expect(rref_id)
         if is_gone:
             entry.created = True
             entry.outcome = Outcome(error=released(rref_id))
         entry.handles += 1
-        return Handle(rref_id, None, self.me)
+        return Handle(entry.rref_id, None, self.me)
 
     # -- handles on values of other workers --------------------------------------------------------
 
@@ -692,7 +698,7 @@ class RRefTable:
         self._settle_handle(held, step)
 
     def _settle_handle(self, held: HeldFork, step: Effects) -> None:
-        """Let go of a handle that is dropped, that the owner knows, and that has no child to keep alive."""
+        """Forget a fork without objects and children that is not pending, and tell its owner."""
         if held.handles or held.children or held.pending or self._held.pop(held.fork_id, None) is None:
             return
         if held.tell_owner:
@@ -719,7 +725,7 @@ class RRefTable:
             self._settle_handle(child[0], step)
 
     def _accept(self, parent: WorkerKey, fork_id: ForkId, step: Effects) -> None:
-        """Tell the parent of a fork that it need not stay for it."""
+        """Tell the parent of a fork that the fork no longer keeps it."""
         if parent == self.me:
             self._child_settled(fork_id, step)
         else:

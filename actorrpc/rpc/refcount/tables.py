@@ -82,7 +82,7 @@ class Effects:
 
 
 class Pending:
-    """Counts down until the owners know all forks of a message. Safe from any thread."""
+    """Counts down until the owners know all forks of a message. Thread-safe."""
 
     __slots__ = ("_callbacks", "_lock", "_remaining")
 
@@ -134,7 +134,7 @@ class Recent(dict[K, V]):
 
 
 def released(rref_id: RRefId) -> RRefError:
-    """Make the error for a value that is no more."""
+    """Make the error for a value that has been released."""
     return RRefError(f"the value of {rref_id} was released: nothing held it, or a worker that held it died")
 
 
@@ -144,7 +144,7 @@ class Owned:
 
     Attributes:
         created: its creation has come, or never will. Until then only other workers have named the value.
-        outcome: None until the creation is over.
+        outcome: None until the value has been set, or its creation has failed.
         forks: the handles of workers on the value, by the worker that holds them.
         handles: how many objects of this worker refer to it.
         waiters: called with the outcome.
@@ -164,7 +164,7 @@ class HeldFork:
 
     Attributes:
         parent: the worker that waits until the owner knows this fork; None for a creation, and for a fork from the owner.
-        pending: the owner has not said yet whether it knows this fork.
+        pending: the owner has not confirmed or refused this fork yet.
         error: why the RRef is of no use.
         handles: how many objects of this worker use this fork.
         children: how many forks were made of this fork that the owner does not know yet.
