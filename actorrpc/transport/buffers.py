@@ -28,16 +28,17 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
+from actorrpc.transport.signals import uninterruptible
 
 __all__ = [
     "SMALL",
-    "Block",
     "BufferPool",
     "ForkGuard",
     "Loans",
+    "MemoryBlock",
+    "MemoryRange",
     "MemoryStats",
     "Recycler",
-    "Span",
     "copy",
     "drained",
     "is_sealed",
@@ -167,14 +168,14 @@ def is_sealed(fd: int, size: int) -> bool:
     return sealed and stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
-class Span(Protocol):
-    """Memory that is about to be sent. Whoever passes it keeps the memory alive."""
+class MemoryRange(Protocol):
+    """Memory that is about to be sent. The sender keeps it alive."""
 
     address: int
     nbytes: int
 
 
-def copy(address: int, span: Span) -> None:
+def copy(address: int, span: MemoryRange) -> None:
     """Copy ``span`` to ``address``, without the GIL unless the copy is short."""
     if span.nbytes > _COPY_WITH_GIL:
         ctypes.memmove(address, span.address, span.nbytes)
@@ -325,7 +326,7 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
-class Block:
+class MemoryBlock:
     """Memory of one size class, for a :class:`Recycler`.
 
     Attributes:
@@ -349,7 +350,7 @@ class Block:
             self.memory.close()
 
 
-B = TypeVar("B", bound=Block)
+B = TypeVar("B", bound=MemoryBlock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +399,11 @@ class Recycler(Generic[B]):
         """Take in what has come back, and unmap what is not kept. Call it about once a second while anything is free."""
         self._section(self._trim)
 
+    def stats(self) -> MemoryStats:
+        """Return the present figures."""
+        self.trim()
+        return MemoryStats(self._count, self._lent_bytes, self._free_bytes)
+
     def close(self) -> None:
         """Unmap what is free; memory in use is unmapped when it dies. Idempotent."""
         with self._lock:
@@ -414,6 +420,7 @@ class Recycler(Generic[B]):
         self._busy = False
         self.close()
 
+    @uninterruptible
     def _section(self, work: Callable[..., T], *args: object) -> T | None:
         """Run ``work`` under the lock; return None, without running it, within another section and after :meth:`close`."""
         dropped: list[B] = []
@@ -435,6 +442,7 @@ class Recycler(Generic[B]):
 
     def _settle(self) -> None:
         """Put blocks back that have become free."""
+        raise NotImplementedError
 
     def _make(self, size: int) -> B | None:
         """Return a new block, of which the caller of :meth:`_find` makes the memory; None where the limit forbids it."""
@@ -499,7 +507,7 @@ class Recycler(Generic[B]):
             self._drop(block)
 
 
-class BufferPool(Recycler[Block]):
+class BufferPool(Recycler[MemoryBlock]):
     """Lends writable memory of this process; at most ``limit_bytes`` of it are kept for reuse. What is lent is not limited."""
 
     def __init__(
@@ -510,7 +518,7 @@ class BufferPool(Recycler[Block]):
         on_return: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(limit_bytes, clock, on_return)
-        self._loans: Loans[Block] = Loans(self.ring)
+        self._loans: Loans[MemoryBlock] = Loans(self.ring)
 
     def take(self, nbytes: int) -> memoryview:
         """Return ``nbytes`` of writable memory with undefined content.
@@ -531,22 +539,18 @@ class BufferPool(Recycler[Block]):
                 raise MemoryError(f"cannot map {block.size} bytes") from error
         return self._loans.lend(block.memory, block.address, block.size, block)[:nbytes]
 
-    def stats(self) -> MemoryStats:
-        """Return what the pool holds now."""
-        self.trim()
-        return MemoryStats(self._count, self._lent_bytes, self._free_bytes)
-
     def close(self) -> None:
         """Unmap what is free; memory in use is unmapped when it dies. ``take`` then gives plain memory."""
         self._loans.close()
         super().close()
 
-    def _make(self, size: int) -> Block:
-        return self._add(Block(size))
+    def _make(self, size: int) -> MemoryBlock:
+        return self._add(MemoryBlock(size))
 
     def _settle(self) -> None:
-        for block in drained(self._loans.returned):
-            self._put(block)
+        returned = self._loans.returned
+        while returned:
+            self._put(returned.popleft())
 
     def _keep_s(self) -> float:
         return 0.0 if self._free_bytes > self._limit else _KEEP_S

@@ -37,8 +37,9 @@ from actorrpc._undo import undo_on_error
 from actorrpc.errors import LimitError, ObjectStoreFullError, ProtocolError
 from actorrpc.transport import fd_limits
 from actorrpc.transport.buffers import (
-    Block,
     Loans,
+    MemoryBlock,
+    MemoryStats,
     Recycler,
     drained,
     is_sealed,
@@ -189,7 +190,7 @@ class Allocation(NamedTuple):
     memory: object
 
 
-class _Written(Block):
+class _Written(MemoryBlock):
     """A segment on its writer's side.
 
     Attributes:
@@ -216,21 +217,19 @@ class _Written(Block):
             os.close(probe)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStats:
-    """The use of shared memory for objects.
+@dataclass(frozen=True, slots=True)
+class StoreStats(MemoryStats):
+    """The use of shared memory for objects: the segments that are written here, and in general.
 
     Attributes:
         held: the segments that references or values of this process hold.
         held_bytes: how much memory these segments take.
-        free_bytes: how much memory the segments take that this process keeps to fill them again.
         host_bytes: how much memory all segments of the group take on this host.
         limit_bytes: the limit of ``host_bytes``.
     """
 
     held: tuple[Holding, ...]
     held_bytes: int
-    free_bytes: int
     host_bytes: int
     limit_bytes: int
 
@@ -290,17 +289,13 @@ class ObjectStore(Recycler[_Written]):
         """
         while True:
             try:
-                return self._allocate(nbytes, label, site)
+                return self._section(self._room, nbytes, label, site)
             except OSError:
                 return None  # no descriptors, no memory: the object stays where it is
             except ObjectStoreFullError:
                 if self._spill_dir is not None or _time.now() >= until or _pages(nbytes) > self._limit:
                     raise
             _time.sleep(_WAIT_S)
-
-    @uninterruptible
-    def _allocate(self, nbytes: int, label: str, site: str) -> Allocation | None:
-        return self._section(self._room, nbytes, label, site)
 
     def _room(self, nbytes: int, label: str, site: str) -> Allocation:
         """Return room, within the limit.
@@ -319,7 +314,9 @@ class ObjectStore(Recycler[_Written]):
             fresh = _pages(nbytes) - (0 if written is None else written.touched)
             if fresh > 0 and not self._has_room(fresh):
                 if written is not None:
+                    used_at = written.used_at
                     self._put(written)
+                    written.used_at = used_at  # this wait must not keep it from others who wait for memory
                 if self._spill_dir is None:
                     raise self._full(nbytes, label)
                 return self._spill(self._spill_dir, nbytes, label, site)
@@ -507,7 +504,8 @@ class ObjectStore(Recycler[_Written]):
 
     def _settle(self) -> None:
         """Take segments off the accounts whose last use here has ended."""
-        for segment_id in drained(self.ended):
+        while self.ended:
+            segment_id = self.ended.popleft()
             self._uses[segment_id] -= 1
             if not self._uses[segment_id]:
                 del self._uses[segment_id]
@@ -571,11 +569,6 @@ class ObjectStore(Recycler[_Written]):
         self._find_unread()
         super()._trim()
 
-    @uninterruptible
-    def trim(self) -> None:
-        """Give segments back that had no readers for a while; call it about once a second while :attr:`writes` says so."""
-        super().trim()
-
     @property
     def writes(self) -> bool:
         """Whether there are segments of this process, which have to be given back later."""
@@ -586,12 +579,15 @@ class ObjectStore(Recycler[_Written]):
         self.trim()
         with self._lock:
             held = tuple(each for each in self._accounts.own() if each.segment_id in self._uses)
+            held_bytes = sum(each.nbytes for each in held)
             return StoreStats(
-                held=held,
-                held_bytes=sum(each.nbytes for each in held),
-                free_bytes=sum(each.touched for each in self._written.values() if each.is_free),
-                host_bytes=self._accounts.total(),
-                limit_bytes=self._limit,
+                self._count,
+                self._lent_bytes,
+                sum(each.touched for each in self._written.values() if each.is_free),
+                held,
+                held_bytes,
+                self._accounts.total(),
+                self._limit,
             )
 
     @uninterruptible

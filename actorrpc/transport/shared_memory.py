@@ -32,12 +32,11 @@ from actorrpc._limits import explain_memory
 from actorrpc.errors import LimitError, ProtocolError, RpcError
 from actorrpc.transport import fd_limits
 from actorrpc.transport.buffers import (
-    Block,
     ForkGuard,
     Loans,
-    MemoryStats,
+    MemoryBlock,
+    MemoryRange,
     Recycler,
-    Span,
     copy,
     drained,
     is_sealed,
@@ -83,7 +82,7 @@ def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), end
 
 
-class _Segment(Block):
+class _Segment(MemoryBlock):
     """Shared memory on the lender's side. ``loan`` is 0 while it is free or being filled."""
 
     __slots__ = ("loan", "number")
@@ -123,7 +122,7 @@ class Lender(Recycler[_Segment]):
         self.retired: deque[int] = deque()
         self._no_new_before = 0.0
 
-    def place(self, spans: Sequence[Span]) -> tuple[int, int] | None:
+    def place(self, spans: Sequence[MemoryRange]) -> tuple[int, int] | None:
         """Copy ``spans`` into one segment; return the segment and the number of the loan. None: send them over the socket.
 
         The copy is made when this returns. Thread-safe.
@@ -151,16 +150,10 @@ class Lender(Recycler[_Segment]):
     def reclaim(self, loans: Iterable[tuple[int, int]]) -> None:
         """Take back segments by (segment, loan). Loans that are not out are ignored. Thread-safe."""
         self._handed_back.extend(loans)
-        self.trim()
 
     def drain_retired(self) -> list[int]:
         """Return the segments that the peer may unmap. Thread-safe."""
         return list(drained(self.retired))
-
-    def stats(self) -> MemoryStats:
-        """Return what is lent and kept now. Thread-safe."""
-        self.trim()
-        return MemoryStats(self._count, self._lent_bytes, self._free_bytes)
 
     def close(self) -> None:
         """Close the socket and release all memory; what the peer uses stays mapped there. Idempotent."""
@@ -168,8 +161,7 @@ class Lender(Recycler[_Segment]):
             self._sock.close()
             super().close()
         self._segments = {}  # a thread that fills one keeps it
-        self._handed_back.clear()
-        self.retired.clear()
+        self._handed_back, self.retired = deque(maxlen=0), deque(maxlen=0)
 
     def abandon(self) -> None:
         """Give up everything in a forked child, whose parent goes on lending."""
@@ -179,7 +171,9 @@ class Lender(Recycler[_Segment]):
     # -- in a section ------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        for number, loan in drained(self._handed_back):
+        handed_back = self._handed_back
+        while handed_back:
+            number, loan = handed_back.popleft()
             segment = self._segments.get(number)
             if segment is not None and segment.loan == loan != 0:
                 segment.loan = 0

@@ -446,6 +446,26 @@ def test_who_finds_no_room_waits_for_it(host: Host, monkeypatch: pytest.MonkeyPa
     assert 3 <= len(slept) <= 10
 
 
+def test_who_waits_for_room_keeps_no_free_memory_from_others(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = host.store(64 * MIB), host.store(64 * MIB)
+    kept = fill(other, 28 * MIB)
+    fill(store, 33 * MIB)  # of the same size class as what is waited for
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 0.5
+        host.pass_time(0.5)
+
+    monkeypatch.setattr(_time, "now", lambda: now[0])
+    monkeypatch.setattr(_time, "sleep", sleep)
+    with pytest.raises(ObjectStoreFullError):
+        store.allocate(40 * MIB, label="a thing", until=5.0)
+    more = fill(other, 30 * MIB)
+    assert _content(kept) == _content(more) == {len("a thing")}
+
+
 def test_a_wait_for_room_is_over_at_its_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     store = host.store(64 * MIB)
     kept = fill(store, 40 * MIB)

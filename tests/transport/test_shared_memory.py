@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from actorrpc.errors import LimitError, ProtocolError
 from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.transport import shared_memory
-from actorrpc.transport.buffers import Span, copy, sealed_memfd
+from actorrpc.transport.buffers import MemoryRange, copy, sealed_memfd
 from actorrpc.transport.shared_memory import Borrower, Lender
 
 KIB = 1 << 10
@@ -46,7 +46,7 @@ class Clock:
         return self.now
 
 
-def span(data: bytes | bytearray) -> Span:
+def span(data: bytes | bytearray) -> MemoryRange:
     return TensorSpan.of(bytearray(data))
 
 
@@ -88,6 +88,7 @@ class Lane:
     def settle(self) -> None:
         """Exchange what the connection would."""
         self.lender.reclaim(self.borrower.drain_freed())
+        self.lender.trim()
         self.borrower.retire(self.lender.drain_retired())
 
     def close(self) -> None:
@@ -244,7 +245,7 @@ def test_no_descriptor_is_kept_for_a_segment(lane: Lane) -> None:
 
 
 def test_an_interrupted_copy_leaves_the_segment_free(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(address: int, source: Span) -> None:
+    def interrupted(address: int, source: MemoryRange) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -328,6 +329,7 @@ def test_retiring_a_segment_that_was_never_used_drops_its_descriptor(lane: Lane)
     placement = lane.lender.place([span(b"a" * SEGMENT)])
     assert placement is not None
     lane.lender.reclaim([placement])
+    lane.lender.trim()
     lane.clock.now += 100
     lane.lender.trim()
     lane.settle()
@@ -619,7 +621,7 @@ def test_a_hand_back_that_is_guessed_early_frees_nothing_that_is_being_filled(
 ) -> None:
     guesses = [(segment, loan) for segment in range(1, 4) for loan in range(1, 4)]
 
-    def interrupted(address: int, source: Span) -> None:
+    def interrupted(address: int, source: MemoryRange) -> None:
         lane.lender.reclaim(guesses)
         lane.clock.now += 1000
         lane.lender.trim()
