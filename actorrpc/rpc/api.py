@@ -422,7 +422,7 @@ def is_executing() -> bool:
 @atexit.register
 def _at_exit() -> None:
     """End the worker of a program that exits without shutdown, without waiting for other workers."""
-    worker = process_worker()
+    worker = here.worker
     if worker is not None and worker.in_force and os.getpid() == worker.agent.record.pid:
         # Without the lock: a daemon thread that holds it never runs again.
         close(worker)
