@@ -9,7 +9,16 @@ from typing import Any, Final
 from actorrpc.cli.text import amount, figure, known, latencies, runs, span
 from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker
 
-__all__ = ["ACTOR_COLUMNS", "WORKER_COLUMNS", "ActorRow", "Column", "WorkerRow", "rates", "rows", "shares"]
+__all__ = [
+    "ACTOR_COLUMNS",
+    "WORKER_COLUMNS",
+    "ActorActivity",
+    "Column",
+    "WorkerActivity",
+    "rates",
+    "rows",
+    "shares",
+]
 
 
 def rates(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[str, float]:
@@ -37,7 +46,7 @@ def shares(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[tu
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRow:
+class WorkerActivity:
     """A worker, and how much of a processor it uses."""
 
     worker: ObservedWorker
@@ -45,12 +54,12 @@ class WorkerRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ActorRow:
+class ActorActivity:
     """An actor that is not dead, with its worker."""
 
     actor: ObservedActor
     rate: float | None
-    home: WorkerRow | None
+    home: WorkerActivity | None
 
     @property
     def share(self) -> float | None:
@@ -61,17 +70,19 @@ class ActorRow:
         return self.home.worker.memory if self.home is not None else 0
 
 
-def rows(before: Iterable[GroupState], after: Iterable[GroupState]) -> tuple[list[WorkerRow], list[ActorRow]]:
+def rows(
+    before: Iterable[GroupState], after: Iterable[GroupState]
+) -> tuple[list[WorkerActivity], list[ActorActivity]]:
     """Return the workers, and the actors that are not dead."""
     before, after = list(before), list(after)
     rate, share = rates(before, after), shares(before, after)
-    workers: list[WorkerRow] = []
-    actors: list[ActorRow] = []
+    workers: list[WorkerActivity] = []
+    actors: list[ActorActivity] = []
     for state in after:
-        homes = {each.name: WorkerRow(each, share.get((each.name, each.pid))) for each in state.workers}
+        homes = {each.name: WorkerActivity(each, share.get((each.name, each.pid))) for each in state.workers}
         workers += homes.values()
         actors += [
-            ActorRow(each, rate.get(each.actor_id), homes.get(each.worker))
+            ActorActivity(each, rate.get(each.actor_id), homes.get(each.worker))
             for each in state.actors
             if each.state != "DEAD"
         ]

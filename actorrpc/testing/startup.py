@@ -38,7 +38,8 @@ class FaultyRpcBackendOptions(TensorPipeRpcBackendOptions):
             raise WrongTypeError(f"faults are made with drop() and delay(), not {faults!r}")
         self.faults = tuple(faults)
 
-    def _ready(self, _worker: Worker) -> None:
+    def ready(self, worker: Worker) -> None:
+        """Start the faults."""
         for fault in self.faults:
             fault.start()
 

@@ -178,7 +178,10 @@ class WorkerRecord:
                 f"a worker's rank must be an integer, not {say(self.rank, repr)}",
             ),
             (_matches(_INCARNATION, self.incarnation), "an incarnation is 32 lower-case hexadecimal digits"),
-            (_matches(_HOST, self.host), "a host identity is 1 to 128 letters and digits"),
+            (
+                _matches(_HOST, self.host),
+                "the identity of a host has 1 to 128 characters: a to z, A to Z, 0 to 9",
+            ),
             (path is None or _is_text(path, 1, 108), "a Unix socket's path has 1 to 108 characters"),
             (
                 isinstance(self.tcp, tuple)

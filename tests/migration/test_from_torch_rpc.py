@@ -609,7 +609,7 @@ def test_roots_where_gradients_go_and_sums() -> None:
 @row("a context whose origin has died")
 def test_a_context_goes_with_its_origin() -> None:
     with InProcessCluster(3, autojump=True) as cluster:
-        counted = cluster["worker1"].run(contexts)
+        counted = cluster["worker1"].run(contexts).live
         maker = threading.Thread(target=cluster["worker2"].run, args=(_makes_a_context, "worker1"))
         maker.start()
         maker.join()

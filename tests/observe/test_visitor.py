@@ -108,7 +108,7 @@ def test_a_visit_leaves_nothing_behind(worker: FoundGroup, caplog: pytest.LogCap
     assert told == []
     group, references = current_worker().group, current_worker().references  # type: ignore[union-attr]
     assert group.barrier._gone == set()
-    assert references.table._deaths._errors._items == {}
+    assert references.table._deaths == {}
     assert [each.name for each in rpc.workers()] == ["alone"]
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 

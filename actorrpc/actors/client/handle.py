@@ -518,8 +518,16 @@ class ActorHandle(Generic[C_co]):
 
     else:
         __call__ = _Calling()
-        actor_id = _Own(lambda handle: _card(handle).actor_id, is_value=True)
-        rref = _Own(lambda handle: _rref(handle), is_value=True)
+
+        @partial(_Own, is_value=True)
+        def actor_id(self):
+            """The number of the actor, which is unique in the group."""
+            return _card(self).actor_id
+
+        @partial(_Own, is_value=True)
+        def rref(self):
+            """An RRef to the instance, as torch's RPC has them."""
+            return _rref(self)
 
         def __getattr__(self, name):
             state = self.__dict__

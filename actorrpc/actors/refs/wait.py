@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import sys
 import weakref
+from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -63,25 +64,25 @@ class Arrivals(Generic[T]):
 
     __slots__ = ()
 
+    @abstractmethod
     def _arrival(self) -> Future[None]:
         """Return a future that completes when :meth:`next` does not have to wait."""
-        raise NotImplementedError
 
+    @abstractmethod
     def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
         """Take the next result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole(self) -> AbstractContextManager[Future[None]]:
         """Have all results sent here. The future completes when all are here."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cancel(self) -> bool:
         """Close the stream; False if it has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _rest(self) -> list[T]:
         """Take the values of all results that are here."""
-        raise NotImplementedError
 
 
 def _start(item: Any, what: str, final: bool) -> Future[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -468,9 +469,9 @@ class _Items(Generic[R]):
         self._consumer = consumer
 
     @staticmethod
+    @abstractmethod
     def _made(consumer: _Consumer, packed: Any, error: BaseException | None) -> R:
         """Make what the iterator gives of an item, or of the error in its place."""
-        raise NotImplementedError
 
     def _next(self, timeout: float | None) -> R:
         consumer, until = self._consumer, deadline_of(timeout)
