@@ -180,7 +180,7 @@ class WorkerRecord:
             (_matches(_INCARNATION, self.incarnation), "an incarnation is 32 lower-case hexadecimal digits"),
             (
                 _matches(_HOST, self.host),
-                "the identity of a host has 1 to 128 characters: a to z, A to Z, 0 to 9",
+                "the identity of a host has 1 to 128 characters: a to z, A to Z, 0 to 9, _.:-",
             ),
             (path is None or _is_text(path, 1, 108), "a Unix socket's path has 1 to 108 characters"),
             (
