@@ -308,7 +308,8 @@ def _chosen() -> list[list[Case]]:
 @pytest.mark.limit(150)
 @pytest.mark.parametrize("cases", _chosen(), ids=lambda cases: "; ".join(map(" ".join, cases)))
 @pytest.mark.prints(
-    r"the state of actor Keeper#\w+ could not be kept.*drop\('actor_control'",
+    r"the state of actor Keeper#\w+ could not be kept$",
+    r"^actorrpc\.errors\.RpcTimeoutError: the call of actorrpc\._keep on .*drop\('actor_control'",
     r"shutdown does not wait for 'worker1' any longer: .*'worker1' cannot be reached",  # it was stopped
 )
 def test_waits_end_and_others_go_on(cases: list[Case], tmp_path: Path) -> None:
