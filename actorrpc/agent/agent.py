@@ -1,7 +1,7 @@
 """The agent: one per process, it wires connections, threads, clock and calls together.
 
 What it knows of a call is bytes, deadlines and who is waiting. Everything that rides along (RRefs, autograd
-contexts, traces, actors) is put in from above: interceptors wrap executions and add to headers, ``on_notice``
+contexts, traces, actors) is put in from above: ``hooks`` take part in calls, ``on_notice``
 handles one-way messages, ``on_peer_end`` is told of deaths.
 
 Threads: any thread may make calls. ``control`` runs under a connection's read lock, on whichever thread reads; it is
@@ -31,7 +31,15 @@ from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Executor
-from actorrpc.agent.hooks import Interceptor, MessageFilter, MessageReferences, Recorder, recorded
+from actorrpc.agent.hooks import (
+    HookSet,
+    MessageReferences,
+    OutgoingMessage,
+    Recorder,
+    profiler,
+    recorded,
+    thread_is_profiled,
+)
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.mail import MailHeader, MailRouter, NullRouter
 from actorrpc.agent.peers import MAX_PENDING, SETTLED_S, MessageContext, Peer, PeerTable
@@ -123,10 +131,9 @@ class Agent:
         )
         self.buffers = BufferPool(settings.recycle_bytes, excess=self._let_memory_go)
         self.objects = self._object_store(key)
-        self.interceptors: list[Interceptor] = []
         self.recorder: Recorder = Recorder()
         self.flights = FlightRecorder() if settings.recorder else None
-        self.gate: MessageFilter | None = None
+        self.hooks = HookSet(self.flights)
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
         self.held: set[int] = set()  # threads whose calls a debugger holds
         self.on_failure: Callable[[Execution, Exception], None] | None = None
@@ -251,15 +258,27 @@ class Agent:
             message = MessageContext(peer)
             message.held = ()
         encoded: codec.Encoded | bytes
-        call: Call | None = None
+        hooks = self.hooks
+        if place is not None:
+            call = place
+        else:
+            if (
+                current is None
+                and (peer.window.charged or len(peer.pending) >= MAX_PENDING)
+                and peer.window.full
+            ):
+                self.flush()
+                peer.window.wait_for_room(deadline, f"the call of {label}")
+            call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future, made)
+            call.awaits = awaits
+        call.mail = mail
         if current is not None and len(current.path) > 1:
             header = {} if header is None else header
             header["path"] = current.path[:-1]
-        if self.interceptors and not awaits:
-            header = header or {}
-            for interceptor in self.interceptors:
-                interceptor.request_header(header, peer)
         try:
+            is_profiled = mail is None and (profiler._is_profiler_enabled or thread_is_profiled())
+            if (hooks.on_call or is_profiled) and not awaits:
+                header = hooks.begin_call(call, function, args, header, is_profiled)
             sent = function
             if mail is None and type(function) is FunctionType and not by_value.modules:
                 sent = peer.functions.numbers.get(function)
@@ -294,20 +313,7 @@ class Agent:
             conn = peer.conn
             if (conn is None or conn.state is CLOSED) and not peer.is_self:
                 self.connector.connect(peer, deadline, label)
-            if place is not None:
-                call = place
-            else:
-                if (
-                    current is None
-                    and (peer.window.charged or len(peer.pending) >= MAX_PENDING)
-                    and peer.window.full
-                ):
-                    self.flush()
-                    peer.window.wait_for_room(deadline, f"the call of {label}")
-                call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future, made)
-                call.awaits = awaits
             call.keep = (keep, message.held) if message.held else keep
-            call.mail = mail
             if type(sent) is tuple:
                 call.introduces = sent[0], function
             if future is not None:
@@ -315,20 +321,40 @@ class Agent:
                 future.label = call  # put into words only when somebody asks
             if current is not None:
                 current.add_nested(call)
-            gate = None if awaits else self.gate  # once: it may go away
-            if gate is None or gate.request(call, function, args, encoded, header, mail, message):
+            if hooks.messages and not awaits:
+                request = OutgoingMessage(
+                    frames.REQUEST,
+                    peer,
+                    call.id,
+                    encoded,
+                    header,
+                    call=call,
+                    function=function,
+                    args=args,
+                    mail=mail,
+                    name=label,
+                    chain=chain,
+                    flags=0 if mail is None else frames.MAIL,
+                    context=message,
+                )
+                hooks.send(request, partial(self._dispatch, call, encoded, header, mail))
+            else:
                 self._dispatch(call, encoded, header, mail)
-            if gate is None and not (message.sent or message.objects or message.held):
-                peer.contexts.append(message)
-        except BaseException:
-            if call is not None and call.handed_over:
+                if not (message.sent or message.objects or message.held):
+                    peer.contexts.append(message)
+        except BaseException as error:
+            if call.handed_over:
                 call.cancel()  # a signal handler has raised, between chunks or since
             else:
-                if call is not None and call is not place:
+                if call is not place:
                     peer.pending.pop(call.id, None)
                     peer.window.release(call)
                 if message.sent:
                     self.references.roll_back(message)
+                if not call.done:
+                    # The flight recorder, which is first, has no records of calls that were not sent.
+                    for ended in call.ending[len(hooks.recorded) :]:
+                        ended(call, error)
             raise
         if current is not None and current.given_up is not given_up:
             call.cancel(current.given_up[-1], current.late)  # while it was being made, nobody could cancel it
@@ -343,20 +369,18 @@ class Agent:
         timeout: float,
         keep: Any = None,
         label: str | None = None,
-        header: Header | None = None,
     ) -> Any:
         """Make a call as :meth:`call` does, and return its value or raise its error."""
         if QUEUED:
             run_queued_callbacks()
         call: Call | None = None
         try:
-            # By position: names cost 0.1 us.
-            call = self.call(peer, function, args, kwargs, timeout, None, keep, label, None, header)
+            call = self.call(peer, function, args, kwargs, timeout, None, keep, label)
             while not call.done:
                 call.drive(None)
-        except BaseException:
+        except BaseException as error:
             if call is not None:
-                self._give_up(call)  # a signal handler has raised
+                self._give_up(call, error)  # a signal handler has raised
             raise
         if call.error is not None:
             try:
@@ -364,8 +388,15 @@ class Agent:
             finally:
                 call.error = None
         assert call.reply is not None
-        reply, call.reply = call.reply, None
-        value = outbound.opened(self, call.conn, reply, peer)
+        try:
+            value = outbound.opened(self, call.conn, call.reply, peer)
+        except BaseException as error:
+            for ended in call.ending:
+                ended(call, error)
+            raise
+        for ended in call.ending:
+            ended(call, None)
+        call.reply = None  # the execution that this call is nested in keeps the call
         if _interrupts.pending:
             checkpoint()
         return value
@@ -401,26 +432,48 @@ class Agent:
             if message.sent or message.objects:
                 header = self.announce(message, header)
             id, chain = next(peer.ids), 0 if current is None else current.chain
-            gate = self.gate
-            if gate is not None and not gate.post(peer, function, args, encoded, header, chain, message):
+            if not self.hooks.messages:
+                self._send_cast(peer, id, encoded, header, chain, label)
                 return
-            if peer.is_self:
-                self.loop_back(frames.REQUEST, id, encoded, header, INFINITE, chain, frames.POST)
-                return
-            conn = peer.conn
-            if conn is None or conn.state is CLOSED:
-                self.connector.connect(peer, INFINITE, label)
-                conn = peer.conn
-                assert conn is not None
-            outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
+            cast = OutgoingMessage(
+                frames.REQUEST,
+                peer,
+                id,
+                encoded,
+                header,
+                function=function,
+                args=args,
+                name=label,
+                chain=chain,
+                flags=frames.POST,
+                context=message,
+            )
+            self.hooks.send(cast, partial(self._send_cast, peer, id, encoded, header, chain, label))
         except BaseException:
             if message.sent:
                 self.references.roll_back(message)
             raise
+
+    def _send_cast(
+        self,
+        peer: Peer,
+        id: int,
+        encoded: codec.Encoded | bytes,
+        header: Header | None,
+        chain: int,
+        label: str,
+    ) -> None:
+        if peer.is_self:
+            self.loop_back(frames.REQUEST, id, encoded, header, INFINITE, chain, frames.POST)
+            return
+        conn = peer.conn
+        if conn is None or conn.state is CLOSED:
+            conn = self.connector.connect(peer, INFINITE, label)
+        outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
         conn.flush()
 
     @uninterruptible
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: Call, error: BaseException) -> None:
         """End a call of :meth:`ask`, which does not wait for its end any longer.
 
         The worker is told; where its reply has come, what that holds goes back.
@@ -429,9 +482,10 @@ class Agent:
             return
         while not call.done:  # by a thread that is ending it right now
             _time.pause(0.0005)
-        reply, call.reply = call.reply, None
-        if reply is not None:
-            self.inbox.discard(call.conn, reply)
+        if call.reply is not None:
+            for ended in call.ending:
+                ended(call, error)
+            self.inbox.discard(call.conn, call.reply)
 
     @uninterruptible
     def _dispatch(
@@ -594,10 +648,11 @@ class Agent:
 
         ``lazily``: it may wait for something that it can go along with, though not for long.
         """
-        gate = self.gate
-        if gate is not None:
-            return gate.notice(peer, name, body)
-        return self.send_notice(peer, name, body, lazily)
+        if not self.hooks.messages:
+            return self.send_notice(peer, name, body, lazily)
+        notice = OutgoingMessage(frames.NOTICE, peer, 0, body, name=name)
+        sent = self.hooks.send(notice, partial(self.send_notice, peer, name, body, lazily))
+        return not notice.lost if sent is None else bool(sent)
 
     def notify_surely(
         self, peer: Peer, name: str, body: bytes, *, lazily: bool = False, attempt: int = 0
@@ -610,7 +665,7 @@ class Agent:
             self.clock.after(_RETRY_S * 1.5**attempt, partial(self.submit, again))
 
     def send_notice(self, peer: Peer, name: str, body: bytes, lazily: bool = False) -> bool:
-        """Do what :meth:`notify` does, past the gate."""
+        """Do what :meth:`notify` does, without hooks."""
         if peer.is_self:
             handler = self.on_notice.get(name)
             if handler is not None:

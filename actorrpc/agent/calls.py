@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from actorrpc import _time
+from actorrpc.agent.hooks import NO_NOTES
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError
 from actorrpc.futures import (
     INTERRUPTED,
@@ -41,11 +42,11 @@ from actorrpc.wire.frames import CANCEL, LATE, STOP, pack_frame
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
+    from actorrpc.agent.hooks import HookSet
     from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.peers import Peer
     from actorrpc.agent.threads import Pool
     from actorrpc.agent.timers import Clock
-    from actorrpc.flight_recorder import FlightRecorder
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
@@ -92,12 +93,15 @@ class Execution:
             Replaced by a longer one each time. A thread that makes a call compares it before and after.
         arrived: when its request was read; ``begun``: when its turn came (0.0: it is still to come), and ``thread`` the number
             of the one that it began on.
-        header: what interceptors put along, or ``None``.
+        header: the fields that came with it, or ``None``.
         path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
             them, if there are any. After a call of an actor has begun, the last is the call itself.
         actor: whose mailbox it came through, or ``None`` for a plain call.
         what: the function, or the name of the actor's method, for messages.
         deferred: the function has returned: a future will be the answer.
+        notes: see :class:`~actorrpc.agent.hooks.CallHooks`; ``ending``: the ``on_end`` of the hooks that take part, or None:
+            those of the agent.
+        convert: returns what is sent in place of the value that it gets, or None.
     """
 
     # Class attributes are the defaults: most calls set few of these, and one object is made for each call.
@@ -111,6 +115,9 @@ class Execution:
     actor: Any = None
     what: Any = None
     deferred = False
+    notes = NO_NOTES
+    ending: tuple[Callable[..., None], ...] | None = None
+    convert: Callable[[Any], Any] | None = None
 
     def __init__(
         self,
@@ -133,6 +140,20 @@ class Execution:
         self.nested: dict[Nested, None] = {}
         if chain >> MAILBOX_BIT:
             self.path = (chain,)
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields that came with it."""
+        return cast("Mapping[str, Any]", self.header or {})
+
+    @property
+    def label(self) -> str:
+        """What messages call what is executed."""
+        name = self.what if isinstance(self.what, str) else getattr(self.what, "__qualname__", None)
+        if name is None:
+            return "the call"
+        spec = getattr(self.actor, "spec", None)
+        return str(name) if spec is None else f"{spec.info.prefix}{str(name).rpartition('<locals>.')[2]}"
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
         """Give the call up, as its caller wants; see :meth:`give_up`. Runs on a pool thread."""
@@ -181,9 +202,10 @@ class Execution:
 class _CallingAgent(Protocol):
     """The parts of an agent that a call needs."""
 
+    name: str
     pool: Pool
     clock: Clock
-    flights: FlightRecorder | None
+    hooks: HookSet
     corked: dict[Connection, None]
 
     def cork(self, conn: Connection) -> None: ...
@@ -202,6 +224,8 @@ class Call(Progress):
         made: when it was made, and ``thread`` the number of the thread that has made it.
         introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
         size: bytes of what it carries, where that is more than its frame.
+        fields, notes: see :class:`~actorrpc.agent.hooks.CallHooks`; there are no fields before ``on_call``.
+        ending: the ``on_answer`` of the hooks that take part.
     """
 
     __slots__ = (
@@ -213,7 +237,9 @@ class Call(Progress):
         "conn",
         "deadline",
         "done",
+        "ending",
         "error",
+        "fields",
         "frame",
         "future",
         "id",
@@ -223,6 +249,7 @@ class Call(Progress):
         "lock",
         "made",
         "mail",
+        "notes",
         "peer",
         "polling",
         "reply",
@@ -271,6 +298,10 @@ class Call(Progress):
         self.size = 0
         self.keep: Any = None
         self.introduces: Any = None
+        self.ending = agent.hooks.on_answer
+        self.notes = NO_NOTES
+
+    fields: dict[str, Any]
 
     def __str__(self) -> str:
         return f"the call of {self.label} on {self.peer.name!r}"
@@ -286,9 +317,8 @@ class Call(Progress):
     def fail(self, error: BaseException, submit: Any = None) -> None:
         """End the call with an error that arose on this side."""
         self.peer.window.release(self)
-        flights = self.agent.flights
-        if flights is not None:
-            flights.called(self, None)
+        for ended in self.ending:
+            ended(self, error)
         future = self.future
         callbacks: list[Any] = []
         if future is not None:

@@ -242,11 +242,8 @@ class Inbox:
             peer.functions.numbers[call.introduces[1]] = call.introduces[0]
         call.keep = None
         agent, future = self._agent, call.future
-        if agent.flights is not None:
-            agent.flights.called(call, frame)
-        if future is None:
-            call.reply = frame
-        else:
+        call.reply = frame
+        if future is not None:
             value: Any = None
             error: BaseException | None = None
             try:
@@ -254,6 +251,9 @@ class Inbox:
             except BaseException as caught:
                 error = caught
                 error.__traceback__ = None
+            for ended in call.ending:
+                ended(call, error)
+            call.reply = None
             if future.claim():
                 # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
                 # itself when it is done with the batch.

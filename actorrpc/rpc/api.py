@@ -45,7 +45,6 @@ from actorrpc.rpc.options import (
     check_timeout,
     options_of,
 )
-from actorrpc.rpc.profiling import ProfiledFuture, calling, modern, profiled
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import torchscript
@@ -517,9 +516,6 @@ def rpc_sync(
         UnknownWorkerError: there is no such worker.
     """
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    if modern._is_profiler_enabled or profiled():
-        with calling("sync", func, agent, peer):
-            return agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
     return agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
 
 
@@ -537,11 +533,6 @@ def rpc_async(
     that do not go through shared memory are on their way when this returns. Arguments and errors as for
     :func:`rpc_sync`.
     """
-    if modern._is_profiler_enabled or profiled():
-        seen: ProfiledFuture[T] = ProfiledFuture()
-        with calling("async", func, _require().agent, to) as seen.span:
-            send(seen, to, func, args, kwargs, timeout)
-        return seen
     future: Future[T] = Future()
     send(future, to, func, args, kwargs, timeout)
     return future
@@ -578,14 +569,7 @@ def remote(
         # Here, where Ctrl-C can come: it cannot while the reference is being made.
         agent.connector.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
     references = _require().references
-    rref: RRef[T]
-    if not (modern._is_profiler_enabled or profiled()):
-        rref = references.create(peer, func, args, kwargs, seconds, label)
-        return rref
-    with calling("remote", func, agent, peer) as span:
-        rref = references.create(peer, func, args, kwargs, seconds, label)
-        assert rref._creation is not None
-    rref._creation.add_done_callback(lambda _: span.close())
+    rref: RRef[T] = references.create(peer, func, args, kwargs, seconds, label)
     return rref
 
 

@@ -20,7 +20,8 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
-from actorrpc.agent.peers import MessageContext, Peer
+from actorrpc.agent.hooks import is_profiled
+from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import (
     NotInitializedError,
     ProtocolError,
@@ -30,7 +31,6 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from actorrpc.rpc.profiling import calling, modern, profiled
 from actorrpc.rpc.refcount.messages import ForkData, ForkId, RRefId
 from actorrpc.rpc.refcount.protocol import Handle, Outcome
 from actorrpc.rpc.refcount.runtime import References
@@ -611,18 +611,6 @@ class _Method:
         agent, handle = references.agent, rref._handle
         peer = agent.self_peer if handle.owner == references.me else references.peer_of(handle.owner)
         arguments = (handle.rref_id[:], self._name, args, kwargs)
-        if modern._is_profiler_enabled or profiled():
-            with calling(self._style.removeprefix("rpc_"), self._name, agent, peer) as span:
-                made = self._send(agent, peer, arguments, seconds)
-            if self._style != "rpc_sync":
-                (made if self._style == "rpc_async" else made._creation).add_done_callback(
-                    lambda _: span.close()
-                )
-            return made
-        return self._send(agent, peer, arguments, seconds)
-
-    def _send(self, agent: Agent, peer: Peer, arguments: tuple[Any, ...], seconds: float) -> Any:
-        rref = self._rref
         if self._style == "rpc_sync":
             return agent.ask(peer, _invoke, arguments, {}, seconds, keep=rref, label=self._name)
         if self._style == "rpc_async":
@@ -648,7 +636,7 @@ def value_here(rref: RRef[Any]) -> Any:
     agent = references.agent
     if agent.closed_down or (execution is not None and execution.cancelled):
         return None
-    if agent.interceptors or agent.gate is not None or modern._is_profiler_enabled or profiled():
+    if agent.hooks.active or is_profiled():
         return None
     known = references.table.known_outcome(rref._handle.rref_id) if rref.is_owner() else None
     return None if known is None else known.value

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from threading import get_ident
 from traceback import walk_tb
@@ -31,8 +31,8 @@ from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exi
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CALLER_BIT, CURRENT, MAILBOX_BIT
-from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
-from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted, riding
+from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
+from actorrpc.agent.hooks import run_hooked
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 
@@ -209,16 +209,12 @@ class ActorExecutor:
         args, kwargs = self.arguments(entry)
         self.hosted.calls += 1
         method, kind = self._method(name)
-        if (
-            kind == "sync"
-            and "window" not in header
-            and "trace" not in header
-            and not self.agent.interceptors
-        ):
-            return self._returned(entry, method, method(*args, **kwargs), True, runner)
-        call = self._intercepted(entry, method, args, kwargs)
+        hooks = self.agent.hooks
+        call = method
+        if hooks.on_start or not hooks.riders.keys().isdisjoint(header):
+            call = partial(self._run_hooked, entry, method)
         if kind == "generator" or ("window" in header and kind == "sync"):
-            items = call()
+            items = call(*args, **kwargs)
             if isinstance(items, AsyncGenerator):
                 items.aclose().close()
                 raise TypeError(
@@ -230,16 +226,13 @@ class ActorExecutor:
         if kind.startswith("async"):
             # An async method that has come to a thread: the actor has no loop of its own.
             raise TypeError(f"{self.hosted.title}.{name} is async and cannot be run here")
-        return self._returned(entry, method, call(), runner=runner)
+        return self._returned(entry, method, call(*args, **kwargs), True, runner)
 
-    def _intercepted(
-        self, entry: Envelope, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[], Any]:
-        """Return what to run in place of ``method(*args, **kwargs)``: spans are the outermost."""
-        interceptors: Sequence[Interceptor] = self.agent.interceptors
-        if not RIDERS.keys().isdisjoint(entry.header):
-            interceptors = riding(interceptors, entry.header)
-        return intercepted(interceptors, entry, method, args, kwargs)
+    def _run_hooked(self, entry: Envelope, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+        hooks = self.agent.hooks
+        if hooks.on_start or not hooks.riders.keys().isdisjoint(entry.header):
+            return run_hooked(hooks, entry, method, args, kwargs)
+        return method(*args, **kwargs)
 
     def _returned(
         self,
@@ -477,7 +470,7 @@ class ActorExecutor:
         args, kwargs = self.arguments(entry)
         self.hosted.calls += 1
         method, _ = self._method(entry.header["method"])
-        return method, self._intercepted(entry, method, args, kwargs)()
+        return method, self._run_hooked(entry, method, *args, **kwargs)
 
     async def _answer_when_kept(self, entry: Envelope, found: tuple[Any, Any]) -> None:
         method, value = found
@@ -496,12 +489,11 @@ class ActorExecutor:
             args, kwargs = self.arguments(entry)
             self.hosted.calls += 1
             method, kind = self._method(entry.header["method"])
-            call = self._intercepted(entry, method, args, kwargs)
             if kind != "async":
                 producer = self.hosted.streams.open(
                     int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
                 )
-                items = call()
+                items = self._run_hooked(entry, method, *args, **kwargs)
                 generator = items if isinstance(items, AsyncGenerator) else _stepwise(items)
                 if self.answer(entry, producer.ticket(), keep=False):
                     producer.serves(entry.id)
@@ -515,7 +507,7 @@ class ActorExecutor:
                     producer.close()
                     await generator.aclose()
                 return
-            value = await call()
+            value = await self._run_hooked(entry, method, *args, **kwargs)
             if self.agent.abandoned:  # before its state is kept, which is the parent's
                 self.agent.end_fork(self.label(entry), None)
             await self.checkpoints.save_from_loop()
@@ -555,7 +547,7 @@ class ActorExecutor:
 
     def _split(self, entry: Envelope, value: Any, count: int) -> list[Any]:
         """Return the parts of a result, each packed by itself: the caller's references share no object."""
-        name = named(entry)
+        name = entry.label
         try:
             values = list(value)
         except TypeError:
