@@ -202,11 +202,12 @@ class Watch:
 
 
 def on(host: str, make: Callable[[], Any]) -> Any:
-    """Make actors until one is on a host: with spread=True that is at most the third."""
+    """Make actors until one is on a host: with spread=True that is at most the third, as all of them live meanwhile."""
+    made = []
     while True:
-        found = make()
-        if actorrpc.get(found.where.remote())[0] == host:
-            return found
+        made.append(make())
+        if actorrpc.get(made[-1].where.remote())[0] == host:
+            return made[-1]
 
 
 def losing(parts: list[Any]) -> None:
