@@ -163,7 +163,7 @@ class FlightRecorder:
 
     def on_answer(self, call: Any, error: BaseException | None) -> None:
         """Record an agent's ``Call`` that is over."""
-        numbers, peer, label, reply = self._names.numbers, call.peer.name, call.label, call.reply
+        numbers, peer, label, reply = self._names.numbers, call.peer.name, call.label, call.outcome
         self._last = number = self._next()
         _pack_called(
             self._ring,

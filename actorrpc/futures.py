@@ -1,8 +1,8 @@
 """Futures: the value of a call that is not over yet.
 
 :class:`Future` is a ``torch.futures.Future`` (so ``torch.futures.collect_all`` and friends take it) that
-keeps its own state in Python: its waits heed Ctrl-C and take a time-out, it can be awaited in asyncio, its
-callbacks see Futures of this class, and a failure that nobody looked at is reported.
+keeps its own state in Python: Ctrl-C interrupts its waits, they take a time-out, it can be awaited in asyncio, its
+callbacks get Futures of this class, and a failure that was never retrieved is logged.
 
 No lock guards a future. Completion is claimed by deleting a slot, which is one atomic step in CPython;
 callbacks and waiters are lists that are appended to and popped from, which is atomic too. So completing a
@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from threading import get_ident
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -39,8 +39,6 @@ __all__ = [
     "InnerFuture",
     "NestedRunner",
     "Progress",
-    "Waiter",
-    "bystander",
     "collect_all",
     "forked",
     "generation",
@@ -60,7 +58,7 @@ _NEVER = float("inf")
 _Lock: Final = type(threading.Lock())
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
 _ONCE: Final = "Future can only be marked completed once: it already has a result or an error"
-_NO_DEVICES: Final[list[torch.device]] = []  # of most futures; nobody changes it
+_NO_DEVICES: Final[list[torch.device]] = []  # of most futures; never changed
 _base_init = torch._C.Future.__init__
 _base_set_result = torch._C.Future.set_result
 _base_wait = torch._C.Future.wait
@@ -68,35 +66,35 @@ _base_set_unwrap = torch._C.Future._set_unwrap_func
 
 
 class NestedRunner(Protocol):
-    """What a thread of an actor does besides waiting: calls that descend from the one that waits run meanwhile.
+    """Runs, on a thread of an actor that waits, the calls that descend from the waiting call.
 
-    The thread that waits calls all of it; ``stir`` may be called by any thread.
+    The thread that waits calls all methods. Any thread may call ``stir``.
     """
 
     @property
     def work(self) -> Any:
-        """True where something may run."""
+        """True if a call may run now."""
 
     def begin_wait(self, stir: Callable[[], None], what: object) -> None:
-        """Note that the thread is about to wait for ``what``; ``stir()`` makes it look at ``work``."""
+        """Record that the thread is about to wait for ``what``. ``stir()`` wakes it, so that it checks ``work``."""
 
     def end_wait(self) -> None:
-        """Note that it waits no more."""
+        """Record that the thread does not wait any longer."""
 
     def begin_await(self) -> None:
-        """Note that a coroutine on the thread is about to wait, while others may go on."""
+        """Record that a coroutine on the thread is about to wait. Other coroutines may run meanwhile."""
 
     def end_await(self) -> None:
-        """Note that it goes on."""
+        """Record that the coroutine continues."""
 
     def serve(self) -> None:
-        """Run what may run, on this thread."""
+        """Run the calls that may run now, on this thread."""
 
 
 class Progress:
     """The source of a pending future: a call, a call that waits to be sent, another future.
 
-    Any thread may call its methods. They do nothing here; a class overrides those that have an effect.
+    Any thread may call the methods. They do nothing here; subclasses override them.
     """
 
     __slots__ = ()
@@ -108,27 +106,20 @@ class Progress:
         """Send the messages that are gathered, because a thread is about to wait elsewhere for the outcome."""
 
     def listen(self) -> None:
-        """Have the pool read the reply, because the thread that looks at the future does not read."""
+        """Have the pool read the reply, because the thread that polls the future does not read."""
 
     def cancel(self) -> bool:
         """Give up; False where the future is complete."""
         return False
 
 
-class Waiter(Protocol):
-    """What is notified when a future completes: see :meth:`Future.add_waiter`."""
-
-    def ended(self, future: Any) -> None:
-        """Handle the completion of the future. Any thread calls it; it must be short and must not block."""
-
-
 class _Waiting(threading.local):
-    """What this thread does besides, while it waits.
+    """The state of this thread that waits use.
 
     Attributes:
-        depth: how many callbacks of futures it runs, one within another.
+        depth: how many callbacks of futures this thread runs, one within another.
         runner: the thread's runner, if it belongs to an actor.
-        posts: where it puts the posts (``agent/outbound.py``) that it reads itself, if it executes them; else others do.
+        posts: where this thread puts the posts (``agent/outbound.py``) that it reads, if it executes them; None: the pool does.
     """
 
     depth = 0
@@ -140,91 +131,82 @@ WAITING = _Waiting()
 
 
 def stand_by(runner: NestedRunner | None) -> None:
-    """Have a runner hear of the waits of all threads that have none of their own."""
+    """Set the runner of all threads that have no runner of their own."""
     _Waiting.runner = runner
 
 
 INTERRUPTED: Final[set[Any]] = set()
-"""The runners that run methods which are to be interrupted. Almost always empty: what users call asks for no more."""
+"""The runners whose methods must be interrupted. Almost always empty, so that functions of users can check it cheaply."""
 
 
 def interruption_point() -> None:
     """Raise the interruption of the method that this thread runs, if there is one.
 
-    Whatever users call, and call again and again, comes here before it begins, and in its waits, where anything may be raised:
-    elsewhere in our code nothing is raised that is not its own (see ``actors/host/threads.py``).
+    All functions that users may call in a loop call it when they begin and in their waits. The rest of this package is not
+    interrupted (see ``actors/host/threads.py``).
     """
     runner = WAITING.runner
     if runner in INTERRUPTED:
         runner.raise_interruption()  # type: ignore[union-attr]
 
 
-def bystander() -> NestedRunner | None:
-    """Return the runner that hears of the waits of threads that have none of their own."""
-    return _Waiting.runner
-
-
 class _Unretrieved:
-    """Rides on a failed future; its death without ``seen`` means that nobody looked at the failure."""
+    """Belongs to a failed future. If it is freed and ``seen`` is False, the failure was never retrieved, and is logged."""
 
     __slots__ = ("__weakref__", "error", "label", "seen")
 
     def __init__(self, error: BaseException, label: object) -> None:
         self.error = error
         self.label = label
-        # The one that cancels, or leaves, knows.
-        self.seen = type(error) is CancelledError or _reporter.hushed
+        # The thread that cancels a call, or leaves the group, knows that calls fail.
+        self.seen = type(error) is CancelledError or _hushed
 
     def __del__(self) -> None:
         if not self.seen and not sys.is_finalizing():
-            # (While the interpreter ends no thread starts any more, and waits for it never end.)
-            # Logging takes locks, and this may run anywhere: a thread of its own reports it.
-            _reporter.report(f"{self.label} failed and nobody looked at the error: {say(self.error, repr)}")
+            # (While the interpreter ends, no thread can be started.)
+            _report(f"{self.label} failed and nobody looked at the error: {say(self.error, repr)}")
 
 
-class _Reporter:
-    """Logs what ``__del__`` finds, on a short-lived thread, so that no lock is taken in ``__del__``."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self.hushed = False
-
-    def report(self, line: str) -> None:
-        self._lines.append(line)
-        if len(self._lines) == 1:
-            try:
-                threading.Thread(target=self._drain, name="actorrpc-report", daemon=True).start()
-            except RuntimeError:  # the interpreter is shutting down: there is nowhere left to report to
-                self._lines.clear()
-
-    def _drain(self) -> None:
-        while self._lines:
-            _log.error("%s", self._lines[0])
-            del self._lines[0]
+_reports: Final[list[str]] = []
+_hushed = False
 
 
-_reporter = _Reporter()
+def _report(line: str) -> None:
+    """Log a line on a thread of its own: logging takes locks, and finalisers may run while this thread holds them."""
+    _reports.append(line)
+    if len(_reports) == 1:
+        try:
+            threading.Thread(target=_log_reports, name="actorrpc-report", daemon=True).start()
+        except RuntimeError:  # the interpreter is shutting down: there is nowhere left to report to
+            _reports.clear()
+
+
+def _log_reports() -> None:
+    while _reports:
+        _log.error("%s", _reports[0])
+        del _reports[0]
 
 
 def hush(hushed: bool) -> None:
-    """Have failures from now on not be reported, or be again: a process that leaves its group ends what it has begun."""
-    _reporter.hushed = hushed
+    """Suppress the reports of failures of futures from now on, or no longer: a process that leaves its group ends its calls."""
+    global _hushed
+    _hushed = hushed
 
 
-_generation = 0  # how many forks of processes that were in a group lie behind this process
+_generation = 0  # the number of forks, of processes in a group, between the first process and this one
 
 
 def forked() -> None:
-    """Note that this process is a fork of one that was in a group: futures that are pending now never complete here."""
+    """Record that this process is a fork of a process in a group: futures that are pending now never complete here."""
     global _generation
     _generation += 1
-    # Only the thread that has forked goes on here. A new thread may get the number of another one.
+    # Only the thread that called fork() exists here. A new thread may get the number of another one.
     for thread in QUEUED.keys() - {get_ident()}:
         del QUEUED[thread]
 
 
 def generation() -> int:
-    """Return what tells this process from the one that it is a fork of."""
+    """Return a number that differs between this process and its forks."""
     return _generation
 
 
@@ -232,18 +214,17 @@ def lost_by_fork(label: object) -> NotInitializedError:
     """Return the error of a wait, in a forked process, for an outcome that only the process that was forked gets."""
     return NotInitializedError(
         f"{label} was not over when this process was forked (os.fork(), or multiprocessing's start method "
-        "'fork') from the one that waits for it: the outcome comes there, and never here. Wait for it before the "
+        "'fork'): the outcome arrives only in the process that was forked. Wait for it before the "
         "fork; for calls of its own, start the process with the method 'spawn', or call actorrpc.init() (or "
         "init_rpc()) in it"
     )
 
 
 def _twin(error: BaseException, twins: dict[int, BaseException] | None = None) -> BaseException:
-    """Return an error like this one, without what is attached to it when it is raised.
+    """Return a copy of an error without its traceback. Errors that it refers to are replaced by their twins.
 
-    torch's half of a future keeps the twin. The collector cannot look into that half: if it kept the error itself,
-    whose traceback leads to the frames that waited, and so to the future, all of that would stay for ever. The errors that this
-    one refers to may be raised, too, and so the twin refers to their twins.
+    torch's half of a future keeps the twin. The garbage collector cannot look into that half. If it kept the error itself, whose
+    traceback refers to frames that waited, and so to the future, the future would never be freed.
 
     Args:
         twins: the twins that have been made, by the ``id`` of their errors.
@@ -258,7 +239,7 @@ def _twin(error: BaseException, twins: dict[int, BaseException] | None = None) -
 
     cls = type(error)
     try:
-        # The class in C that objects of this one are laid out as: not the first in the order of methods.
+        # The class in C that defines the layout of the object. It need not be the first in the order of methods.
         native: Any = cls
         while native.__flags__ & _HEAP_TYPE:
             native = native.__base__
@@ -274,14 +255,14 @@ def _twin(error: BaseException, twins: dict[int, BaseException] | None = None) -
         if cause is not None:
             twin.__cause__ = of(cause)
     except BaseException:
-        twin = RuntimeError(type_name(cls))  # no code of its own is run here, its repr neither
+        twin = RuntimeError(type_name(cls))  # no code of the class is run here, not even its repr
     return twin
 
 
 def _unwrapping(report: _Unretrieved) -> Callable[[BaseException], NoReturn]:
-    """Return what torch does with the twin that a failed future has in place of a value, whenever somebody looks at it.
+    """Return the function that torch calls, with the twin of the error, to get the value of a failed future.
 
-    torch's functions for several futures look there, and nowhere else. torch's half does not keep the report, which has
+    torch's functions for several futures find the error in this way only. torch's half must not refer to the report, which has
     the error.
     """
     found = weakref.ref(report)
@@ -290,7 +271,7 @@ def _unwrapping(report: _Unretrieved) -> Callable[[BaseException], NoReturn]:
         looked_at = found()
         if looked_at is not None:
             looked_at.seen = True
-        raise _twin(twin)  # what is raised is tied to frames
+        raise _twin(twin)  # the traceback of a raised error refers to frames
 
     return unwrap
 
@@ -309,16 +290,16 @@ of any length takes a stack of the same depth.
 
 
 def run_queued_callbacks() -> None:
-    """Run the callbacks that this thread has queued. A thread calls this before it waits: it may wait for their effect."""
+    """Run the callbacks that this thread has queued. A thread calls this before it waits, as it may wait for their effect."""
     queued = QUEUED.pop(get_ident(), None)
     if queued is not None:
         _run_callbacks_of(queued)
 
 
 def _run_callbacks_of(completed: list[Future[Any]]) -> None:
-    """Run the callbacks of completed futures in order, and behind each callback those of the futures that it completes.
+    """Run the callbacks of completed futures in order. After each callback, run the callbacks of futures that it completed.
 
-    An exception of a signal handler is raised at the end: the other callbacks complete futures that somebody waits for.
+    An exception of a signal handler is raised at the end: threads may wait for futures that the other callbacks complete.
     """
     completed.reverse()
     raised: BaseException | None = None
@@ -347,33 +328,24 @@ def _run_callbacks_of(completed: list[Future[Any]]) -> None:
         raised = None  # the error's traceback has this frame
 
 
-class _LinkLabel:
-    """The label of a future that :meth:`Future.then` returns. It is short for each link of a long chain."""
+class _Following(NamedTuple):
+    """The label of a future that :meth:`Future.then` returns. In a chain, ``start`` is the label of the first future."""
 
-    __slots__ = ("callback", "links", "start")
-
-    def __init__(self, callback: object, before: object) -> None:
-        self.callback = str(getattr(callback, "__qualname__", callback))
-        self.start = before
-        self.links = 1
-        if type(before) is _LinkLabel:
-            self.start = before.start
-            self.links += before.links
+    callback: str
+    start: object
 
     def __str__(self) -> str:
-        if self.links == 1:
-            return f"then({self.callback}) of {self.start}"
-        return f"then({self.callback}), link {self.links} of a chain that starts with {self.start}"
+        return f"then({self.callback}) of {self.start}"
 
 
 class Future(torch.futures.Future[T], Progress, Generic[T]):
-    """The result of something that is still under way.
+    """The result of an operation that may still run.
 
     Attributes:
-        label: what it is, in words, for messages.
-        awaits: the futures (or what has one as ``future``) that it needs all of, where it is made of others.
+        label: the name of the operation in messages.
+        awaits: futures (or objects with an attribute ``future``) that all must complete before this one can.
         source: the object that a waiting thread makes progress on; None once the future is complete. The producer sets it.
-        callbacks: what is still to be called when the future is complete; :meth:`add_done_callback` adds to it.
+        callbacks: the functions to call when the future is complete; :meth:`add_done_callback` adds to it.
         covered: whether :meth:`cover` was called.
         torch_has_outcome: of a class: whether torch's half of its futures is given the value or the error as well.
 
@@ -399,7 +371,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     _then_class: type[Future[Any]] | None = None  # of what then() returns; None: its own
     torch_has_outcome = True
     covered = False
-    _born = 0  # the generation of the process that has made it
+    _born = 0  # the generation of the process that made it
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
         self._devices = [torch.device(each) for each in devices] if devices else _NO_DEVICES
@@ -410,10 +382,10 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         self._done = False
         self._value: Any = None
         self._error: BaseException | None = None
-        # Futures that failed with the same error share it, so that retrieving one marks the error as seen for all: see follow().
+        # Futures that failed with the same error share it, so that retrieving the error from one counts for all: see follow().
         self._report: _Unretrieved | None = None
         self.callbacks: list[Callable[[Future[T]], Any]] = []
-        self._parked: list[Any] = []  # Waiters, and the locks of threads
+        self._parked: list[Any] = []  # waiters (see add_waiter), and the locks of threads
         self.source: Progress | None = None
         self.label: object = "a future"
 
@@ -453,7 +425,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             report = self._report
             if report is None:
                 report = self._report = _Unretrieved(error, self.label)
-            if self.covered:  # looked at after the line above: seen here or in cover()
+            if self.covered:  # read after the line above: handled here or in cover()
                 report.seen = True
             self._done = True
             if self.torch_has_outcome:
@@ -484,6 +456,19 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         self.conclude(None, error, submit)
         return True
 
+    def complete_with(self, function: Callable[..., T], *args: Any) -> None:
+        """Complete the future with the value that ``function(*args)`` returns, or with the error that it raises."""
+        try:
+            value = function(*args)
+        except BaseException as error:
+            self.try_fail(error)
+            if is_of_handler(error):
+                raise
+        else:
+            self.try_complete(value)
+        finally:
+            del self, function, args  # see _outcome()
+
     def follow(
         self,
         other: Future[Any],
@@ -492,8 +477,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     ) -> bool:
         """Complete the future with the outcome of ``other``, which is complete; False if this future is complete already.
 
-        A look at the error of either future counts as a look at both; where neither is looked at, one report names ``other``.
-        Where this future is complete already, the error of ``other`` counts as looked at.
+        Retrieving the error from either future counts for both; if it is never retrieved, one report names ``other``. If this
+        future is complete already, the error of ``other`` counts as retrieved.
 
         Args:
             error: fails this future, in place of the outcome of ``other``.
@@ -514,18 +499,17 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         self._value = value
 
     def _wake(self) -> None:
-        """Tell those that wait: it is complete."""
         while self._parked:
             try:
                 waiter = self._parked.pop()
             except IndexError:
                 break
             if type(waiter) is not _Lock:
-                waiter.ended(self)
+                waiter(self)
                 continue
             try:
                 waiter.release()
-            except RuntimeError:  # its runner has stirred it in this moment
+            except RuntimeError:  # stir() has just released it
                 pass
 
     def _run_callbacks(self) -> None:
@@ -556,10 +540,10 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             raise RuntimeError(_ONCE)
 
     def cancel(self) -> bool:
-        """Give the call up: it ends here with :class:`CancelledError`, and the worker is told.
+        """Cancel the call: it ends here with :class:`CancelledError`, and its worker is notified.
 
-        Returns ``False`` if it was over already. A function that has started is not interrupted; calls that
-        it is waiting for itself are cancelled in turn.
+        Returns ``False`` if the future is complete already. A function that has started is not interrupted; calls that
+        it waits for are cancelled in turn.
         """
         source = self.source
         if source is not None:
@@ -569,13 +553,13 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     # -- progress: a future may be the source of another one ---------------------------------------
 
     def drive(self, deadline: float | None) -> None:
-        """See :class:`Progress`. It may return before the future is complete: :meth:`wait` does not."""
+        """See :class:`Progress`. Unlike :meth:`wait`, it may return before the future is complete."""
         source = self.source
         if source is not None:
             source.drive(deadline)
 
     def flush(self) -> None:
-        """Send the messages that are gathered and that the outcome depends on."""
+        """See :class:`Progress`."""
         source = self.source
         if source is not None:
             source.flush()
@@ -590,24 +574,24 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
     @property
     def completed(self) -> bool:
-        """Whether the future is complete. Unlike :meth:`done`, looking at it makes no progress."""
+        """Whether the future is complete. Unlike :meth:`done`, reading it makes no progress."""
         return self._done
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the future ended with; None while it is pending. Looking at it does not acknowledge the failure."""
+        """The error of the future; None while it is pending. Reading it does not acknowledge the failure."""
         return self._error
 
     @property
     def value_or_none(self) -> T | None:
-        """The value that the future ended with; None while it is pending, and where it has failed."""
+        """The value of the future; None while it is pending, and if it has failed."""
         return self._value  # type: ignore[no-any-return]
 
     def check_process(self) -> None:
-        """Refuse to wait for it where that would be for ever.
+        """Check that the future can complete in this process.
 
         Raises:
-            NotInitializedError: it is pending, and was made before this process was forked from the one that it completes in.
+            NotInitializedError: it is pending, and was made before this process was forked.
         """
         if self._born != _generation and not self._done:
             raise lost_by_fork(self.label)
@@ -617,11 +601,11 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         if not self._done:
             if QUEUED:
                 run_queued_callbacks()
-            self.listen()  # somebody who asks again and again does not wait
+            self.listen()  # a program that polls done() does not wait
         return self._done
 
     def cancelled(self) -> bool:
-        """Say whether the future ended by :meth:`cancel`."""
+        """Say whether the future was cancelled."""
         return self._done and isinstance(self._error, CancelledError)
 
     def _outcome(self) -> T:
@@ -630,21 +614,21 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             try:
                 raise self._error
             finally:
-                # The error's traceback has this frame: with a variable that leads to the error, a future or its report, all that
-                # its frames have would wait for the collector.
+                # The error's traceback refers to this frame. If a variable here referred to the error, that would be a cycle, and
+                # everything in the frames of the traceback would live until the next garbage collection.
                 del self
         if self._devices:
-            # torch's half has noted, at completion, what the current streams still had to do: those here wait for it.
+            # At completion, torch's half recorded the pending work of the current streams. The streams here wait for it.
             _base_wait(self)
         return self._value  # type: ignore[no-any-return]
 
     def acknowledge(self) -> None:
-        """Note that its failure, if it has failed, is known: it is not reported as one that nobody looked at."""
+        """Record that its failure, if it has failed, was retrieved: it is not logged as a failure that nobody looked at."""
         if self._report is not None:
             self._report.seen = True
 
     def cover(self) -> None:
-        """Do as :meth:`acknowledge` does, also of a failure that is still to come."""
+        """Acknowledge the failure of the future, also one that comes later."""
         self.covered = True
         self.acknowledge()
 
@@ -661,10 +645,10 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         try:
             return self._outcome()
         finally:
-            del self  # see there
+            del self  # see _outcome()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, then return the error, or ``None`` where there is none."""
+        """Wait, then return the error; ``None`` if the future has a value."""
         try:
             self.wait(timeout)
         except BaseException as error:
@@ -683,8 +667,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                 bounds).
 
         Raises:
-            RpcTimeoutError: not complete within ``timeout``; the call goes on.
-            NotInitializedError: it is pending in the process of which this one is a fork.
+            RpcTimeoutError: not complete within ``timeout``; the call continues.
+            NotInitializedError: it was pending when this process was forked.
             Exception: whatever the future was completed with.
         """
         if INTERRUPTED:
@@ -699,27 +683,22 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             source = self.source
             if source is not None:
                 source.drive(deadline)
-                source = None  # it has what the call was made with, and this frame may be an error's
+                source = None  # it refers to the arguments of the call, and the traceback of an error may refer to this frame
             if not self._done and not self.park(deadline):
                 raise RpcTimeoutError(
                     f"{self.label} was not complete within {say(timeout)} s; it goes on, wait() again or cancel() it",
                     maybe_executed=None,
                 )
-            if INTERRUPTED:  # what was waited for may have been given up together with the call that waits
+            if INTERRUPTED:  # the awaited call may have been cancelled together with the call that waits
                 interruption_point()
         if self._error is None and not self._devices:
             return self._value  # type: ignore[no-any-return]  # it is complete
         try:
             return self._outcome()
         finally:
-            del self  # see there
-
-    def result(self, timeout: float | None = None) -> T:
-        """The same as :meth:`wait`, under the name ``concurrent.futures`` has for it."""
-        try:
-            return self.wait(timeout)
-        finally:
             del self  # see _outcome()
+
+    result = wait  # the name in concurrent.futures
 
     def park(self, deadline: float | None) -> bool:
         """Sleep until completion or the deadline, without making progress; say whether the future is complete.
@@ -740,7 +719,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
             runner.begin_wait(stir, self)
         try:
-            # Looking again after the append closes the race with a completion that saw an empty list.
+            # The list is filled before this check, so a thread that completes the future now finds the lock.
             while not self._done:
                 if INTERRUPTED:
                     interruption_point()
@@ -762,18 +741,21 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                 pass
         return self._done
 
-    def add_waiter(self, waiter: Waiter) -> None:
-        """Call ``waiter.ended(self)`` once, on the thread that completes the future; at once if it is complete."""
+    def add_waiter(self, waiter: Callable[[Any], None]) -> None:
+        """Call ``waiter(self)`` once, on the thread that completes the future; at once if it is complete.
+
+        The waiter must be short and must not block.
+        """
         if not self._done:
             self._parked.append(waiter)
             # 1. This thread saw a pending future. 2. Another thread completed it and woke the waiters. 3. This thread appended
             # the waiter too late. Therefore this thread looks again; only one of the two threads removes the waiter.
             if not self._done or not self.remove_waiter(waiter):
                 return
-        waiter.ended(self)
+        waiter(self)
 
-    def remove_waiter(self, waiter: Waiter) -> bool:
-        """Undo :meth:`add_waiter`; False where the waiter was notified, or is being notified."""
+    def remove_waiter(self, waiter: Callable[[Any], None]) -> bool:
+        """Undo :meth:`add_waiter`; False where the waiter was called, or is being called."""
         try:
             self._parked.remove(waiter)
         except ValueError:
@@ -785,11 +767,11 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
         """Call ``callback(self)`` once complete; at once, on this thread, if it is already.
 
-        Callbacks of a call run on a worker thread of this process, never on the thread that happens to be
-        waiting. They may make calls and wait for them. What they raise is logged.
+        Callbacks of a call run on a worker thread of this process, never on a thread that waits for the call.
+        They may make calls and wait for them. Exceptions that they raise are logged.
 
         Raises:
-            NotInitializedError: it is pending in the process of which this one is a fork.
+            NotInitializedError: it was pending when this process was forked.
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
@@ -804,26 +786,29 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Return a future for ``callback(self)``, called once this one is complete.
 
-        The callback gets this future, complete, and looks at it with ``value()`` or ``wait()``; what it
+        The callback gets this future, complete, and uses ``value()`` or ``wait()``. An exception that it
         raises becomes the error of the returned future.
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
         cls: Any = self._then_class or type(self)
         following: Future[S] = cls(devices=self._devices)
-        following.label = _LinkLabel(callback, self.label)
+        before = self.label
+        following.label = _Following(
+            str(getattr(callback, "__qualname__", callback)),
+            before.start if type(before) is _Following else before,
+        )
 
         def run(done: Future[T]) -> None:
-            done.acknowledge()  # the callback has the error in hand now
+            done.acknowledge()  # the callback gets the error
             passed = done.error
             trace = None if passed is None else passed.__traceback__
             try:
                 value = callback(done)
             except BaseException as error:
                 if error is passed:
-                    error.__traceback__ = (
-                        trace  # otherwise it would grow with each link, and keep the frames of all
-                    )
+                    # Otherwise the traceback would grow with each link, and keep the frames of all.
+                    error.__traceback__ = trace
                 following.try_fail(error)
                 if is_of_handler(error):
                     raise
@@ -844,7 +829,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             try:
                 return self._outcome()
             finally:
-                del self  # see there
+                del self  # see _outcome()
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
 
@@ -855,7 +840,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         def on_done(_: Future[T]) -> None:
             try:
                 loop.call_soon_threadsafe(wake)
-            except RuntimeError:  # the loop was closed: nobody waits there any more
+            except RuntimeError:  # the loop was closed, and its coroutines do not run again
                 pass
 
         self.flush()
@@ -867,8 +852,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         try:
             yield from waiter
         except asyncio.CancelledError:
-            # It has failed, the coroutine is to hear of it, and is cancelled before its turn comes: as where its own time
-            # is over together with that of the call it waits for.
+            # The future may have failed before the coroutine was cancelled, for example if the coroutine and the call that it
+            # awaits have the same deadline. The coroutine then never retrieves the error.
             self.acknowledge()
             raise
         finally:
@@ -878,7 +863,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         try:
             return self._outcome()
         finally:
-            del self  # see there
+            del self  # see _outcome()
 
     def __repr__(self) -> str:
         if not self._done:
@@ -895,30 +880,11 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         )
 
 
-class _StandardWaiters:
-    """Is told of the end of a :class:`ConcurrentFuture`, and tells the threads that wait in ``concurrent.futures``."""
-
-    @staticmethod
-    def ended(future: ConcurrentFuture[Any]) -> None:
-        """Publish the state that the functions of ``concurrent.futures`` look at."""
-        cancelled = future.cancelled()
-        with future._condition:
-            future._state = "CANCELLED_AND_NOTIFIED" if cancelled else "FINISHED"
-            for waiter in future._waiters:
-                if cancelled:
-                    waiter.add_cancelled(future)
-                elif future.error is not None:
-                    waiter.add_exception(future)
-                else:
-                    waiter.add_result(future)
-            future._condition.notify_all()
-
-
 class InnerFuture(Future[T]):
     """The future behind an ObjectRef: torch's functions never get it, so torch's half has neither value nor error.
 
-    The collector cannot look into that half. A value or an error that leads back to the future, as a list does to which its
-    reader has appended the ObjectRef, would stay for ever.
+    The garbage collector cannot look into that half. A value or an error that refers to the future, such as a list to which its
+    reader appended the ObjectRef, would never be freed.
     """
 
     __slots__ = ()
@@ -930,8 +896,8 @@ class InnerFuture(Future[T]):
 class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[type-arg, misc]
     """A Future that is a ``concurrent.futures.Future``, too: for the functions there, and ``asyncio.wrap_future``.
 
-    Those look into a future: at its lock ``_condition``, which guards ``_state`` and ``_waiters``, and is held for a few
-    steps of theirs, in which they call nothing. All else is as in :class:`Future`.
+    These use private attributes of a future: the lock ``_condition``, which they hold only briefly and without calling other
+    code, guards ``_state`` and ``_waiters``. Everything else is as in :class:`Future`.
     """
 
     __slots__ = ("_condition", "_state", "_waiters")
@@ -941,19 +907,32 @@ class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[ty
         self._condition = threading.Condition()
         self._state = "RUNNING"
         self._waiters: list[Any] = []
-        self.add_waiter(_StandardWaiters)
+        self.add_waiter(ConcurrentFuture._publish)
+
+    def _publish(self) -> None:
+        """Publish the state that the functions of ``concurrent.futures`` look at, and wake the threads that wait in these."""
+        cancelled = self.cancelled()
+        with self._condition:
+            self._state = "CANCELLED_AND_NOTIFIED" if cancelled else "FINISHED"
+            for waiter in self._waiters:
+                if cancelled:
+                    waiter.add_cancelled(self)
+                elif self.error is not None:
+                    waiter.add_exception(self)
+                else:
+                    waiter.add_result(self)
+            self._condition.notify_all()
 
     def running(self) -> bool:
-        """Say whether the future is not complete yet: cancel() gives up what has begun, too."""
+        """Say whether the future is not complete yet. Unlike in ``concurrent.futures``, it can still be cancelled."""
         return not self._done
 
 
 def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[Any]]:
     """Return a future that completes, with the list of the given futures, when all of them are complete.
 
-    As ``torch.futures.collect_all``, but the result can be awaited and its waits heed Ctrl-C. It never fails
-    by
-    itself: look at each future.
+    As ``torch.futures.collect_all``, but it can be awaited, and Ctrl-C interrupts its waits. It never fails: check each of
+    the given futures.
     """
     given = list(futures)
     everything: Future[list[Any]] = Future()
@@ -981,7 +960,7 @@ def wait_all(futures: Iterable[torch.futures.Future[Any]], timeout: float | None
 
     Raises:
         RpcTimeoutError: not all complete within ``timeout`` seconds.
-        Exception: the error of the first future in the list that failed; those of others are not reported.
+        Exception: the error of the first future in the list that failed. The errors of the others are not logged.
     """
     given = list(futures)
     collect_all(given).wait(timeout)

@@ -93,10 +93,10 @@ def _of_a_record() -> dict[str, float]:
     peer: Any = SimpleNamespace(name="w1")
     agent: Any = SimpleNamespace(hooks=HookSet())
     recorder = FlightRecorder()
-    call = Call(agent, peer, 1, "add", 1.0, 0.0, 1, None, 1.0)
+    call = Call(agent, peer, "add", 1.0, 0.0, 1, None, 1.0)
     call.frame = bytes(60)
-    call.reply = Frame(REPLY, 0, 1, 0.0, 1, b"", bytes(10))
-    execution = Execution(None, peer, 1, 1.0, 1, 1.0, 1.0)
+    call.outcome = Frame(REPLY, 0, 1, 0.0, 1, b"", bytes(10))
+    execution = Execution(None, peer, 1, 1.0, 1, 1.0)
     execution.what = operator.add
 
     def took(run: Callable[[], Any]) -> float:

@@ -163,22 +163,18 @@ def test_progress_on_a_future_is_progress_on_its_source() -> None:
 
 
 def test_a_waiter_is_notified_once() -> None:
-    class Counts:
-        def __init__(self) -> None:
-            self.ended_with: list[Any] = []
-
-        def ended(self, future: Any) -> None:
-            self.ended_with.append(future.value_or_none)
-
-    early, late, removed = Counts(), Counts(), Counts()
+    early: list[Any] = []
+    late: list[Any] = []
+    removed: list[Any] = []
     future: Future[int] = Future()
-    future.add_waiter(early)
-    future.add_waiter(removed)
-    assert future.remove_waiter(removed)
+    future.add_waiter(early.append)
+    future.add_waiter(removed.append)
+    assert future.remove_waiter(removed.append)
     future.set_result(1)
-    future.add_waiter(late)
-    assert not future.remove_waiter(early)
-    assert (early.ended_with, late.ended_with, removed.ended_with) == ([1], [1], [])
+    future.add_waiter(late.append)
+    assert not future.remove_waiter(early.append)
+    assert early == late == [future]
+    assert not removed
 
 
 def test_wrong_arguments() -> None:

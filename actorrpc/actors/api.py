@@ -13,13 +13,12 @@ from typing import Any, Final, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 from actorrpc import _time
 from actorrpc._exception_text import say
-from actorrpc.actors.client.actor_base import Actor
 from actorrpc.actors.client.actor_class import ActorClass, options_of
-from actorrpc.actors.client.handle import ActorHandle, as_handle, call, kill, offer, route_to
+from actorrpc.actors.client.handle import ActorHandle, call, is_alive, kill, monitor, ready
 from actorrpc.actors.client.route import Routes
-from actorrpc.actors.client.supervisor_client import call_quietly, gather_states, peer_of
+from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.context import runtime
-from actorrpc.actors.host.registry import HostedActorState, states
+from actorrpc.actors.host.registry import HostedActorState
 from actorrpc.actors.library.tasks import RemoteFunction, TaskFuture
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.spec.actor_spec import ActorExit
@@ -29,8 +28,7 @@ from actorrpc.actors.spec.options import ActorOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.supervision.names import Names
 from actorrpc.agent.calls import CURRENT
-from actorrpc.errors import ActorDiedError, ConfigError, RpcError, RpcTimeoutError
-from actorrpc.futures import Future
+from actorrpc.errors import ConfigError, RpcError
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 from actorrpc.rpc.rref import RRef
@@ -114,26 +112,31 @@ def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
 
     Workers that do not answer within ``timeout`` seconds are left out: what they know is missing.
     """
-    in_force = runtime()
     until = _time.now() + wait_limit(timeout)
-    agent = in_force.agent
-    asked = []
-    for record in agent.members():
-        key = WorkerKey(record.rank, record.incarnation)
-        asked.append(call_quietly(agent, partial(peer_of, agent, key), states, (), timeout))
-    known: list[ActorState] = _answer(gather_states(in_force), until)
+    agent = runtime().agent
+    asked = [
+        call_quietly(
+            agent, partial(peer_of, agent, WorkerKey(record.rank, record.incarnation)), _known, (), timeout
+        )
+        for record in agent.members()
+    ]
+    known: list[ActorState] = []
     lives: dict[int, HostedActorState] = {}
     for future in asked:
-        lives.update((each.instance_id, each) for each in _answer(future, until))
+        try:
+            supervised, hosted = future.wait(max(0.0, until - _time.now()))
+        except RpcError:  # the worker has ended, or is too slow
+            continue
+        known += supervised
+        lives.update((each.instance_id, each) for each in hosted)
     rows = [_row(each, lives.get(each.instance_id)) for each in known if each.class_name != TASKS]
     return sorted(rows, key=lambda row: row.actor_id)
 
 
-def _answer(future: Future[Any], until: float) -> list[Any]:
-    try:
-        return list(future.wait(max(0.0, until - _time.now())))
-    except RpcError:  # gone, or too slow
-        return []
+def _known() -> tuple[list[ActorState], list[HostedActorState]]:
+    """Return the actors that this worker supervises, and the actors that live here. Called by RPC."""
+    here = runtime()
+    return here.supervisor.states(), here.registry.states()
 
 
 _SHOWN: Final = {"PENDING_CREATION": "PENDING", "ENDING": "ALIVE"}
@@ -221,61 +224,6 @@ def exit_actor() -> NoReturn:
     raise ActorExit(why)
 
 
-# -- watching ------------------------------------------------------------------------------------------------
-
-
-def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
-    """Return an ObjectRef that completes, with None, when the actor has been made and can serve.
-
-    It fails with ActorDiedError if that is not to be; with what the constructor raised as its cause.
-    """
-    handle = as_handle(actor, "ready()")
-    located: Future[Any] = handle.__dict__["_actorrpc_route"].located()
-
-    def nothing(done: Future[Any]) -> None:
-        done.value()
-
-    return ObjectRef(located.then(nothing), label=f"ready({handle!r})")
-
-
-def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
-    """Say whether the actor lives, or is being made or restarted. Never waits behind its work.
-
-    Args:
-        timeout: seconds for the worker that looks after it; it counts as dead if that does not answer.
-    """
-    asked: Future[bool] = route_to(actor, "is_alive()").alive()
-    try:
-        return asked.wait(timeout)
-    except RpcTimeoutError:
-        return False
-
-
-def monitor(
-    actor: ActorHandle[Any] | Actor, callback: Callable[[ActorDiedError], Any] | None = None
-) -> Future[ActorDiedError]:
-    """Watch an actor: the future completes, once, when it is dead for good; its value says why.
-
-    Does not keep the actor alive. Restarts do not count.
-
-    Args:
-        callback: called with the ActorDiedError then, on a worker thread.
-
-    Returns:
-        A Future whose value is the ActorDiedError.
-    """
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
-    watched: Future[ActorDiedError] = route_to(actor, "monitor()").watch()
-    if callback is not None:
-        tell = callback
-        watched.add_done_callback(lambda done: tell(done.value()))
-    return watched
-
-
-# -- running something inside ----------------------------------------------------------------------------------
-
-
 # -- being inside ------------------------------------------------------------------------------------------------
 
 
@@ -354,13 +302,6 @@ def current_actor() -> ActorHandle[Any]:
         raise RuntimeError("current_actor() was called outside of an actor")
     routes: Routes = runtime().routes
     return ActorHandle(spec.card, routes.of(spec.card))
-
-
-offer("ready", ready)
-offer("is_alive", is_alive)
-offer("monitor", monitor)
-offer("kill", kill)
-offer("call", call)
 
 
 T = TypeVar("T")

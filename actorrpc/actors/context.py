@@ -33,9 +33,9 @@ class Runtime:
         supervisor: looks after the actors that this process created.
         names: knows actors by name; only that of rank 0 is asked.
         streams: what generator methods here produce.
-        host_copies: what was fetched of other hosts.
-        meetings, members: the collectives that were made here, and those that actors here are in.
-        task_pools: the processes of tasks, once there has been one.
+        host_copies: the values that were fetched from other hosts.
+        meetings, members: the collectives that were made here, and the collectives of actors here.
+        task_pools: the processes of tasks.
         spawner: starts processes for actors; None where actors go to the group's workers.
     """
 
@@ -66,7 +66,7 @@ class Runtime:
         self.meetings: Any
         self.members: Any
         self.spawner: Spawner | None = None
-        self.task_pools: Any = None
+        self.task_pools: Any
 
 
 _autostart: Callable[[], None] | None = None

@@ -10,6 +10,7 @@ from actorrpc.actors.collectives import member
 from actorrpc.actors.collectives.rendezvous import Generations
 from actorrpc.actors.context import Runtime
 from actorrpc.actors.host.registry import ActorRegistry
+from actorrpc.actors.library.tasks import RunnerPools
 from actorrpc.actors.refs.host_copies import HostCopies
 from actorrpc.actors.streams.producer import Streams
 from actorrpc.actors.supervision.names import Names
@@ -34,6 +35,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made.meetings = Generations(agent, member.cut)
     made.members = member.Members(agent, worker.references.me)
     made.supervisor = Supervisor(made)
+    made.task_pools = RunnerPools(made)
     worker.actors = made
 
     def end(graceful: bool) -> None:

@@ -1,12 +1,10 @@
-"""The agent: one per process, it wires connections, threads, clock and calls together.
+"""The agent: one per worker. It connects connections, threads, clock and calls.
 
-What it knows of a call is bytes, deadlines and who is waiting. Everything that rides along (RRefs, autograd
-contexts, traces, actors) is put in from above: ``hooks`` take part in calls, ``on_notice``
-handles one-way messages, ``on_peer_end`` is told of deaths.
+The agent knows bytes, deadlines and waiting threads. Upper packages add RRefs, autograd contexts, traces and actors to calls:
+``hooks`` take part in calls, ``on_notice`` handles one-way messages, and ``on_peer_end`` is called when a peer has ended.
 
-Threads: any thread may make calls. ``control`` runs under a connection's read lock, on whichever thread reads; it is
-short and runs no user code. ``deliver`` runs after the lock was released. No lock of this module is held while
-calling out; ``_lock`` guards who closes only.
+Any thread may make calls. ``Inbox.control`` runs under a connection's read lock, on whichever thread reads; it is short and runs
+no user code. ``Inbox.deliver`` runs after the lock was released. No lock of this module is held while calling out.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from actorrpc.agent.hooks import (
     thread_is_profiled,
 )
 from actorrpc.agent.inbound import Inbox
-from actorrpc.agent.mail import MailHeader, MailRouter, NullRouter
+from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import MAX_PENDING, SETTLED_S, MessageContext, Peer, PeerTable
 from actorrpc.agent.scheduler import Scheduler
 from actorrpc.agent.threads import Pool
@@ -77,17 +75,23 @@ __all__ = ["Agent"]
 
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
-_ANSWERS_S: Final = (
-    1.0  # how long the end of a peer waits for the answers that have come from it to be opened
-)
-_GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless somebody grants more
+_ANSWERS_S: Final = 1.0  # how long the end of a peer waits until its last answers are opened
+_GOODBYE_S: Final = 0.5  # how long sending goodbyes may take by default
 _modules: Final = sys.modules
-_RETRY_S: Final = 1.0  # a notice that must arrive is sent again after this time, then 1.5 times that, ...
+_RETRY_S: Final = (
+    1.0  # a notice that must arrive is sent again after this time; each further try waits 1.5 times as long
+)
 _ATTEMPTS: Final = 20
 
 
+def _ring_main() -> None:
+    """Have the main thread run the signal handlers that were put off. Runs on the clock's thread."""
+    _time.pause(0.002)  # the protected code may be over then
+    signals.ring()
+
+
 def _place(frame: FrameType | None) -> str:
-    """Say where a thread is: its innermost functions."""
+    """Return the innermost functions of a thread, as text."""
     found: list[str] = []
     while frame is not None and len(found) < 3:
         code = frame.f_code
@@ -96,15 +100,23 @@ def _place(frame: FrameType | None) -> str:
     return " < ".join(found)
 
 
+def _lost_argument(call: Call, error: PeerDiedError) -> LostArgumentError:
+    return LostArgumentError(
+        f"{call.label} was not called, because an argument cannot be sent: {error}",
+        maybe_executed=False,
+        worker=error.worker,
+    )
+
+
 class Agent:
-    """This worker's end of everything. Thread-safe.
+    """The connections, threads and calls of one worker. Thread-safe.
 
     Args:
-        record: who this worker is and where it can be reached.
+        record: the name, rank and addresses of this worker.
         settings: limits and switches.
         key: the group's key.
-        resolve: gives the record of a worker by name or rank, or None.
-        members: gives all records that are known.
+        resolve: returns the record of a worker by name or rank, or None.
+        members: returns all records that are known.
     """
 
     def __init__(
@@ -117,9 +129,7 @@ class Agent:
         members: Callable[[], list[WorkerRecord]],
     ) -> None:
         self.record = record
-        self.name = record.name
         self.settings = settings
-        self.pid = os.getpid()
         self.clock = Clock()
         self.executor = Executor(self)
         self.pool = Pool(
@@ -129,7 +139,7 @@ class Agent:
             max_threads=settings.max_threads,
             starvation_s=settings.starvation_s,
         )
-        self.buffers = BufferPool(settings.recycle_bytes, excess=self._let_memory_go)
+        self.buffers = BufferPool(settings.recycle_bytes, on_return=self._trim_later)
         self.objects = self._object_store(key)
         self.recorder: Recorder = Recorder()
         self.flights = FlightRecorder() if settings.recorder else None
@@ -138,47 +148,59 @@ class Agent:
         self.held: set[int] = set()  # threads whose calls a debugger holds
         self.on_failure: Callable[[Execution, Exception], None] | None = None
         self.on_peer_end: list[Callable[[Peer], None]] = []
-        self.post: MailRouter = NullRouter(self.name, self.pool.submit, self.executor.refuse)
         self.references = MessageReferences()
-        self._closing = False
+        self._closing = _time.Lock()  # taken by the thread that closes the agent, and never released
         self.closed_down = False
-        #: this process is a fork of the one that the agent belongs to
-        self.abandoned = False
-        #: when those who end gracefully are to be done, by ``_time.now()``; the thread that ends all of it says so
-        self.leave_by = float("inf")
+        self.abandoned = False  # this process is a fork of the process that the agent belongs to
+        self.leave_by = INFINITE  # when a graceful shutdown must be over, by ``_time.now()``
         self.inbox = Inbox(self)
         self.connector = Connector(self, self.inbox, key)
         self.scheduler = Scheduler(self)
-        # Straight to where they live: these are on the path of every call.
-        self.submit: Callable[[Callable[[], Any]], None] = self.pool.submit
-        self.cork = self.scheduler.cork
-        self.flush = self.scheduler.flush
-        self.corked = self.scheduler.corked
-        self.run_posts = self.executor.run_posts
-        self.members = members
-        self._lock = _time.Lock()
         self.peer_table = PeerTable(
-            record,
-            window=settings.window,
-            resolve=resolve,
-            members=members,
-            replaced=self._replaced,
+            record, window=settings.window, resolve=resolve, members=members, replaced=self._replaced
         )
-        self.peer = self.peer_table.peer
-        self.peers = self.peer_table.peers
-        #: numbers what is called outside of executions; from ``CALLER_BIT`` on it says by whom
+        #: numbers the chains of calls that are made outside of executions; the bits from ``CALLER_BIT`` on name the caller
         self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
-        self.self_peer = self.peer_table.own
         codec.restrict(settings.data_only)
+
+    @property
+    def name(self) -> str:
+        """The name of this worker."""
+        return self.record.name
+
+    @property
+    def self_peer(self) -> Peer:
+        """This worker as the peer of its own calls."""
+        return self.peer_table.own
+
+    def peer(self, to: Any) -> Peer:
+        """Return the peer of a name, rank or WorkerInfo; see :meth:`PeerTable.peer`."""
+        return self.peer_table.peer(to)
+
+    def peers(self) -> list[Peer]:
+        """Return the known peers; see :meth:`PeerTable.peers`."""
+        return self.peer_table.peers()
+
+    def members(self) -> list[WorkerRecord]:
+        """Return the records of the group's members."""
+        return self.peer_table.members()
+
+    def submit(self, task: Callable[[], Any]) -> None:
+        """Run ``task()`` on a pool thread."""
+        self.pool.submit(task)
+
+    def flush(self) -> None:
+        """Send everything that was corked: the caller is about to wait."""
+        self.scheduler.flush()
 
     def start(self, listeners: list[socket.socket]) -> None:
         """Start the threads, and serve these listening sockets."""
-        # First: from here on, no signal handler can come while a thread is half started.
+        # First, so that no signal handler interrupts the start of a thread.
         signals.install(self._put_off)
         self._start(listeners)
 
     def _put_off(self) -> None:
-        self.clock.call_soon(signals.ring)
+        self.clock.call_soon(_ring_main)
 
     @uninterruptible
     def _start(self, listeners: list[socket.socket]) -> None:
@@ -191,14 +213,9 @@ class Agent:
     def encode(self, obj: Any, message: MessageContext, *, answer: bool = False) -> codec.Encoded | bytes:
         """Pack an object for the message's peer; an answer's tensors arrive where the peer's device map says."""
         peer = message.peer
-        return codec.encode_body(
-            obj,
-            peer.same_main,
-            peer.known,
-            peer.answer_map if answer else peer.device_map,
-            message,
-            bool(self.recorder.live) and not answer,
-        )
+        device_map = peer.answer_map if answer else peer.device_map
+        records = bool(self.recorder.live) and not answer
+        return codec.encode_body(obj, peer.same_main, peer.known, device_map, message, records)
 
     def call(
         self,
@@ -218,147 +235,161 @@ class Agent:
         """Make a call; it is on its way, or in the outbox, when this returns.
 
         Args:
-            header: fields that are to travel along.
-            mail: names a mailbox over there; what travels then is ``(args, kwargs)`` alone, ``function`` is not used.
             timeout: seconds; 0 means no bound but that of the call that this one is nested in.
             future: completed with the outcome; without one, the caller is :meth:`ask`.
-            keep: kept alive until the call is over.
+            keep: kept alive until the call ends.
+            mail: names a mailbox of the peer; the message then carries ``(args, kwargs)`` alone, ``function`` is not used.
+            header: fields to be sent along.
             awaits: futures of arguments. Mail then only reserves its place in the mailbox, and the arguments are not used.
-            place: the call that has reserved the place of this mail; its deadline and its future stay.
+            place: the call that has reserved the place of this mail; its deadline, label and future stay.
 
         Raises:
             SerializationError, LimitError: before anything is sent.
-            CancelledError: the call in ``place`` is over, or the call that this one is nested in was cancelled.
-            RpcTimeoutError: the time of the call that this one is nested in is over.
-            PeerDiedError, BackpressureError, ShutdownError: nothing was executed. It is a LostArgumentError where not the
-                peer has died, but the worker that a reference among the arguments leads to.
+            CancelledError: the call that this one is nested in was cancelled, or the call in ``place`` has ended.
+            RpcTimeoutError: the deadline of the call that this one is nested in has passed.
+            PeerDiedError, BackpressureError, ShutdownError: nothing was executed. LostArgumentError: the worker has died that
+                a reference among the arguments leads to.
         """
-        if self.closed_down:
-            raise self.shut_down_error()
-        current = CURRENT.get()
-        made = _time.now()
+        if place is not None:
+            place.mail = mail
+            self._send(place, function, args, kwargs, header)
+            return place
+        current, made = CURRENT.get(), _time.now()
         deadline = made + timeout if timeout else INFINITE
         if current is not None:
-            deadline = min(deadline, current.deadline)
-            chain, given_up = current.chain, current.given_up
-            if current.cancelled:
-                interruption_point()
-                raise current.given_up_error()
+            deadline, chain = min(deadline, current.deadline), current.chain
         else:
             chain = self.next_chain()
         if label is None:
             label = getattr(function, "__qualname__", None) or repr(function)
             if type(function) is FunctionType and OWN_MODULES[function.__module__]:
                 label = f"{OWN}{label}"
+        call = Call(self, peer, label, deadline, timeout, chain, future, made)
+        call.awaits, call.mail, call.keep = awaits, mail, keep
+        self._send(call, function, args, kwargs, header)
+        return call
+
+    def _send(
+        self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], header: Header | None
+    ) -> None:
+        """Send a new call, or the arguments of a call that has reserved its place. On an error, undo all steps."""
+        peer, mail, is_new = call.peer, call.mail, not call.id
+        if self.closed_down:
+            raise self.shut_down_error()
+        current = CURRENT.get()
+        given_up = () if current is None else current.given_up
+        if current is not None and current.cancelled:
+            interruption_point()
+            raise current.given_up_error()
         if peer.state != "alive":
-            peer.check_alive(f"cannot call {label}")
+            peer.check_alive(f"cannot call {call.label}")
         try:
             message = peer.contexts.pop()
         except IndexError:
             message = MessageContext(peer)
             message.held = ()
-        encoded: codec.Encoded | bytes
-        hooks = self.hooks
-        if place is not None:
-            call = place
-        else:
-            if (
-                current is None
-                and (peer.window.charged or len(peer.pending) >= MAX_PENDING)
-                and peer.window.full
-            ):
-                self.flush()
-                peer.window.wait_for_room(deadline, f"the call of {label}")
-            call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future, made)
-            call.awaits = awaits
-        call.mail = mail
         if current is not None and len(current.path) > 1:
             header = {} if header is None else header
             header["path"] = current.path[:-1]
+        encoded: codec.Encoded | bytes = b""
+        hooks, reserves = self.hooks, is_new and bool(call.awaits)
         try:
-            is_profiled = mail is None and (profiler._is_profiler_enabled or thread_is_profiled())
-            if (hooks.on_call or is_profiled) and not awaits:
-                header = hooks.begin_call(call, function, args, header, is_profiled)
-            sent = function
-            if mail is None and type(function) is FunctionType and not by_value.modules:
-                sent = peer.functions.numbers.get(function)
-                if (
-                    sent is None
-                    or getattr(_modules.get(function.__module__), function.__name__, None) is not function
+            if not reserves:
+                if hooks.on_call or (
+                    mail is None and (profiler._is_profiler_enabled or thread_is_profiled())
                 ):
-                    sent = peer.functions.introduce(function, peer.same_main)
-            try:
-                encoded = (
-                    b""
-                    if awaits
-                    else codec.encode_body(
-                        (sent, args, kwargs) if mail is None else (args, kwargs),
-                        peer.same_main,
-                        peer.known,
-                        peer.device_map,
-                        message,
-                        bool(self.recorder.live),
+                    header = hooks.begin_call(call, function, args, header)
+                sent = function
+                if mail is None and type(function) is FunctionType and not by_value.modules:
+                    sent = peer.functions.numbers.get(function)
+                    module = _modules.get(function.__module__)
+                    if sent is None or getattr(module, function.__name__, None) is not function:
+                        sent = peer.functions.introduce(function, peer.same_main)
+                        if type(sent) is tuple:
+                            call.introduces = sent[0], function
+                body = (sent, args, kwargs) if mail is None else (args, kwargs)
+                live = bool(self.recorder.live)
+                try:
+                    encoded = codec.encode_body(
+                        body, peer.same_main, peer.known, peer.device_map, message, live
                     )
-                )
-            except PeerDiedError as error:
-                raise LostArgumentError(
-                    f"{label} was not called, because an argument cannot be sent: {error}",
-                    maybe_executed=False,
-                    worker=error.worker,
-                ) from error
-            if (self.recorder.live and not awaits) or (not isinstance(encoded, bytes) and encoded.grad):
-                header = recorded(self.recorder, header, encoded, peer)
-            if message.sent or message.objects:
-                header = self.announce(message, header)
-            conn = peer.conn
-            if (conn is None or conn.state is CLOSED) and not peer.is_self:
-                self.connector.connect(peer, deadline, label)
-            call.keep = (keep, message.held) if message.held else keep
-            if type(sent) is tuple:
-                call.introduces = sent[0], function
-            if future is not None:
-                future.source = call
-                future.label = call  # put into words only when somebody asks
+                except PeerDiedError as error:
+                    raise _lost_argument(call, error) from error
+                if live or (not isinstance(encoded, bytes) and encoded.grad):
+                    header = recorded(self.recorder, header, encoded, peer)
+                if message.sent or message.objects:
+                    header = self.announce(message, header)
+            if ((conn := peer.conn) is None or conn.state is CLOSED) and not peer.is_self:
+                self.connector.connect(peer, call.deadline, call.label)
+            if peer.window.charged or len(peer.pending) >= MAX_PENDING:
+                self._wait_for_room(call, current)
+            if is_new:
+                call.id = next(peer.ids)
+            if message.held:
+                call.keep = call.keep, message.held
+            if call.future is not None:
+                call.future.source = call.future.label = call  # put into words only when they are needed
             if current is not None:
                 current.add_nested(call)
-            if hooks.messages and not awaits:
-                request = OutgoingMessage(
-                    frames.REQUEST,
-                    peer,
-                    call.id,
-                    encoded,
-                    header,
-                    call=call,
-                    function=function,
-                    args=args,
-                    mail=mail,
-                    name=label,
-                    chain=chain,
-                    flags=0 if mail is None else frames.MAIL,
-                    context=message,
-                )
-                hooks.send(request, partial(self._dispatch, call, encoded, header, mail))
+            if hooks.messages and not reserves:
+                self._offer(call, function, args, encoded, header, message)
             else:
-                self._dispatch(call, encoded, header, mail)
+                self._dispatch(call, encoded, header)
                 if not (message.sent or message.objects or message.held):
                     peer.contexts.append(message)
         except BaseException as error:
-            if call.handed_over:
-                call.cancel()  # a signal handler has raised, between chunks or since
-            else:
-                if call is not place:
-                    peer.pending.pop(call.id, None)
-                    peer.window.release(call)
-                if message.sent:
-                    self.references.roll_back(message)
-                if not call.done:
-                    # The flight recorder, which is first, has no records of calls that were not sent.
-                    for ended in call.ending[len(hooks.recorded) :]:
-                        ended(call, error)
+            self._undo(call, message, is_new, error)
             raise
         if current is not None and current.given_up is not given_up:
-            call.cancel(current.given_up[-1], current.late)  # while it was being made, nobody could cancel it
-        return call
+            call.cancel(current.given_up[-1], current.late)  # it could not be cancelled before it was made
+
+    def _wait_for_room(self, call: Call, current: Execution | None) -> None:
+        """Wait until the peer has read enough. Nested calls do not wait: what the peer has not read may wait for them."""
+        if current is None and not call.id and call.peer.window.full:
+            self.flush()
+            call.peer.window.wait_for_room(call.deadline, f"the call of {call.label}")
+
+    def _offer(
+        self,
+        call: Call,
+        function: Any,
+        args: tuple[Any, ...],
+        encoded: codec.Encoded | bytes,
+        header: Header | None,
+        message: MessageContext,
+    ) -> None:
+        """Send a packed call, unless hooks take it over."""
+        request = OutgoingMessage(
+            frames.REQUEST,
+            call.peer,
+            call.id,
+            encoded,
+            header,
+            call=call,
+            function=function,
+            args=args,
+            mail=call.mail,
+            name=call.label,
+            chain=call.chain,
+            flags=0 if call.mail is None else frames.MAIL,
+            context=message,
+        )
+        self.hooks.send(request, partial(self._dispatch, call, encoded, header))
+
+    def _undo(self, call: Call, message: MessageContext, is_new: bool, error: BaseException) -> None:
+        """Undo what :meth:`_send` has begun; a call that is in the outbox or beyond it is cancelled."""
+        if call.handed_over:
+            call.cancel()  # a signal handler has raised, between chunks or since
+            return
+        if is_new:
+            call.peer.pending.pop(call.id, None)
+            call.peer.window.release(call)
+        if message.sent:
+            self.references.roll_back(message)
+        if not call.done:
+            # The flight recorder, which is first, has no records of calls that were not sent.
+            for ended in call.ending[len(self.hooks.recorded) :]:
+                ended(call, error)
 
     def ask(
         self,
@@ -382,21 +413,22 @@ class Agent:
             if call is not None:
                 self._give_up(call, error)  # a signal handler has raised
             raise
-        if call.error is not None:
+        outcome = call.outcome
+        if isinstance(outcome, BaseException):
+            call.outcome = None
             try:
-                raise call.error
+                raise outcome
             finally:
-                call.error = None
-        assert call.reply is not None
+                del outcome  # otherwise the error, its traceback and this frame would be a cycle
+        assert outcome is not None
         try:
-            value = outbound.opened(self, call.conn, call.reply, peer)
+            value = outbound.opened(self, call.conn, outcome, peer)
         except BaseException as error:
-            for ended in call.ending:
-                ended(call, error)
+            self._end_asked(call, error)
             raise
         for ended in call.ending:
             ended(call, None)
-        call.reply = None  # the execution that this call is nested in keeps the call
+        call.outcome = None  # the execution that this call is nested in keeps the call
         if _interrupts.pending:
             checkpoint()
         return value
@@ -404,13 +436,13 @@ class Agent:
     def cast(
         self, peer: Peer, function: Any, args: tuple[Any, ...], label: str, *, record: bool = True
     ) -> None:
-        """Have a worker call ``function(*args)`` some time; it is on its way when this returns.
+        """Have a worker call ``function(*args)``, without an answer.
 
-        There is no answer, which would cost the worker half as much as the request: this is for protocols that hear of their
-        failures in another way. The function runs on a pool thread, in no order with calls; what it raises is logged there.
+        Saves the cost of the answer, half the cost of a request, for protocols that detect failures in another way. The function
+        runs on a pool thread, in no order with calls; what it raises is logged there.
 
         Args:
-            record: show the tensors to the agent's recorder.
+            record: pass the tensors to the agent's recorder.
 
         Raises:
             SerializationError, LimitError: it cannot be sent.
@@ -474,75 +506,56 @@ class Agent:
 
     @uninterruptible
     def _give_up(self, call: Call, error: BaseException) -> None:
-        """End a call of :meth:`ask`, which does not wait for its end any longer.
-
-        The worker is told; where its reply has come, what that holds goes back.
-        """
+        """Cancel a call of :meth:`ask`; if its reply has come, discard the reply."""
         if call.cancel():
             return
-        while not call.done:  # by a thread that is ending it right now
+        while not call.done:  # another thread is ending it right now
             _time.pause(0.0005)
-        if call.reply is not None:
-            for ended in call.ending:
-                ended(call, error)
-            self.inbox.discard(call.conn, call.reply)
+        outcome = call.outcome
+        if isinstance(outcome, Frame):
+            self._end_asked(call, error)
+            self.inbox.discard(call.conn, outcome)
+        call.outcome = None
+
+    @staticmethod
+    def _end_asked(call: Call, error: BaseException) -> None:
+        """Run ``on_answer`` for a call of :meth:`ask` whose reply has come, but gives no value."""
+        for ended in call.ending:
+            ended(call, error)
+        call.outcome = None
 
     @uninterruptible
-    def _dispatch(
-        self,
-        call: Call,
-        encoded: codec.Encoded | bytes,
-        header: Header | None,
-        mail: MailHeader | None,
-    ) -> None:
-        peer = call.peer
-        extra, flags = b"", 0
-        if mail is not None:
+    def _dispatch(self, call: Call, encoded: codec.Encoded | bytes, header: Header | None) -> None:
+        """Make the frame of a call, enter the call into the table of pending calls, and put the frame into the outbox."""
+        peer, extra, flags = call.peer, b"", 0
+        fills = bool(call.awaits) and encoded != b""
+        if call.mail is not None:
             flags = frames.MAIL | frames.RESERVED if call.awaits else frames.MAIL
             if header is None:
-                header, extra = mail.header, mail.packed
+                header, extra = call.mail.header, call.mail.packed
             else:
-                header.update(mail.header)
-        if peer.is_self:
-            call.sent = encoded != b""
-            if call.awaits and encoded:
-                self._use_place(call)
-            else:
-                peer.pending[call.id] = call
-            self.scheduler.watch(call)
-            if self.closed_down:
-                raise self._shut_down(call)
-            self.loop_back(frames.REQUEST, call.id, encoded, header, call.deadline, call.chain, flags)
-            return
-        conn = (
-            call.conn or peer.conn
-        )  # the message uses the connection of its reservation, so that it arrives later
+                header.update(call.mail.header)
+        # The arguments use the connection of their reservation, so that they arrive later.
+        conn = call.conn or peer.conn
         if conn is None or conn.state is CLOSED:
+            if peer.is_self:
+                self._dispatch_here(call, encoded, header, flags, fills)
+                return
             if self.closed_down:
                 raise self._shut_down(call)
             raise peer.died(f"cannot call {call.label}", maybe_executed=False)
         call.conn = conn
         # Send the message of a reserved call now: the thread that completed the argument may not flush soon.
-        idle = not peer.pending or (bool(call.awaits) and encoded != b"")
+        idle = not peer.pending or fills
         remaining = call.deadline - _time.now() if call.deadline != INFINITE else INFINITE
         packed = outbound.pack(
-            self,
-            conn,
-            frames.REQUEST,
-            call.id,
-            encoded,
-            header,
-            extra,
-            remaining,
-            call.chain,
-            flags,
-            call.deadline,
+            self, conn, frames.REQUEST, call.id, encoded, header, extra, remaining, call.chain, flags
         )
         rest = None if isinstance(packed, bytes) else packed
         frame = call.frame = packed if isinstance(packed, bytes) else packed.frame
         # From here on the worker may execute the call, and other threads may end it. A thread that ends it finds its frame:
         # it takes the frame back, or it tells the worker and the caller that the call may run.
-        if call.awaits and encoded:
+        if fills:
             self._use_place(call)
         else:
             peer.pending[call.id] = call
@@ -566,23 +579,32 @@ class Agent:
             if conn.state is not CLOSED:  # the end of the connection ends the call
                 call.expire()
             return
-        if call.future is not None:  # without one, the thread that waits for it sends it
-            settings = self.settings
-            if (
-                idle
-                or len(frame) * settings.cork_frames > settings.cork_bytes
-                or len(conn.outbox) >= settings.cork_frames
-            ):
-                if idle and not call.future.callbacks and conn.expect():
-                    scheduler = self.scheduler
-                    scheduler.expecting[conn] = None
-                    if not scheduler.expected.active:
-                        scheduler.expected.poke()
+        scheduler, settings, future = self.scheduler, self.settings, call.future
+        if future is not None:  # without one, the thread that waits for it sends it
+            much = len(frame) * settings.cork_frames > settings.cork_bytes
+            if idle or much or len(conn.outbox) >= settings.cork_frames:
+                if idle and not future.callbacks and conn.expect():
+                    scheduler.expect(conn)
                 conn.flush()
-            elif conn not in self.corked:
-                self.cork(conn)
-        if (call.future is not None and call.deadline < peer.scan_at) or not self.scheduler.pulse.active:
-            self.scheduler.watch(call)
+            elif conn not in scheduler.corked:
+                scheduler.cork(conn)
+        if (future is not None and call.deadline < peer.scan_at) or not scheduler.pulse.active:
+            scheduler.watch(call)
+
+    def _dispatch_here(
+        self, call: Call, encoded: codec.Encoded | bytes, header: Header | None, flags: int, fills: bool
+    ) -> None:
+        """Deliver a call of this worker to itself."""
+        peer = call.peer
+        call.sent = encoded != b""
+        if fills:
+            self._use_place(call)
+        else:
+            peer.pending[call.id] = call
+        self.scheduler.watch(call)
+        if self.closed_down:
+            raise self._shut_down(call)
+        self.loop_back(frames.REQUEST, call.id, encoded, header, call.deadline, call.chain, flags)
 
     @staticmethod
     def _use_place(call: Call) -> None:
@@ -630,13 +652,8 @@ class Agent:
         if buffers:
             flags |= outbound.STREAM
         frame = Frame(kind, flags, id, deadline - now, chain, extra, body, buffers or None, objects)
-        if flags & frames.RESERVED:
-            if body:
-                self.post.complete(None, peer, frame)
-            else:
-                self.post.announce(None, peer, frame._replace(flags=frames.MAIL))
-        elif flags & frames.MAIL:
-            self.post.take(None, peer, frame)
+        if flags & frames.MAIL:
+            self.inbox.deliver_mail(None, peer, frame)
         elif kind == frames.REQUEST:
             self.pool.queue.append((None, frame, now))
             self.pool.wake()
@@ -644,9 +661,9 @@ class Agent:
             self.inbox.reply(peer, frame, True)
 
     def notify(self, peer: Peer, name: str, body: bytes, *, lazily: bool = False) -> bool:
-        """Send a one-way message to the handler ``name`` of a peer; say whether there was a connection for it.
+        """Send a one-way message to the handler ``name`` of a peer; return whether there was a connection for it.
 
-        ``lazily``: it may wait for something that it can go along with, though not for long.
+        ``lazily``: it may wait some milliseconds for other messages, to be sent with them.
         """
         if not self.hooks.messages:
             return self.send_notice(peer, name, body, lazily)
@@ -657,7 +674,7 @@ class Agent:
     def notify_surely(
         self, peer: Peer, name: str, body: bytes, *, lazily: bool = False, attempt: int = 0
     ) -> None:
-        """Do as :meth:`notify` does; where there is no connection, try again, ever more rarely, as long as the peer lives."""
+        """Do as :meth:`notify` does; without a connection, try again, ever more rarely, as long as the peer lives."""
         if self.closed_down or peer.state != "alive" or self.notify(peer, name, body, lazily=lazily):
             return
         if attempt < _ATTEMPTS:
@@ -687,7 +704,7 @@ class Agent:
         return True
 
     def announce(self, message: MessageContext, header: Header | None) -> Header:
-        """Name what a message carries in its header, where it can be seen without opening it: references, and shared memory."""
+        """Name the references and the shared memory of a message in its header, which is read without opening the message."""
         header = {} if header is None else header
         if message.sent:
             header["references"] = self.references.pack(message.sent)
@@ -698,7 +715,7 @@ class Agent:
     # -- shared memory ----------------------------------------------------------------------------------
 
     def lender(self, conn: Connection) -> Any:
-        """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
+        """Return the side of the tensor lane that lends memory to a connection's peer; None if there is none."""
         lender = conn.lane.lender
         self.scheduler.keep_trim()
         if lender is None and self.settings.lane:
@@ -706,7 +723,7 @@ class Agent:
         return lender
 
     def shares_memory(self, peer: Peer) -> bool:
-        """Say whether a message to a worker can name memory of this one: it is on this host, and has a descriptor socket."""
+        """Return whether a message to a worker can name memory of this one: it is on this host, and has a descriptor socket."""
         if peer.is_self:
             return True
         conn = peer.conn
@@ -732,22 +749,22 @@ class Agent:
         )
 
     def _look_after_objects(self) -> None:
-        """Have what was let go of seen to soon. Runs where a finaliser does."""
+        """Give shared memory back soon, because an object was released. Runs where a finaliser does."""
         if not self.closed_down:
-            self.clock.call_soon(self.scheduler.keep_objects)
+            self.scheduler.keep_objects()
 
-    def _let_memory_go(self) -> None:
-        """Have memory unmapped soon that is not to be kept. Runs where a finaliser does."""
+    def _trim_later(self) -> None:
+        """Unmap memory soon that exceeds the limit of kept memory. Runs where a finaliser does."""
         if not self.closed_down:
-            self.clock.call_soon(lambda: self.submit(self.buffers.trim))
+            self.clock.call_soon(self.scheduler.keep_trim)
 
     # -- the ends ---------------------------------------------------------------------------------------
 
     def lost(self, conn: Connection, error: BaseException | None) -> None:
-        """See to what a connection that has ended leaves behind. Runs on a pool thread."""
+        """Close a broken or ended connection, and end its peer. Runs on a pool thread."""
         self.pool.forget(conn.fd)
         if conn.goodbye is None and not self.closed_down:
-            # A failed write is no proof of death: what the peer said last may lie there unread.
+            # A failed write is no proof of death: the peer's last messages may not have been read.
             last = conn.read_rest()
             if last:
                 self.inbox.deliver(conn, last, False)
@@ -775,12 +792,12 @@ class Agent:
             self.peer_ended(peer, "dead", cause)
 
     def _take_answers(self, conn: Connection, peer: Peer) -> None:
-        """Have calls answered whose answers came before the end of a connection, before those that are left are ended.
+        """Complete the calls whose answers came before the end of a connection, before the other calls are ended.
 
-        One thread reads an answer and lets the next one read, which finds the end: it must not overtake the answer. Where
-        both sides dialled at once, there are two connections, and answers that have come over the one lie there when the
-        end of the other is found. Bounded, as an answer that is opened may run anything, and as a thread may hold the
-        read lock of a connection that lives.
+        1. Thread A reads an answer and releases the read lock. 2. Thread B reads the end of the connection. Therefore B has to
+        wait until A has delivered the answer. If both sides have dialled at once, there is a second connection, which may hold
+        unread answers when the end of the first is read. The wait is bounded, because an answer that is opened may run anything,
+        and because a thread may hold the read lock of a connection that is still open.
         """
         begun = _time.now()
         for other in list(peer.conns):
@@ -794,24 +811,19 @@ class Agent:
         self.pool.submit(partial(self.peer_ended, peer, "dead", "a new incarnation has taken its place"))
 
     def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
-        """Fail everything that touches a peer which is gone. Idempotent."""
+        """Record that a peer has ended, and end all calls to it and for it. Idempotent."""
         if not self.peer_table.end(peer, state, cause):
             return
         if not peer.is_self:
             self.clock.after(SETTLED_S, partial(self.submit, peer.relieve))
         for conn in list(peer.conns):
             if state == "dead" and conn.state is not CLOSED:
-                # It may live and hear us still, the way from it being lost: else it would find out as late again.
+                # The link may be broken in one direction only. The peer learns now that this worker considers it dead.
                 conn.outbox.appendleft(pack_frame(frames.GOODBYE, flags=1))
                 conn.flush()
             conn.close()
-        while peer.pending:
-            try:
-                _, call = peer.pending.popitem()
-            except KeyError:
-                break
+        for call in peer.end_calls():
             call.fail(peer.died(str(call), maybe_executed=call.withdraw()), self.pool.submit)
-        peer.window.wake_all()
         for execution in list(peer.running.values()):
             execution.cancel()
         for tell in list(self.on_peer_end):
@@ -840,29 +852,22 @@ class Agent:
 
     def _fail_pending(self) -> None:
         for peer in self.peers():
-            while peer.pending:
-                try:
-                    _, call = peer.pending.popitem()
-                except KeyError:
-                    break
+            for call in peer.end_calls():
                 call.fail(self._shut_down(call))
-            peer.window.wake_all()
 
     def close(self, timeout: float = 2.0, parting: float = _GOODBYE_S) -> None:
-        """End everything: connections are closed with a goodbye, threads end, waits fail with ShutdownError. Idempotent.
+        """Close the connections with a goodbye, end the threads, and fail all waits with ShutdownError. Idempotent.
 
         Args:
             timeout: how long threads in user code may take to end, in seconds.
-            parting: how long all of the goodbyes may take to be handed over to the kernel, and between hosts by it to the other
-                one's, in seconds: peers that do not read take longer. To whom it cannot be in time, this is a death. Ctrl-C
-                cuts that to 0.5 s.
+            parting: how long sending all goodbyes may take, in seconds: until the kernel has them, and between hosts until the
+                other host has acknowledged them. A peer whose goodbye is not sent in time considers this worker dead. After
+                Ctrl-C it is 0.5 s.
         """
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
+        if not self._closing.acquire(blocking=False):
+            return
         self.connector.admission.stop_listening()
-        # Also those whose peer is still to introduce itself: it takes the connection for made.
+        # Also connections whose peer has not introduced itself yet: the peer considers them open.
         conns = set(self.connector.connections())
         self._part(conns, parting)
         self.closed_down = True
@@ -870,10 +875,10 @@ class Agent:
         self._fail_pending()
         for conn in conns:
             conn.close()
-        self._fail_pending()  # calls that were on their way into the table meanwhile
+        self._fail_pending()  # calls that other threads have entered meanwhile
         left = self.pool.close(timeout)
         self.clock.close()
-        self.dismiss(set(self.connector.connections()) - conns)  # that have come since
+        self.dismiss(set(self.connector.connections()) - conns)  # new connections
         for conn in {*conns, *self.connector.connections()}:
             conn.close()
             conn.reap()
@@ -884,14 +889,14 @@ class Agent:
         signals.uninstall(self._put_off)
         codec.restrict(-self.settings.data_only)
         stacks = _stacks.top_frames()
-        # Those that have no frame are at their ends, and get no processor.
+        # Threads without a frame have left user code, and are about to end.
         left = [each for each in left if each.ident in stacks]
         if left:
             where = ", ".join(f"{each.name} ({_place(stacks.get(each.ident or 0))})" for each in left)
             _log.warning("threads of %r are still in user code after shutdown: %s", self.name, where)
 
     def dismiss(self, conns: Collection[Connection]) -> None:
-        """End connections that have come into being while the agent is closed, with a goodbye."""
+        """Close connections that were made while the agent was closed, with a goodbye."""
         self._part(conns, _GOODBYE_S)
         for conn in conns:
             conn.close()
@@ -899,9 +904,9 @@ class Agent:
 
     @staticmethod
     def _part(conns: Collection[Connection], parting: float) -> None:
-        """Say goodbye, and wait until it is sent with all else: without it, a peer would take this for a death.
+        """Send goodbyes, and wait until all outboxes are sent: without a goodbye, a peer considers this worker dead.
 
-        One whose socket has failed gets little time: it may never have another.
+        A connection whose socket has failed gets little time, as it may never be resumed.
         """
 
         def hurried(conn: Connection) -> bool:
@@ -912,15 +917,19 @@ class Agent:
         begun = _time.now()
         for conn in conns:
             while not (
-                # Another thread may have taken out what it sends, or is to keep; it has the lock until then.
-                (conn.flush() and conn.writer.is_drained() and (conn.local or not holds_back(conn.sock)))
+                # Another thread may have taken frames out of the outbox to send them: ``is_drained()`` is False until then.
+                (
+                    conn.flush()
+                    and conn.writer.is_drained()
+                    and (conn.local or not holds_back(conn.stream.sock))
+                )
                 or conn.state is CLOSED
                 or _time.now() - begun >= (min(parting, _GOODBYE_S) if hurried(conn) else parting)
             ):
                 _time.sleep(0.001)
 
     def abandon(self) -> None:
-        """Let go of everything in a forked child: descriptors are closed, nothing is sent, no lock is taken."""
+        """Close all descriptors in a forked child. Sends nothing and takes no lock."""
         self.closed_down = self.abandoned = True
         self.pool.abandon()
         self.connector.abandon()
@@ -929,9 +938,9 @@ class Agent:
         signals.abandon()
 
     def end_fork(self, what: str, error: BaseException | None) -> NoReturn:
-        """End this process, a fork, in which what has forked is over: there is nobody to answer, and nothing to go on with.
+        """End this process, a fork, because the function that called ``os.fork()`` has ended. There is no caller to answer.
 
-        The exit status is that of a ``SystemExit``, 0 where it has returned, and otherwise 1.
+        The exit status is that of a ``SystemExit``, 0 if the function has returned, and otherwise 1.
         """
         status = 0 if error is None else 1
         if isinstance(error, SystemExit):
@@ -944,7 +953,7 @@ class Agent:
 
     def check_process(self) -> None:
         """Raise NotInitializedError if this is a fork of the process that the agent belongs to."""
-        if os.getpid() != self.pid:
+        if os.getpid() != self.record.pid:
             raise NotInitializedError(
                 "this process is a fork of one that uses actorrpc (os.fork(), or multiprocessing's start method 'fork'), and "
                 "has none of its connections: call actorrpc.init() (or init_rpc()) in it, or make an actor instead of a fork"

@@ -1,22 +1,21 @@
-"""Calls: one question to a peer and its one answer, and the execution of one on this side.
+"""Calls: a request to a peer with its answer (:class:`Call`), and the execution of a peer's request here (:class:`Execution`).
 
-A :class:`Call` ends exactly once. The thread that takes it out of its peer's ``pending`` table (one atomic step) ends
-it: the reader of its reply, the clock at its deadline, a cancellation, or the death of the peer. The thread
-that waits for it reads the connection itself when no other thread does (:meth:`Call.drive`), and sleeps
-otherwise.
+A :class:`Call` ends exactly once. The thread that takes it out of its peer's ``pending`` table, which is one atomic step, ends
+it: the reader of its reply, the clock at its deadline, a cancellation, or the end of the peer. The thread that waits for a call
+reads the connection itself if no other thread does (:meth:`Call.drive`), and sleeps otherwise.
 
-Whether the worker may execute a call is decided by two steps. ``Agent._dispatch`` enters it into ``pending`` together with
-its frame, before the first byte can leave: until then it has certainly not run, and no other thread can end it. The thread
-that ends it calls :meth:`Call.withdraw` once, which takes the frame back if it has not left, or says that the call may run.
+Two steps decide whether the worker may execute a call. ``Agent._dispatch`` enters the call into ``pending`` together with its
+frame, before the first byte can be sent: until then the call has certainly not run, and no other thread can end it. The thread
+that ends the call calls :meth:`Call.withdraw` once, which takes the frame back if it has not been sent, or returns that the call
+may run.
 
-``CURRENT`` tells the call that a piece of code was called by. It is a ``ContextVar``: it follows coroutines
-and callbacks that copy their context, and never leaks from one call to the next through a thread.
+``CURRENT`` is the execution that the running code belongs to. It is a ``ContextVar``: it follows coroutines and callbacks that
+copy their context, and no thread carries it from one call to the next.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from threading import get_ident
@@ -55,52 +54,52 @@ __all__ = ["CALLER_BIT", "CURRENT", "MAILBOX_BIT", "Call", "Execution", "Nested"
 INFINITE: Final = float("inf")
 MAILBOX_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
 CALLER_BIT: Final = (
-    39  # from here up to that one a chain says for whom the call was made: calls keep their order for each
+    39  # the bits from here to MAILBOX_BIT number the caller; calls of one caller keep their order
 )
-_MANY_NESTED: Final = 64  # more nested calls than that are searched for those that are over
+_MANY_NESTED: Final = 64  # with more nested calls than this, calls that are over are removed
 
 
-# The modules of these functions do not know of signals. The collector would discard an exception that leaves its callback.
+# Marked here, since their modules are below the module of signals.
 for _step in (Future.conclude, Future.try_complete, Future.try_fail, Future.follow, empty_before_collection):
     uninterruptible(_step)
 
 
 class Nested(Protocol):
-    """A call that was made in an execution: a :class:`Call`, or one that waits until it can be sent."""
+    """A call that was made in an execution: a :class:`Call`, or a call that waits until it can be sent."""
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the call has ended."""
 
     def cancel(self, stop: bool = True, late: bool = False) -> bool:
-        """Give it up; see :meth:`Call.cancel`. False if it was over."""
+        """Cancel the call; see :meth:`Call.cancel`."""
 
 
 class Execution:
-    """A call that is executed here, or waits for its turn, with the fields that nested calls inherit.
+    """A peer's call that is executed here, or waits for its turn. Calls that are made within it inherit some of its fields.
 
     Attributes:
-        conn: the connection that the answer goes over; None for a call of this worker to itself.
-        peer: who called.
-        id: the call's number on that peer's connection.
+        conn: the connection that the answer is sent over; None for a call of this worker to itself.
+        peer: the caller's worker.
+        id: the number of the call among the calls of that peer.
         deadline: when it must be over, on this process's monotonic clock; infinite if unbounded.
-        chain: the chain of nested calls that it belongs to.
-        cancelled: the caller has given it up; its nested calls are cancelled.
-        nested: the calls that were made in it, in order; some of them are over.
-        late: the caller has given it up because its time is over. It is about to be over here, too: then nested calls end with
-            a time-out, as they would a moment later. Set before ``cancelled``.
-        given_up: an entry for each time that its nested calls were given up: whether what runs for them is interrupted.
-            Replaced by a longer one each time. A thread that makes a call compares it before and after.
-        arrived: when its request was read; ``begun``: when its turn came (0.0: it is still to come), and ``thread`` the number
-            of the one that it began on.
-        header: the fields that came with it, or ``None``.
+        chain: the number of the chain of nested calls that it belongs to.
+        cancelled: the caller has given it up, and its nested calls are cancelled.
+        nested: the calls that were made in it, in order; some of them have ended.
+        late: the caller has given it up because of a time-out. The deadline here is near, too, so nested calls end with a
+            time-out, as they would a moment later. Set before ``cancelled``.
+        given_up: an entry for each time that its nested calls were given up: whether the code that runs for them is interrupted.
+            Replaced by a longer tuple each time. A thread that makes a call compares it before and after.
+        arrived: when its request was read. ``begun``: when its turn came; 0.0 before that. ``thread``: the number of the thread
+            that it began on.
+        header: the fields that came with the request, or ``None``.
         path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
             them, if there are any. After a call of an actor has begun, the last is the call itself.
-        actor: whose mailbox it came through, or ``None`` for a plain call.
+        actor: the actor that is called, or ``None`` for a plain call.
         what: the function, or the name of the actor's method, for messages.
-        deferred: the function has returned: a future will be the answer.
-        notes: see :class:`~actorrpc.agent.hooks.CallHooks`; ``ending``: the ``on_end`` of the hooks that take part, or None:
-            those of the agent.
+        deferred: the function has returned a future, whose value will be the answer.
+        notes: see :class:`~actorrpc.agent.hooks.CallHooks`. ``ending``: the ``on_end`` methods of the hooks that take part in
+            this execution, or None: those of the agent.
         convert: returns what is sent in place of the value that it gets, or None.
     """
 
@@ -127,14 +126,13 @@ class Execution:
         deadline: float,
         chain: int,
         arrived: float = 0.0,
-        begun: float = 0.0,
     ) -> None:
         self.conn = conn
         self.peer = peer
         self.id = id
         self.deadline = deadline
         self.chain = chain
-        self.begun = begun or _time.now()
+        self.begun = _time.now()
         self.arrived = arrived or self.begun
         self.thread = get_ident()
         self.nested: dict[Nested, None] = {}
@@ -156,15 +154,15 @@ class Execution:
         return str(name) if spec is None else f"{spec.info.prefix}{str(name).rpartition('<locals>.')[2]}"
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
-        """Give the call up, as its caller wants; see :meth:`give_up`. Runs on a pool thread."""
+        """End the call for its caller; see :meth:`give_up`. Runs on a pool thread."""
         self.give_up(stop, late)
 
     def give_up(self, stop: bool = False, late: bool = False) -> None:
         """Record that the caller gave up, and give up the calls that this one waits for.
 
         Args:
-            stop: the caller has cancelled it, and wants what runs to be interrupted where that can be; otherwise
-                its time is over, or the caller is gone.
+            stop: the caller has cancelled the call: its code is interrupted if that is possible. Otherwise the call has
+                timed out, or the caller has ended.
             late: see the attribute.
         """
         self.late = self.late or late
@@ -202,28 +200,34 @@ class Execution:
 class _CallingAgent(Protocol):
     """The parts of an agent that a call needs."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
     pool: Pool
     clock: Clock
     hooks: HookSet
-    corked: dict[Connection, None]
-
-    def cork(self, conn: Connection) -> None: ...
-    def flush(self) -> None: ...
-    def run_posts(self, posts: deque[Any]) -> None: ...
+    scheduler: Any
+    executor: Any
 
 
 CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)
 
 
 class Call(Progress):
-    """A call to a peer that has been made and is not over yet. One thread waits for it at most, or a future does.
+    """A call to a peer. At most one thread waits for it, or it completes a future.
 
     Attributes:
-        awaits: the pending futures of arguments. As long as there are any, the call has only reserved its place in the mailbox.
-        made: when it was made, and ``thread`` the number of the thread that has made it.
+        id: its number among the calls to the peer; 0 until its message is made.
+        awaits: the pending futures of arguments; while there are any, the call has only reserved its place in the mailbox.
+        made: when it was made. ``thread``: the number of the thread that made it.
+        frame: the request, while it is in the outbox. ``sent``: it was sent.
+        outcome: without a future, the reply or the error that the call has ended with.
+        polling: the connection that the waiting thread polls. ``lock``: what the thread sleeps on otherwise. ``awake``: the
+            thread has been woken.
+        stopping: the caller has cancelled the call, and waits until the worker has ended it.
         introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
-        size: bytes of what it carries, where that is more than its frame.
+        keep: objects that are kept alive until the call ends.
+        size: bytes of body and buffers if they are not in the frame alone. ``charge``: how many of them count as unread.
         fields, notes: see :class:`~actorrpc.agent.hooks.CallHooks`; there are no fields before ``on_call``.
         ending: the ``on_answer`` of the hooks that take part.
     """
@@ -238,7 +242,6 @@ class Call(Progress):
         "deadline",
         "done",
         "ending",
-        "error",
         "fields",
         "frame",
         "future",
@@ -250,9 +253,9 @@ class Call(Progress):
         "made",
         "mail",
         "notes",
+        "outcome",
         "peer",
         "polling",
-        "reply",
         "sent",
         "size",
         "stopping",
@@ -264,7 +267,6 @@ class Call(Progress):
         self,
         agent: _CallingAgent,
         peer: Peer,
-        id: int,
         label: str,
         deadline: float,
         timeout: float,
@@ -276,7 +278,7 @@ class Call(Progress):
         self.thread = get_ident()
         self.agent = agent
         self.peer = peer
-        self.id = id
+        self.id = 0
         self.label = label
         self.deadline = deadline
         self.timeout = timeout
@@ -289,11 +291,10 @@ class Call(Progress):
         self.done = False
         self.polling: Connection | None = None
         self.awake = False
-        self.stopping = False  # the caller has cancelled it, and waits for the callee to have ended it
+        self.stopping = False
         self.mail: MailHeader | None = None
         self.lock: threading.Lock | None = None
-        self.reply: Frame | None = None
-        self.error: BaseException | None = None
+        self.outcome: Frame | BaseException | None = None
         self.charge = 0
         self.size = 0
         self.keep: Any = None
@@ -308,9 +309,9 @@ class Call(Progress):
 
     # -- ending (by the thread that took the call out of ``pending``) --------------------------------------
 
-    def end(self, error: BaseException | None) -> None:
-        """End a call that has no reply, and wake its waiter. Runs no user code."""
-        self.error = error
+    def end(self, outcome: Frame | BaseException | None) -> None:
+        """Note that the call has ended, and wake its waiter. Runs no user code."""
+        self.outcome = outcome
         self.done = True
         self.rouse()
 
@@ -323,7 +324,7 @@ class Call(Progress):
         callbacks: list[Any] = []
         if future is not None:
             future.try_fail(error, submit or callbacks.append)
-        # A future has its error itself. An execution keeps its nested calls, and the frames of the traceback may have it.
+        # Not in both places: an execution keeps its nested calls, and the frames of the error's traceback may keep the execution.
         self.end(error if future is None else None)
         self.future = None  # the future names the call: no cycle
         self.keep = None
@@ -333,13 +334,13 @@ class Call(Progress):
     # -- waiting -----------------------------------------------------------------------------------
 
     def drive(self, deadline: float | None) -> None:
-        """Wait until the call is over or the deadline has passed; where the call's own has, end it.
+        """Wait until the call has ended or the deadline has passed; if the call's own deadline has passed, end the call.
 
-        The thread reads the connection for its reply, as long as only replies come.
+        The thread reads the connection itself as long as only replies come.
         """
         agent, conn = self.agent, self.conn
-        if agent.corked:
-            agent.flush()
+        if agent.scheduler.corked:
+            agent.scheduler.flush()
         until = self.deadline if deadline is None or deadline > self.deadline else deadline
         reads = True
         runner = WAITING.runner
@@ -349,7 +350,9 @@ class Call(Progress):
             runner.begin_wait(self.rouse, self)
         try:
             while True:
-                self.awake = False  # before the look at what another thread sets before it sets this
+                self.awake = (
+                    False  # before the tests below: another thread sets what they test, and then this
+                )
                 if self.done:
                     return
                 if QUEUED:
@@ -359,11 +362,11 @@ class Call(Progress):
                         interruption_point()
                     if runner.work:
                         if conn is not None and conn.outbox:
-                            conn.flush()  # this call is there, where the thread that waits for its reply is to send it
+                            conn.flush()  # it may hold this call
                         runner.serve()
                         continue
                 if agent.pool.queue and agent.pool.is_member():
-                    agent.pool.wake()  # what is queued must not wait for a thread that waits
+                    agent.pool.wake()  # this thread will not execute what is queued
                 foreign = None
                 if reads and conn is not None:
                     if conn.unattended and self.future is not None:
@@ -374,7 +377,7 @@ class Call(Progress):
                 if _interrupts.pending:
                     checkpoint()
                 if WAITING.posts:
-                    agent.run_posts(WAITING.posts)
+                    agent.executor.run_posts(WAITING.posts)
                 if self.done:
                     return
                 if _time.now() >= until:
@@ -383,18 +386,17 @@ class Call(Progress):
                     if self._park(until):
                         return
                 elif foreign:
-                    # Somebody calls us while we wait: from here on the pool reads, so that no call waits for this
-                    # thread.
+                    # The peer has sent requests. From here on the pool reads, so that requests do not wait for this thread.
                     reads = False
         finally:
             if runner is not None:
                 runner.end_wait()
-        # It may have been put off meanwhile: see actorrpc.debugger.
+        # The deadline may have been put off meanwhile: see actorrpc.debugger.
         if not self.done and self.deadline <= _time.now():
             self.expire()
 
     def rouse(self) -> None:
-        """Have the thread that waits, if one does, look around: the call is over, or there is something else to do."""
+        """Wake the thread that waits, if there is one: the call has ended, or the thread has something else to do."""
         self.awake = True
         polling = self.polling
         if polling is not None:
@@ -403,14 +405,14 @@ class Call(Progress):
         if lock is not None:
             try:
                 lock.release()
-            except RuntimeError:  # it is awake
+            except RuntimeError:  # the thread is awake
                 pass
 
     def _park(self, until: float) -> bool:
-        """Sleep until woken; say whether the future, where there is one, is complete.
+        """Sleep until woken; return whether the future, if there is one, is complete.
 
         Raises:
-            DeadlockError: this thread is reading the connection, and has come here by a finaliser that the collector has run.
+            DeadlockError: this thread is reading the connection, and the collector has run a finaliser there, which waits.
         """
         conn = self.conn
         if conn is not None and conn.read_by == get_ident():
@@ -422,8 +424,8 @@ class Call(Progress):
             )
         future = self.future
         if future is not None:
-            # Several threads may wait for one future: it gives each a lock of its own. It is complete a little before the
-            # call is over: to ask for that again and again would keep the interpreter from the thread that is about to say so.
+            # Several threads may wait for one future, which gives each a lock of its own. The future is complete a little before
+            # ``done`` is set. Polling ``done`` here would starve the thread that sets it.
             return future.park(_time.now() + _time.SLICE_S if until == INFINITE else until)
         lock = self.lock
         if lock is None:
@@ -435,37 +437,30 @@ class Call(Progress):
         return False
 
     def flush(self) -> None:
-        """Send what is still gathered, and have the pool read the reply: somebody is going to wait, elsewhere."""
-        self.agent.flush()
+        """Send all corked frames, and have the pool read the reply: a thread is about to wait for it elsewhere."""
+        self.agent.scheduler.flush()
         self.listen()
 
     def listen(self) -> None:
-        """Have the pool read the reply: the thread that waits for it does not wait here."""
+        """Have the pool read the reply."""
         conn = self.conn
         if conn is not None and conn.expecting:
             conn.listen()
 
     # -- giving up ---------------------------------------------------------------------------------
 
-    @uninterruptible
     def expire(self) -> bool:
-        """End the call because its time is over; False if it ended otherwise in this moment."""
-        if self.peer.pending.pop(self.id, None) is None:
-            # Somebody else is ending it right now: that takes microseconds, not waits.
-            while not self.done:
-                _time.pause(0.0005)
-            return False
-        reached = self.withdraw()
-        error = self.was_cancelled(reached) if self.stopping else self._timed_out(reached)
-        self.fail(error, self.agent.pool.submit)
-        if reached or self.awaits:
-            self._tell_cancelled(stop=self.mail is not None and self.mail.interrupts, late=True)
-        return True
+        """End the call because its deadline has passed; False if another thread has ended it, or ends it in this moment."""
+        if self.cancel(stop=self.mail is not None and self.mail.interrupts, late=True):
+            return True
+        while not self.done:  # that takes microseconds, not waits
+            _time.pause(0.0005)
+        return False
 
     def withdraw(self) -> bool:
-        """Take the request back if it has not left, and nothing else depends on its arrival; say whether the worker may run it.
+        """Take the request back if it has not been sent and nothing else depends on it; return whether the worker may run it.
 
-        Called once, by the thread that ends the call: the answer is final.
+        Called once, by the thread that ends the call: the result is final.
         """
         conn = self.conn
         # Read before ``sent``: once the connection is closed, a frame that has not left never does.
@@ -483,7 +478,7 @@ class Call(Progress):
         return self.sent or bool(self.frame)
 
     def _timed_out(self, reached: bool) -> RpcTimeoutError:
-        """Return the error of this call's time-out; ``reached``: the worker may run it."""
+        """Return the error of this call's time-out; ``reached``: the worker may run the call."""
         ran = "it was sent and may have run" if reached else "it was not sent"
         if reached and self.mail is not None and self.mail.late:
             ran = f"{ran}: {self.mail.late}"
@@ -497,11 +492,12 @@ class Call(Progress):
 
     @uninterruptible
     def cancel(self, stop: bool = True, late: bool = False) -> bool:
-        """End the call with CancelledError and tell the worker; False if it was over.
+        """End the call with CancelledError and tell the worker; False if the call had ended before.
 
         Args:
-            stop: what runs there for it is to be interrupted, where that can be.
-            late: it is nested in a call whose time is over, and ends with RpcTimeoutError: its own time is over as well.
+            stop: the worker interrupts what it runs for the call, if that is possible.
+            late: the deadline of the call, or of the call that it is nested in, has passed: it ends with RpcTimeoutError, unless
+                :meth:`stop` was called before.
         """
         if self.peer.pending.pop(self.id, None) is None:
             return False
@@ -522,7 +518,7 @@ class Call(Progress):
         return True
 
     def was_cancelled(self, reached: bool, remote: BaseException | None = None) -> CancelledError:
-        """Return the error of this call's cancellation; ``reached``: the worker may run it; ``remote``: its error, if any."""
+        """Return the error of this call's cancellation; ``reached``: the worker may run it; ``remote``: the worker's error."""
         said = "" if remote is None else f": {remote}"
         return CancelledError(
             f"{self} was cancelled by its caller{said}",
@@ -532,10 +528,10 @@ class Call(Progress):
 
     @uninterruptible
     def stop(self, patience: float) -> bool:
-        """Have the worker end the call, whose answer then says that it has; False if it was over.
+        """Cancel the call, but wait until the worker has ended it; False if the call had ended before.
 
         Args:
-            patience: how many seconds the answer may take; after that it is as with :meth:`cancel`.
+            patience: how many seconds the worker's answer may take; then the call ends as :meth:`cancel` ends it.
         """
         if not self.sent:
             return self.cancel()
@@ -545,7 +541,7 @@ class Call(Progress):
             self.stopping = True
             id, pending, submit = self.id, self.peer.pending, self.agent.pool.submit
 
-            def give_up() -> None:  # does not refer to the call, whose arguments live no longer than it
+            def give_up() -> None:  # without a reference to the call, which would keep its arguments
                 call = pending.get(id)
                 if call is not None:
                     submit(call.cancel)
@@ -555,12 +551,12 @@ class Call(Progress):
         return True
 
     def _tell_cancelled(self, stop: bool, late: bool = False) -> None:
-        """Tell the worker, which may run the call, that nobody waits for it any more."""
+        """Tell the worker, which may run the call, that the caller has given it up."""
         conn, flags = self.conn, STOP * stop | LATE * late
         if conn is not None:
             if conn.state is not CLOSED:
-                # Behind the call itself, also where that is still to leave.
+                # Behind the call itself, which may still be in the outbox.
                 conn.outbox.append(pack_frame(CANCEL, self.id, flags=flags))
-                self.agent.cork(conn)
+                self.agent.scheduler.cork(conn)
         elif self.peer.is_self:
             self.peer.on_cancel(self.id, flags, self.agent.pool.submit)

@@ -1,7 +1,7 @@
-"""Which worker code acts for: the process's, or, where a test has several in one process, the thread's.
+"""Which worker the running code belongs to: the process's, or the thread's where a test has several in one process.
 
-A process is one worker, or none. :class:`~actorrpc.testing.InProcessCluster` makes several: each thread that one of them starts
-acts for it, and any thread for the one that it names (:func:`begin_acting`); all others act for the first.
+A process is one worker, or none. :class:`~actorrpc.testing.InProcessCluster` makes several in one process: a thread that one of
+them starts acts for it, any thread may choose one (:func:`begin_acting`), and all other threads act for the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Worker",
-    "acting_worker",
     "add_several",
     "begin_acting",
     "current_worker",
@@ -25,14 +24,13 @@ __all__ = [
     "end_several",
     "here",
     "on_fork",
-    "process_worker",
     "set_worker",
     "workers_here",
 ]
 
 
 class Worker:
-    """What is in force for one worker. Each floor puts in its own part when the worker joins a group.
+    """The parts of one worker. Each package sets its own part when the worker joins a group.
 
     Attributes:
         agent: its agent.
@@ -41,13 +39,13 @@ class Worker:
         autograd: its autograd contexts, and its part in backward passes.
         actors: its actor layer.
         cluster: the cluster of which it is the driver.
-        leaver: ends its process when the driver says so.
-        observer: asks the other workers how they are, and answers them.
+        leaver: ends its process when the driver asks for that.
+        observer: answers the state queries of other workers, and sends its own.
         timeout: the default time-out of its calls, in seconds; 0 means none.
-        what: what it is, in words for messages.
-        namespace: where its actors look for names, if they say none.
-        ends: what ends the floors above, the last one first; see ``rpc.api.on_start``.
-        stop: ends what has started it; called with whether the end is graceful, and the seconds that are left.
+        what: the kind of worker, in words for messages.
+        namespace: where its actors look up names by default.
+        ends: functions that end the packages above, called in reverse order; see ``rpc.api.on_start``.
+        stop: ends what has started the worker; called with whether the end is graceful, and the seconds that are left.
         in_force: it has joined, and has not begun to leave.
     """
 
@@ -88,17 +86,20 @@ class Worker:
 
 
 class _ProcessWorker:
-    """Where the process's worker stands, so that the path of every call finds it without a call."""
+    """Has the process's worker as an attribute, which code on the path of a call reads without a function call.
+
+    Attributes:
+        worker: the worker that this process is; None if it is none, or several.
+    """
 
     __slots__ = ("worker",)
 
-    def __init__(self) -> None:
-        #: the worker that this process is; None where it is none, or has several
-        self.worker: Worker | None = None
+    worker: Worker | None
 
 
 here: Final = _ProcessWorker()
-_members: list[Worker] = []  # where there are several: those, in the order in which they were made
+here.worker = None
+_members: list[Worker] = []  # the workers of a process that is several, in the order in which they were made
 
 #: Called in a forked child with each worker that its parent is, and that is no longer in force.
 on_fork: list[Callable[[Worker], None]] = []
@@ -106,12 +107,10 @@ on_fork: list[Callable[[Worker], None]] = []
 
 def current_worker() -> Worker | None:
     """Return the worker that the calling thread acts for."""
-    return here.worker if not _members else acting_worker() or _members[0]
-
-
-def process_worker() -> Worker | None:
-    """Return the worker that this process is; None where it is none, or has several."""
-    return here.worker
+    if not _members:
+        return here.worker
+    acting = ACTING.get()
+    return acting[-1] if acting else _members[0]
 
 
 def workers_here() -> tuple[Worker, ...]:
@@ -120,7 +119,7 @@ def workers_here() -> tuple[Worker, ...]:
 
 
 def set_worker(worker: Worker | None) -> None:
-    """Name the worker that this process is, or say that it is none any more. Does nothing where it has several."""
+    """Set the worker that this process is; None: it is none. Does nothing in a process of several workers."""
     if not _members:
         here.worker = worker
 
@@ -129,27 +128,27 @@ def set_worker(worker: Worker | None) -> None:
 
 
 def add_several(worker: Worker) -> None:
-    """Note a worker that this process is besides others. Threads act for different ones; for the first where they say nothing."""
+    """Add a worker to a process of several workers."""
     here.worker = None
     _members.append(worker)
 
 
 def end_several() -> None:
-    """End what the first :func:`add_several` began."""
+    """Remove all workers that :func:`add_several` has added."""
     here.worker = None
     _members.clear()
 
 
 def begin_acting(worker: Worker) -> None:
-    """Have the calling thread (or asyncio task), and the threads of ours that it starts, act for a worker."""
+    """Have the calling thread (or asyncio task), and the threads of this package that it starts, act for a worker."""
     ACTING.set((*ACTING.get(), worker))
 
 
 def end_acting(worker: Worker) -> None:
-    """Take back the last :func:`begin_acting` for a worker in this thread (or task); blocks may end out of order.
+    """Undo the last :func:`begin_acting` for a worker in this thread (or task); blocks may end out of order.
 
     Raises:
-        RuntimeError: there is none, it was in another thread.
+        RuntimeError: this thread does not act for the worker.
     """
     acting = ACTING.get()
     for at in reversed(range(len(acting))):
@@ -159,12 +158,6 @@ def end_acting(worker: Worker) -> None:
     raise RuntimeError(
         f"the block for worker {worker.agent.name!r} ends on another thread, or in another task, than it began"
     )
-
-
-def acting_worker() -> Worker | None:
-    """Return the worker that the calling thread has said it acts for."""
-    acting = ACTING.get()
-    return acting[-1] if acting else None
 
 
 def _after_fork() -> None:

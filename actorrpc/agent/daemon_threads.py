@@ -1,10 +1,10 @@
-"""Threads that do not keep the process alive, and that its end does not cut short either.
+"""Daemon threads that the end of the interpreter does not cut short.
 
-``join()`` returns when a thread has run its last Python code. What it keeps in C++ is taken down after that, on the thread,
-and needs the interpreter where it holds Python objects: torch's inductor leaves some with the thread that happens to import it.
-An interpreter that is being finalized has such a thread exit, in a destructor, and C++ aborts the process for it ("terminate
-called without an active exception"). So the end of the interpreter waits for those that are on their way out. It does not wait
-for those that run code of others: that may go on for ever.
+``join()`` returns when a thread has run its last Python code. After that, the thread destroys its C++ objects, and needs the
+interpreter where these hold Python objects: torch's inductor leaves such objects with the thread that happens to import it. An
+interpreter that is being finalized makes the thread exit within a destructor, for which C++ aborts the process ("terminate called
+without an active exception"). Therefore the end of the interpreter waits for threads that are about to end. It does not wait for
+threads that run user code, which may never end.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from actorrpc import _stacks, _time
 from actorrpc._exception_text import report
+from actorrpc._undo import undo_on_error
 from actorrpc.transport import signals
-from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["ACTING", "Daemon"]
 
@@ -34,23 +35,20 @@ _log = logging.getLogger("actorrpc.threads")
 ACTING: Final[ContextVar[tuple[Any, ...]]] = ContextVar("actorrpc_acting_worker", default=())
 
 _WAIT_S: Final = 2.0
-_ENGAGED_S: Final = 0.05  # how long a thread must have been seen in code of others
+_ENGAGED_S: Final = 0.05  # how long the other threads must have run user code
 _MANY: Final = 64
 _OURS: Final = (
     str(Path(__file__).parents[1]) + os.sep,
     str(Path(os.__file__).parent) + os.sep + "threading.py",
 )
-# All that have been started and have Python code to run.
+# All threads that have been started and have Python code to run.
 _running: Final[set[Daemon]] = set()
 # The native ids of threads that have run all of their Python code, but the end of Daemon.run.
 _leaving: Final[deque[int]] = deque()
 
 
 class Daemon(threading.Thread):
-    """A daemon thread that calls ``target()``, which is not to raise: where it does, that is logged, and ``lost(error)`` called.
-
-    What raises may be anybody's (memory has run out); what depends on the thread must not wait for it for ever.
-    """
+    """A daemon thread that calls ``target()``. If that raises, the error is logged and ``lost(error)`` is called."""
 
     def __init__(
         self, target: Callable[[], Any], name: str, lost: Callable[[BaseException], Any] | None = None
@@ -59,22 +57,18 @@ class Daemon(threading.Thread):
         self._lost = lost
 
     def start(self) -> None:
-        """Start it. It acts for the worker that the calling thread acts for."""
+        """Start the thread. It acts for the worker that the calling thread acts for."""
         self._acting = ACTING.get()[-1:]  # its context has no variables of this one's
-        # A handler that raised in Thread.start, which does not know whether the thread has begun then, would end the thread.
+        # Thread.start ends the thread if a signal handler raises in it.
         signals.put_off_during(self._start)
 
-    @uninterruptible
     def _start(self) -> None:
         _running.add(self)
-        try:
+        with undo_on_error(partial(_running.discard, self)):
             _time.start(self)
-        except BaseException:
-            _running.discard(self)
-            raise
 
     def run(self) -> None:
-        """Call it."""
+        """Call ``target()``."""
         try:
             ACTING.set(self._acting)
             super().run()
@@ -94,7 +88,7 @@ def _is_there(thread: int) -> bool:
 
 
 def _forget() -> None:
-    """Drop those that are gone; any number of threads may be at it."""
+    """Drop the threads that have ended. Any number of threads may call it at once."""
     for _ in range(len(_leaving)):
         try:
             thread = _leaving.popleft()
@@ -105,7 +99,7 @@ def _forget() -> None:
 
 
 def _is_engaged(frame: FrameType | None) -> bool:
-    """Say whether a thread with this stack runs code of others."""
+    """Return whether a thread with this stack runs user code."""
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_OURS):
             return True
@@ -124,7 +118,7 @@ def _see_off() -> None:
             others = [_is_engaged(frames.get(thread.ident or 0)) for thread in tuple(_running)]
             if all(others) and (not others or time.monotonic() > engaged_at):
                 return
-        time.sleep(0.001)  # they need the interpreter
+        time.sleep(0.001)  # the threads need the interpreter
 
 
 def _after_fork() -> None:

@@ -1,9 +1,8 @@
-"""Execution: what happens to a request between its arrival and its answer.
+"""The execution of requests, from the arrival of a request to its answer.
 
-Runs on pool threads (or on the thread that completes the future of an ``async_execution`` function). A
-request whose time is over, or whose caller has given it up, is not started. Arguments are opened, functions
-run and answers packed outside of every lock. The arguments are dropped before the answer is sent, so that
-shared memory goes back with it.
+Runs on pool threads, or on the thread that completes the future of an ``async_execution`` function. A request whose deadline
+has passed, or whose caller has cancelled it, is not started. Arguments are opened, functions run and answers packed outside
+of every lock. The arguments are dropped before the answer is sent, so that their shared memory goes back with it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, MAILBOX_BIT, Execution
@@ -38,7 +36,6 @@ from actorrpc.errors import (
 from actorrpc.futures import QUEUED, run_queued_callbacks
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.frames import FAILURE, POST, REPLY, Frame, pack_frame
 from actorrpc.wire.headers import Header, unpack_header
 
@@ -51,14 +48,13 @@ _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no
 _dumps = pickle.dumps
 _modules: Final = sys.modules
 _log = logging.getLogger("actorrpc")
-INFINITE: Final = float("inf")
+_INFINITE: Final = float("inf")
 # What to do about a result of these types, where a decorator hides that a method is a generator function.
 _OF_GENERATORS: Final[dict[type, str]] = {
     GeneratorType: '. It is a generator, and its decorator hides that: call it with .options(num_returns="streaming")',
     AsyncGeneratorType: ". Its decorator hides what it is: have the decorator's wrapper be an async generator function",
 }
-# The attribute that marks functions whose future is the answer; the name is torch's, whose decorator sets it
-# too.
+# The attribute that marks functions whose future is the answer; torch's decorator sets it, too.
 ASYNC_MARK: Final = "_wrapped_async_rpc_function"
 # The base of all futures: torch's `then` and `collect_all` return objects of just this class.
 _ANY_FUTURE: Final[type] = torch._C.Future
@@ -104,7 +100,7 @@ def future_of(value: Any, function: Any) -> Any:
 def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
     """Pack an error for the caller of a function that raised it: whole where that fits into a message, else shortened."""
     settings, dumps = agent.settings, codec.dumper(same_main)
-    # Pickled up to twice, with a group's members and with texts beside it: most often within ``max_message``.
+    # An error is pickled up to twice, with the members of a group and with texts: most often this fits ``max_message``.
     limit = min(exceptions.MAX_PICKLE, settings.max_message // 4)
     data = exceptions.dump(error, worker=agent.name, dumps=dumps, limit=limit, where=where)
     if len(data) > max(settings.max_message, settings.chunk):
@@ -117,7 +113,7 @@ class Executor:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        # Made ahead: it is for when there is no memory to make one.
+        # Made now: when it is needed, there may be no memory to make it.
         short = LimitError(
             f"worker {agent.name!r} cannot send what became of the call: it has no memory or no descriptors left, or the "
             "error is larger than its setting max_message"
@@ -125,76 +121,72 @@ class Executor:
         short.maybe_executed = True
         self._short = exceptions.dump(short, worker=agent.name, dumps=codec.dumper(None))
 
-    def run(self, task: tuple[Any, Frame, float]) -> None:
-        """Execute a request that was read at ``task[2]``, answer it, and see what came meanwhile."""
+    def run(self, task: tuple[Any, Frame, float], waiting: bool = False) -> None:
+        """Execute a request that was read at ``task[2]``, answer it, and read the next requests.
+
+        ``waiting``: the request is a post that this thread has read while it waits; what a signal handler raises is raised.
+        """
         conn, frame, arrived = task
         agent = self._agent
         peer = agent.self_peer if conn is None else conn.peer
         id = frame[2]
-        deadline, begun = arrived + frame[3], _time.now()
+        execution = Execution(conn, peer, id, arrived + frame[3], frame[4], arrived)
         if conn is not None and not peer.begun.first(id):
             _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
-        elif begun > deadline:
-            self._refuse_late(conn, frame)
         else:
-            execution = Execution(conn, peer, id, deadline, frame[4], arrived, begun)
             peer.running[id] = execution
             # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
-            if peer.cancelled and id in peer.cancelled:
-                self._refuse_cancelled(conn, frame, peer)
+            if execution.begun > execution.deadline or (peer.cancelled and id in peer.cancelled):
+                self._refuse_unwanted(frame, execution)
             else:
                 token = CURRENT.set(execution)
                 answered = True
                 try:
-                    try:
-                        if frame[5]:
-                            self._read_header(frame, execution)
-                        opened = outbound.opened(agent, conn, frame, peer, execution.header, execution)
-                        function, args, kwargs = opened
-                        if type(function) is int:
-                            try:
-                                module, name = peer.functions.names[function]
-                                function = getattr(_modules[module], name)
-                            except (KeyError, AttributeError):
-                                function = peer.functions.find(function, peer.name)
-                        elif type(function) is tuple:
-                            function = self._learn(peer, function)
-                        execution.what = function
-                        header, hooks = execution.header, agent.hooks
-                        if hooks.on_start or (header and not hooks.riders.keys().isdisjoint(header)):
-                            value = run_hooked(hooks, execution, function, args, kwargs)
-                        else:
-                            value = function(*args, **kwargs)
-                        opened = args = kwargs = None  # shared memory goes back with the answer
-                        if type(value) is Later or getattr(function, ASYNC_MARK, None) is not None:
-                            self._answer_later(execution, value, function)
-                            answered = False
-                    except BaseException as error:
-                        opened = args = kwargs = None
-                        self._raised(frame, error, execution)
+                    if frame[5]:
+                        self._read_header(frame, execution)
+                    header, hooks = execution.header, agent.hooks
+                    opened = outbound.opened(agent, conn, frame, peer, header, execution)
+                    function, args, kwargs = opened
+                    if type(function) is int:
+                        try:
+                            module, name = peer.functions.names[function]
+                            function = getattr(_modules[module], name)
+                        except (KeyError, AttributeError):
+                            function = peer.functions.find(function, peer.name)
+                    elif type(function) is tuple:
+                        function = self._learn(peer, function)
+                    execution.what = function
+                    if hooks.on_start or (header and not hooks.riders.keys().isdisjoint(header)):
+                        value = run_hooked(hooks, execution, function, args, kwargs)
                     else:
-                        if agent.abandoned:
-                            agent.end_fork("a call", None)
-                        if answered:
-                            if not frame[1] & POST:
-                                self.answer(execution, value)
-                            elif execution.ending is not None:
-                                self._end_post(execution, None)
+                        value = function(*args, **kwargs)
+                    opened = args = kwargs = None  # shared memory goes back with the answer
+                    if type(value) is Later or getattr(function, ASYNC_MARK, None) is not None:
+                        self._answer_later(execution, value, function)
+                        answered = False
+                except BaseException as error:
+                    opened = args = kwargs = None
+                    self._raised(frame, error, execution, waiting)
+                else:
+                    if agent.abandoned:
+                        agent.end_fork("a call", None)
+                    if answered:
+                        if not frame[1] & POST:
+                            self.answer(execution, value)
+                        elif execution.ending is not None:
+                            self._end_post(execution, None)
                 finally:
                     CURRENT.reset(token)
                     if answered:
                         peer.running.pop(id, None)
-        if conn is None:
+        if conn is None or waiting:
             return
-        if agent.pool.queue and len(conn.outbox) < agent.settings.cork_frames:
-            # More work of the batch is waiting: its answers leave together, or with the cork.
-            if conn.outbox and conn not in agent.corked:
-                agent.cork(conn)
-            return
-        if agent.pool.queue:
+        if not agent.pool.queue:
+            conn.reply()
+        elif len(conn.outbox) >= agent.settings.cork_frames:
             conn.flush(True)
-            return
-        conn.reply()
+        elif conn.outbox and conn not in agent.scheduler.corked:
+            agent.scheduler.cork(conn)  # more of the batch is waiting: its answers leave together
 
     def run_posts(self, posts: deque[tuple[Any, Frame, float]]) -> None:
         """Execute posts on the thread that has read them as it waited.
@@ -203,65 +195,33 @@ class Executor:
             Exception: what a signal handler has raised.
         """
         while posts:
-            conn, frame, _ = posts.popleft()
-            peer = conn.peer
-            execution = Execution(conn, peer, frame.id, INFINITE, frame.chain)
-            opened = self._open_post(conn, frame, execution)
-            if opened is None:
-                continue
-            function, args, kwargs = opened
-            token = CURRENT.set(execution)
-            try:
-                function(*args, **kwargs)
-            except BaseException as error:
-                if is_of_handler(error):
-                    raise
-                report(_log, error, "what %r has posted here failed", peer.name)
-            finally:
-                CURRENT.reset(token)
+            self.run(posts.popleft(), waiting=True)
         if QUEUED:
             run_queued_callbacks()
 
-    @uninterruptible
-    def _open_post(self, conn: Any, frame: Frame, execution: Execution) -> Any:
-        peer = execution.peer
-        if not peer.begun.first(frame.id):
-            _log.warning("request %d of %r came twice; it is executed once", frame.id, peer.name)
-            return None
-        try:
-            if frame.extra:
-                self._read_header(frame, execution)
-            agent = self._agent
-            function, args, kwargs = outbound.opened(agent, conn, frame, peer, execution.header, execution)
-            if type(function) is int:
-                function = peer.functions.find(function, peer.name)
-            return function, args, kwargs
-        except BaseException as error:
-            report(_log, error, "what %r has posted here failed", peer.name)
-            return None
-
-    def _refuse_late(self, conn: Any, frame: Frame) -> None:
-        name = self._agent.name
-        error = RpcTimeoutError(
-            f"the call reached {name!r} too late to be started", maybe_executed=False, worker=name
-        )
-        self.refuse(conn, frame, error)
-
-    def _refuse_cancelled(self, conn: Any, frame: Frame, peer: Peer) -> None:
-        peer.cancelled.pop(frame.id, None)
+    def _refuse_unwanted(self, frame: Frame, execution: Execution) -> None:
+        """Refuse a request that its caller has cancelled, or whose deadline has passed."""
+        name, peer = self._agent.name, execution.peer
         peer.running.pop(frame.id, None)
-        error = CancelledError(
-            "the call was cancelled before it started", maybe_executed=False, worker=self._agent.name
-        )
-        self.refuse(conn, frame, error)
+        error: RpcError
+        if execution.begun > execution.deadline:
+            text = f"the call reached {name!r} too late to be started"
+            error = RpcTimeoutError(text, maybe_executed=False, worker=name)
+        else:
+            text = "the call was cancelled before it started"
+            error = CancelledError(text, maybe_executed=False, worker=name)
+        peer.cancelled.pop(frame.id, None)
+        self.refuse(execution.conn, frame, error)
 
-    def _raised(self, frame: Frame, error: BaseException, execution: Execution) -> None:
+    def _raised(self, frame: Frame, error: BaseException, execution: Execution, waiting: bool) -> None:
         if self._agent.abandoned:
             self._agent.end_fork("a call", error)
         cut_frames(error, __file__)
         if frame.flags & POST:
             if execution.ending is not None:
                 self._end_post(execution, error)
+            if waiting and is_of_handler(error):
+                raise error
             report(_log, error, "what %r has posted here failed", execution.peer.name)
         else:
             self.fail(execution, error)
@@ -331,10 +291,7 @@ class Executor:
     def answer(
         self, execution: Execution, value: Any, keep: Callable[[Any, int, Peer], Any] | None = None
     ) -> None:
-        """Send a value back; if it cannot travel, send that error back.
-
-        ``keep(value, size, peer)`` may give something else to be sent in place of a value of ``size`` packed bytes.
-        """
+        """Send a value back, or the error of packing it. ``keep(value, size, peer)`` may return a replacement for the value."""
         agent, conn = self._agent, execution.conn
         hooks, stage = agent.hooks, "runs"
         message: MessageContext | None = None
@@ -385,7 +342,7 @@ class Executor:
                 wrapped.__cause__ = error
                 error = wrapped
             elif is_a(error, LimitError):
-                error.maybe_executed = True  # it is its result for which there is no room
+                error.maybe_executed = True  # the result exceeds the limit
             if stage == "runs":
                 self.fail(execution, error)
             else:
@@ -409,13 +366,15 @@ class Executor:
             )
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
-        except BaseException as failure:  # memory or descriptors have run out: then little may still be sent
+        except (
+            BaseException
+        ) as failure:  # memory or descriptors have run out: a small message may still be sent
             self._fail_shortly(conn, id, execution.peer.name, failure)
 
     def _fail_shortly(self, conn: Any, id: int, name: str, failure: BaseException) -> None:
-        """End a call whose error cannot be packed: its caller would wait for ever."""
+        """Answer a call whose error cannot be packed."""
         if conn is None:
-            self._agent.loop_back(FAILURE, id, self._short, None, INFINITE, 0)
+            self._agent.loop_back(FAILURE, id, self._short, None, _INFINITE, 0)
         else:
             conn.outbox.append(pack_frame(FAILURE, id, self._short))
         _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
@@ -435,21 +394,15 @@ class Executor:
             self._send(conn, FAILURE, id, data, None)
         except MemoryError as failure:
             self._fail_shortly(conn, id, peer.name, failure)
-
-    def refuse_stuck(self, task: tuple[Any, Frame, float], why: str) -> None:
-        """Answer a request that no thread will ever take: every one that may exist is blocked."""
-        conn, frame, _ = task
-        self.refuse(
-            conn,
-            frame,
-            DeadlockError(
-                f"{self._agent.name!r} did not execute the call: {why}",
-                maybe_executed=False,
-                worker=self._agent.name,
-            ),
-        )
         if conn is not None:
             conn.flush()
+
+    def refuse_stuck(self, task: tuple[Any, Frame, float], why: str) -> None:
+        """Answer a request that cannot be executed because all threads are blocked."""
+        conn, frame, _ = task
+        name = self._agent.name
+        text = f"{name!r} did not execute the call: {why}"
+        self.refuse(conn, frame, DeadlockError(text, maybe_executed=False, worker=name))
 
     def _send(
         self,
@@ -473,7 +426,7 @@ class Executor:
             sent = agent.hooks.send(answer, send)
             return sent is None or bool(sent)
         if conn is None:
-            agent.loop_back(kind, id, encoded, header, INFINITE, 0)
+            agent.loop_back(kind, id, encoded, header, _INFINITE, 0)
             return True
         if conn.state is CLOSED:
             return False

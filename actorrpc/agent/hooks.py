@@ -212,13 +212,13 @@ class HookSet:
         self.active = bool(always)
 
     def begin_call(
-        self, call: Call, function: Any, args: tuple[Any, ...], header: Header | None, profiled: bool
+        self, call: Call, function: Any, args: tuple[Any, ...], header: Header | None
     ) -> Header | None:
         """Run ``on_call`` for a call; return its header."""
         fields = call.fields = {} if header is None else cast("dict[str, Any]", header)
         call.notes = {}
         methods = self.on_call
-        if profiled:
+        if call.mail is None and is_profiled():
             methods = (*methods, *(each.on_call for each in self.profiled))
             call.ending = (*call.ending, *(_logged(each.on_answer) for each in self.profiled))
         for method in methods:

@@ -1,13 +1,13 @@
-"""What becomes of the frames that a connection has read.
+"""Handling the frames that a connection has read.
 
 ``control`` runs under the connection's read lock, on whichever thread reads; it is short, runs no user code and never
-unpickles. ``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On
-the thread of a caller that waits, it runs nothing that belongs to others.
+unpickles. ``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On the
+thread of a caller that waits, it executes no requests.
 
-A request that comes a second time is not executed a second time, and the references in an answer are taken up once
-(:class:`~actorrpc.agent.peers.DuplicateFilter`). A connection delivers each byte once, also when another socket takes its
-place, so none comes twice unless something is broken: a peer, or the code that resumes. What it would do then cannot be taken
-back, so the number of every request is looked up before anything of it runs.
+A request that comes a second time is not executed again, and the references in an answer are counted once
+(:class:`~actorrpc.agent.peers.DuplicateFilter`). A connection delivers each byte once, also when another socket takes its place,
+so a frame comes twice only if a peer, or the code that resumes connections, is wrong. As an execution cannot be undone, the
+number of each request is checked before anything of it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import _time
 from actorrpc._limits import explain_memory
 from actorrpc.agent import outbound
-from actorrpc.errors import LimitError, ProtocolError
+from actorrpc.errors import LimitError, ProtocolError, UnknownWorkerError
 from actorrpc.futures import WAITING
 from actorrpc.transport.connection_state import Goodbye
 from actorrpc.wire import frames
@@ -29,6 +29,7 @@ from actorrpc.wire.headers import unpack_header
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.calls import Call
+    from actorrpc.agent.mail import MailRouter
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
@@ -39,80 +40,35 @@ _REPLIES: Final = (frames.REPLY, frames.FAILURE)
 
 
 class Inbox:
-    """Takes what connections read, for one agent. Thread-safe.
+    """Handles what the connections of one agent read. Thread-safe.
 
     Attributes:
-        prompt: names of notices whose handlers are quick and never wait: the thread that has read them acts on them itself,
-            before it sees to the requests behind them.
+        prompt: names of notices whose handlers are quick and never wait: the thread that has read such a notice runs its
+            handler itself, before it handles the requests behind the notice.
+        mail_router: takes the requests for mailboxes; None: this worker has no mailboxes and refuses them.
     """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.submit = agent.pool.submit
         self.prompt: set[str] = set()
+        self.mail_router: MailRouter | None = None
 
     def control(self, conn: Connection, frame: Frame) -> Frame | None:
         """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
-        kind = frame.kind
-        mail: Frame | None = None
-        announced = False
-        if kind == frames.REQUEST or kind in _REPLIES:
-            if frame.flags & frames.OBJECTS:
-                frame = self._with_objects(conn, frame)
-            if frame.flags & frames.RESERVED:
-                if not frame.body and not frame.flags & outbound.STREAM:
-                    peer = self._sender(conn)
-                    if frame.id not in peer.begun and frame.id not in peer.running:
-                        self._agent.post.announce(conn, peer, frame._replace(flags=frames.MAIL))
-                    return None
-                announced = True
-            if frame.flags & outbound.STREAM:
-                stream, assembly = outbound.begin_stream(self._agent.settings, self._agent.buffers, frame)
-                if stream in conn.assemblies:
-                    return None  # it is said twice
-                self._agent.scheduler.keep_trim()
-                conn.assemblies[stream] = assembly
-                if assembly.frame is None:
-                    self._refuse_large(conn, frame, assembly.size)
-                elif announced:
-                    assembly.announced = True
-                elif frame.flags & frames.MAIL and frame.id not in self._sender(conn).begun:
-                    assembly.announced = self._agent.post.announce(conn, self._sender(conn), frame)
-                return None
-            if not frame.flags & frames.MAIL:
-                return frame
-            mail = frame
-        elif kind == frames.CHUNK:
-            begun = conn.assemblies.get(frame.id)
-            if begun is None or not begun.arrived(frame.chain, frame.flags):
-                return None
-            del conn.assemblies[frame.id]
-            whole: Frame | None = begun.frame
-            if whole is None:
-                return None
-            whole = whole._replace(buffers=begun.buffers)
-            if not whole.flags & frames.MAIL:
-                return whole
-            mail, announced = whole, begun.announced
-        if mail is not None:
-            peer = conn.peer or self._sender(conn)
-            if peer.begun.first(mail.id):
-                if announced:
-                    self._agent.post.complete(conn, peer, mail)
-                else:
-                    self._agent.post.take(conn, peer, mail)
-            else:
-                _log.warning("message %d of %r came twice; it is delivered once", mail.id, peer.name)
-            return None
-        if kind == frames.UNREAD:
-            kind, size = frame.buffers
-            self._refuse_large(conn, frame._replace(kind=kind, buffers=None), size)
-            return None
-        peer = conn.peer
+        kind, peer = frame.kind, conn.peer
         if kind == frames.INTRO:
             self._agent.connector.introduced(conn, frame.body)
         elif peer is None:
             raise ProtocolError("the peer did not introduce itself")
+        elif kind == frames.REQUEST or kind in _REPLIES or kind == frames.CHUNK:
+            whole = self._chunk(conn, frame) if kind == frames.CHUNK else self._message(conn, peer, frame)
+            if whole is None or not whole.flags & frames.MAIL:
+                return whole
+            self.deliver_mail(conn, peer, whole)
+        elif kind == frames.UNREAD:
+            kind, size = frame.buffers
+            self._refuse_large(conn, frame._replace(kind=kind, buffers=None), size)
         elif kind == frames.CANCEL:
             peer.on_cancel(frame.id, frame.flags, self._agent.pool.submit)
         elif kind == frames.CREDIT:
@@ -124,8 +80,8 @@ class Inbox:
             conn.outbox.append(pack_frame(frames.PONG, frame.id))
             conn.flush()
         elif kind == frames.ACK:
-            if conn.replay is not None:
-                conn.replay.acknowledged(frame.id)
+            if conn.session is not None:
+                conn.session.acknowledged(frame.id)
         elif kind == frames.LANE_FREE:
             conn.lane.heard_freed(frame.body)
         elif kind == frames.LANE_RETIRE:
@@ -135,24 +91,70 @@ class Inbox:
         elif kind == frames.STREAM_ABORT:
             begun = conn.assemblies.pop(frame.id, None)
             if begun is not None and begun.frame is not None and begun.frame.flags & frames.MAIL:
-                self._agent.post.abandon(peer, begun.frame.id)
+                self._abandon(peer, begun.frame.id)
         elif kind == frames.GOODBYE:
             conn.goodbye = Goodbye.GIVES_UP if frame.flags else Goodbye.LEAVES
         elif kind == frames.NOTICE:
             return frame
         return None
 
+    def _message(self, conn: Connection, peer: Peer, frame: Frame) -> Frame | None:
+        """Return a message with the shared memory that it names; None where its buffers are still to come in chunks."""
+        if frame.flags & frames.OBJECTS:
+            numbers = unpack_header(frame.extra).get("objects")
+            if not isinstance(numbers, list):
+                raise ProtocolError("a message does not say which objects it means")
+            # What is never opened releases its segments by itself.
+            frame = frame._replace(objects=conn.lane.borrowed().take_objects(numbers))
+        if not frame.flags & outbound.STREAM:
+            return frame
+        stream, assembly = outbound.begin_stream(self._agent.settings, self._agent.buffers, frame)
+        if stream not in conn.assemblies:  # otherwise the frame came twice
+            self._agent.scheduler.keep_trim()
+            conn.assemblies[stream] = assembly
+            if assembly.frame is None:
+                self._refuse_large(conn, frame, assembly.size)
+            elif frame.flags & (frames.MAIL | frames.RESERVED) == frames.MAIL and frame.id not in peer.begun:
+                if self.mail_router is not None and self.mail_router.announce(conn, peer, frame):
+                    assembly.frame = frame._replace(flags=frame.flags | frames.RESERVED)
+        return None
+
     @staticmethod
-    def _with_objects(conn: Connection, frame: Frame) -> Frame:
-        """Return a message with the segments that it names; what nobody opens lets go of them by itself."""
-        numbers = unpack_header(frame.extra).get("objects")
-        if not isinstance(numbers, list):
-            raise ProtocolError("a message does not say which objects it means")
-        return frame._replace(objects=conn.lane.borrowed().take_objects(numbers))
+    def _chunk(conn: Connection, frame: Frame) -> Frame | None:
+        """Record a chunk that has been read; return its message if it was the last chunk."""
+        begun = conn.assemblies.get(frame.id)
+        if begun is None or not begun.arrived(frame.chain, frame.flags):
+            return None
+        del conn.assemblies[frame.id]
+        whole: Frame | None = begun.frame
+        return None if whole is None else whole._replace(buffers=begun.buffers)
+
+    def deliver_mail(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+        """Give mail to the router of mailboxes. ``conn`` is None for mail of this worker to itself."""
+        router, is_reserved = self.mail_router, frame.flags & frames.RESERVED
+        if (
+            is_reserved and not frame.body and not frame.buffers
+        ):  # the reservation of a place, whose mail follows
+            if router is not None and frame.id not in peer.begun and frame.id not in peer.running:
+                router.announce(conn, peer, frame._replace(flags=frames.MAIL))
+        elif not peer.begun.first(frame.id):
+            _log.warning("message %d of %r came twice; it is delivered once", frame.id, peer.name)
+        elif router is None:
+            error = UnknownWorkerError(f"worker {self._agent.name!r} has no actors")
+            self.submit(partial(self._agent.executor.refuse, conn, frame, error))
+        elif is_reserved:
+            router.complete(conn, peer, frame)
+        else:
+            router.take(conn, peer, frame)
+
+    def _abandon(self, peer: Peer, id: int) -> None:
+        """Give up the place of mail whose rest will not come."""
+        if self.mail_router is not None:
+            self.mail_router.abandon(peer, id)
 
     def _refuse_large(self, conn: Connection, frame: Frame, size: int) -> None:
-        """Tell the sender of a message, or the caller that waits for it here, that there is no memory for it."""
-        peer = self._sender(conn)
+        """Refuse a message for which there is no memory: answer the request, or end the call here whose reply it is."""
+        peer = conn.peer
         where = f"worker {self._agent.name!r}: {explain_memory()}"
         much = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
         if frame.kind == frames.REQUEST:
@@ -164,31 +166,23 @@ class Inbox:
 
             def refuse() -> None:
                 self._agent.executor.refuse(conn, frame, error)
-                conn.flush()
                 if frame.flags & frames.MAIL:
-                    self._agent.post.abandon(peer, frame.id)  # its place may have been reserved
+                    self._abandon(peer, frame.id)  # its place may have been reserved
 
-            self._agent.pool.submit(refuse)
+            self.submit(refuse)
             return
         call: Call | None = peer.pending.pop(frame.id, None)
         if call is not None:
             error = LimitError(f"the result of {call}, of {much}, finds no memory in {where}")
             error.maybe_executed = True
             call.fail(error, self._agent.pool.submit)
-        if not frame.flags & outbound.STREAM:  # of those, nothing has been placed
+        if not frame.flags & outbound.STREAM:  # chunks are not in shared memory
             self._agent.pool.submit(partial(self.discard, conn, frame))
 
-    @staticmethod
-    def _sender(conn: Connection) -> Peer:
-        peer: Peer | None = conn.peer
-        if peer is None:
-            raise ProtocolError("the peer did not introduce itself")
-        return peer
-
     def deliver(self, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
-        """Take requests and replies, after the read lock was released.
+        """Queue requests and end the calls that were answered, after the read lock was released.
 
-        ``waiting``: the thread is a caller that waits for a reply of its own; it executes nothing for others.
+        ``waiting``: this thread is a caller that waits for its own reply; it executes no requests.
         """
         try:
             peer = conn.peer
@@ -228,13 +222,13 @@ class Inbox:
             conn.undelivered.pop()
 
     def reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
-        """End the call that a reply belongs to. A call without a future has its reply opened by the thread that waits for it."""
+        """End the call that a reply belongs to. If the call has no future, the thread that waits for it opens the reply."""
         call: Call | None = peer.pending.pop(frame[2], None)
         is_plain = not frame[1] and not frame[5]
         if not is_plain and not peer.answered.first(frame.id):
-            return  # it came twice: what it holds was taken up, or handed back, the first time
+            return  # it came twice
         if call is None:
-            self.discard(conn, frame)  # it was given up: too late
+            self.discard(conn, frame)  # the call was given up
             return
         if call.charge or peer.window.waiting:
             peer.window.release(call)
@@ -242,7 +236,7 @@ class Inbox:
             peer.functions.numbers[call.introduces[1]] = call.introduces[0]
         call.keep = None
         agent, future = self._agent, call.future
-        call.reply = frame
+        call.outcome = frame
         if future is not None:
             value: Any = None
             error: BaseException | None = None
@@ -253,10 +247,10 @@ class Inbox:
                 error.__traceback__ = None
             for ended in call.ending:
                 ended(call, error)
-            call.reply = None
+            call.outcome = None
             if future.claim():
-                # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
-                # itself when it is done with the batch.
+                # Callbacks never run here, since they may wait for a reply of this batch. A pool thread runs them itself after
+                # the batch.
                 future.conclude(value, error, agent.pool.submit if waiting else agent.pool.queue.append)
             # The future names the call: no cycle, or values would live until the next collection.
             call.future = None
@@ -265,7 +259,7 @@ class Inbox:
             call.rouse()
 
     def _notice(self, peer: Peer, frame: Frame, conn: Connection, waiting: bool) -> bool:
-        """See to a notice; say whether it was put into the queue."""
+        """Handle a notice; return whether it was queued."""
         try:
             name = unpack_header(frame.extra).get("notice")
         except ProtocolError as error:
@@ -285,7 +279,7 @@ class Inbox:
         return False
 
     def discard(self, conn: Connection | None, frame: Frame) -> None:
-        """Give back what a message holds that will not be opened: shared memory and references."""
+        """Return the shared memory and the references of a message that will not be opened."""
         outbound.discard(conn, frame)
         if frame.extra:
             try:

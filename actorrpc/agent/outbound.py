@@ -1,14 +1,14 @@
-"""Calls, values and errors on their way between objects and frames.
+"""Making frames of calls, values and errors, and making objects of frames.
 
-A message is one frame with the pickled body; the memory of tensors and other large buffers goes beside it, in
-one of three ways that the frame's flags name:
+A message is one frame with the pickled body. The memory of tensors and other large buffers is sent in one of three ways, which
+the frame's flags name:
 
 * ``INLINE``: small buffers, copied behind the body in the same frame;
 * ``LANE``: through shared memory, to a peer on the same host;
-* ``STREAM``: as chunks on the same connection, overtaken by small frames; a large body travels this way too.
+* ``STREAM``: as chunks on the same connection, between which small frames are sent; a large body is sent so, too.
 
-In every case the memory has been copied, here or by the kernel, when :func:`send` returns: changing a tensor
-after that changes nothing for the peer.
+In every case the memory has been copied, here or by the kernel, when :func:`send` returns: the peer does not see a later change
+of a tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.shared_memory import Placement
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame, unpack_position
@@ -59,10 +58,9 @@ STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
 _MEANING: Final = (
     frames.MAIL | frames.POST | frames.OBJECTS
-)  # flags that say nothing of where the buffers are
+)  # flags that do not name the place of the buffers
 _BODY_ONLY: Final = frames.MAIL | frames.POST  # flags of messages that may be nothing but their body
 _CHARGED: Final = INLINE | LANE | STREAM
-
 _SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
 _SHARE_STEP_S: Final = 0.002
 _MAX_SHARED: Final = 2048  # segments in a message; a receiver keeps twice as many until they are named
@@ -73,19 +71,17 @@ _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing 
 
 
 class Assembly:
-    """A message whose buffers are coming in chunks. Used under the read lock of their connection.
+    """A message whose buffers are received in chunks. Used under the read lock of its connection.
 
     Attributes:
-        frame: the message; None where there is no memory for it: then what comes is dropped.
+        frame: the message; None if there is no memory for its buffers: then the chunks are dropped.
         size: bytes of all buffers.
-        announced: it is mail, and its mailbox keeps a place for it.
     """
 
-    __slots__ = ("_came", "_left", "announced", "buffers", "frame", "size")
+    __slots__ = ("_came", "_left", "buffers", "frame", "size")
 
     def __init__(self, frame: Frame, sizes: list[int], allocate: Callable[[int], memoryview]) -> None:
         self.frame: Frame | None = frame
-        self.announced = False
         self.buffers: list[memoryview] = []
         self.size = self._left = sum(sizes)
         self._came: set[int] = set()
@@ -108,7 +104,7 @@ class Assembly:
         return self.buffers[index][offset : offset + length]
 
     def arrived(self, position: int, length: int) -> bool:
-        """Record a chunk that is complete; say whether it was the last."""
+        """Record a complete chunk; return whether it was the last chunk of the message."""
         if position in self._came:
             return False  # it came twice, with the same bytes
         self._came.add(position)
@@ -143,7 +139,7 @@ class _SendingAgent(Protocol):
 
 
 class _OpeningAgent(Protocol):
-    """The parts of an agent that take part when a message is opened."""
+    """The parts of an agent that opening a message needs."""
 
     recorder: Recorder
     scheduler: Scheduler
@@ -177,9 +173,9 @@ def send(
     chain: int = 0,
     flags: int = 0,
 ) -> bool:
-    """Send a message that is no call of this worker, or put it into the outbox where it is small. The caller flushes.
+    """Put a message into the outbox, except for a call of this worker, and send its chunks. The caller flushes.
 
-    Returns whether all of it was sent; False if an interrupt cut it short.
+    Returns whether all chunks were sent; False after an interrupt.
 
     Raises:
         LimitError: it is over a limit; nothing was sent.
@@ -203,15 +199,13 @@ def pack(
     remaining: float = _INFINITE,
     chain: int = 0,
     flags: int = 0,
-    deadline: float = _INFINITE,
 ) -> bytes | Packed:
-    """Return a message as it is sent over a connection: its frame, with what follows the frame if anything does.
+    """Return a message as it is sent over a connection: its frame, with the buffers that follow in chunks if there are any.
 
-    Nothing of the message itself is sent yet. What it depends on may be sent: class definitions go into the outbox, and
-    descriptors of shared memory leave.
+    What the message depends on is sent before: class definitions are put into the outbox, and descriptors are sent.
 
     Args:
-        extra: the header packed, if that is known; empty: it is packed here.
+        extra: the packed header, if it is known; empty: it is packed here.
 
     Raises:
         LimitError: it is over a limit.
@@ -233,46 +227,59 @@ def pack(
             peer.known.note(digest, len(definition))
     if header is not None and "objects" in header:
         header = header.copy()
-        header["objects"] = _share(agent, conn, header["objects"], min(deadline, _time.now() + _SHARE_S))
+        header["objects"] = _share(agent, conn, header["objects"], _time.now() + min(remaining, _SHARE_S))
         flags |= frames.OBJECTS
-    size = stream = 0
-    buffers: list[tuple[int, memoryview]] = []
-    if spans or len(body) > settings.chunk:
-        sizes = list(map(_nbytes, spans))
-        copied = sum(sizes)
-        size = len(body) + copied
-        _check(len(spans), size, settings)
-        header = header.copy() if header else {}
-        placement = None
-        if size < settings.lane_threshold:
-            header["sizes"] = sizes
-            body = b"".join([body, *(bytes(span.view()) for span in spans)])
-            flags |= INLINE
-        else:
-            if conn.local and spans and len(body) <= settings.chunk:
-                begun = _time.now()
-                lender = agent.lender(conn)
-                placement = lender.place(spans) if lender is not None else None
-            if placement is not None:
-                if agent.flights is not None and copied >= COPIED_BYTES:
-                    text = f"of {copied} bytes into memory shared with {conn.peer.name}"
-                    agent.flights.noted(begun, "copy", text)
-                header["placement"] = placement.pack()
-                flags |= LANE
-            else:
-                flags |= STREAM
-                buffers = [(index, span.view()) for index, span in enumerate(spans)]
-                if len(body) > settings.chunk:
-                    flags |= BODY
-                    buffers.append((len(buffers), memoryview(body)))
-                    sizes.append(len(body))
-                    body = b""
-                stream = next(conn.peer.ids)
-                header["sizes"] = sizes
-                header["stream"] = stream
-    extra = pack_header(header) if header else b""
-    frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
+    if not spans and len(body) <= settings.chunk:
+        extra = pack_header(header) if header else b""
+        return Packed(pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra))
+    size = len(body) + sum(map(_nbytes, spans))
+    _check(len(spans), size, settings)
+    header = header.copy() if header else {}
+    way, body, buffers = _place(agent, conn, body, spans, size, header)
+    stream = header.get("stream", 0)
+    frame = pack_frame(
+        kind, id, body, flags=flags | way, remaining=remaining, chain=chain, extra=pack_header(header)
+    )
     return Packed(frame, size, stream, buffers)
+
+
+def _place(
+    agent: _SendingAgent,
+    conn: Connection,
+    body: bytes,
+    spans: Sequence[codec.TensorSpan],
+    size: int,
+    header: Header,
+) -> tuple[int, bytes, list[tuple[int, memoryview]]]:
+    """Choose how body and buffers are sent; note in the header where they are.
+
+    Returns:
+        The flags that name the way, the body of the frame, and the buffers that are sent in chunks.
+    """
+    settings = agent.settings
+    sizes = header["sizes"] = list(map(_nbytes, spans))
+    if size < settings.lane_threshold:
+        return INLINE, b"".join([body, *(bytes(span.view()) for span in spans)]), []
+    if conn.local and spans and len(body) <= settings.chunk:
+        begun = _time.now()
+        lender = agent.lender(conn)
+        placement = lender.place(spans) if lender is not None else None
+        if placement is not None:
+            copied = sum(sizes)
+            if agent.flights is not None and copied >= COPIED_BYTES:
+                text = f"of {copied} bytes into memory shared with {conn.peer.name}"
+                agent.flights.noted(begun, "copy", text)
+            header["placement"] = placement
+            return LANE, body, []
+    flags = STREAM
+    buffers = [(index, span.view()) for index, span in enumerate(spans)]
+    if len(body) > settings.chunk:
+        flags |= BODY
+        buffers.append((len(buffers), memoryview(body)))
+        sizes.append(len(body))
+        body = b""
+    header["stream"] = next(conn.peer.ids)
+    return flags, body, buffers
 
 
 def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadline: float) -> bool:
@@ -298,7 +305,7 @@ def _share(agent: _SendingAgent, conn: Connection, segments: Sequence[Segment], 
     """Send the descriptors of segments ahead of the message that names them; return their numbers.
 
     Raises:
-        LimitError: the peer has not read those that are on their way, for a while; the message is not sent.
+        LimitError: the peer has not read earlier descriptors for a while; the message is not sent.
         PeerDiedError: the connection is closed.
     """
     if len(segments) > _MAX_SHARED:
@@ -331,7 +338,7 @@ def _share(agent: _SendingAgent, conn: Connection, segments: Sequence[Segment], 
                     "nothing was sent"
                 )
             if not is_asked:
-                # The message that names them is still to come: the reader there takes them in when it sees this.
+                # The peer reads descriptors when a message names them, or at this frame.
                 is_asked = True
                 conn.outbox.append(pack_frame(frames.LANE_RETIRE))
             conn.flush()
@@ -340,7 +347,7 @@ def _share(agent: _SendingAgent, conn: Connection, segments: Sequence[Segment], 
 
 
 def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[int, Assembly]:
-    """Make room for the buffers of a message that comes in chunks; return its stream number and what takes them.
+    """Allocate the buffers of a message that is received in chunks; return its stream number and its assembly.
 
     Raises:
         ProtocolError: the sizes are over a limit; nothing was allocated.
@@ -371,8 +378,8 @@ def opened(
     """Return the object that a message carries. Most messages are a plain pickle.
 
     Args:
-        header: that of a request, if it has one.
-        execution: the one of a request; the references that the request carries are confirmed for it.
+        header: the header of a request, if it has one.
+        execution: the execution of a request; the references in the request are confirmed for it.
 
     Raises:
         RpcError: the object cannot be rebuilt.
@@ -404,9 +411,9 @@ def _open_whole(
     header: Header | None,
     execution: Execution | None,
 ) -> Any:
-    """Open a message that is more than its body: an error, or a message with buffers, references or a tag of the recorder.
+    """Open an error, or a message with buffers, references or a tag of the recorder.
 
-    An interruption would lose the references that it carries.
+    Uninterruptible, because an interruption would lose the references.
     """
     if frame.kind == frames.FAILURE:
         raise exceptions.load(body_of(frame), loads=codec.loads)
@@ -427,7 +434,7 @@ def _open_whole(
         agent.recorder.arrived(tag, tensors, peer)
     if execution is not None:
         if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= CHARGED):
-            # Its bytes no longer count as unread: the answer says so, or where that takes longer a frame of its own.
+            # The bytes count as read at the answer, or at a CREDIT frame if the answer takes longer.
             agent.scheduler.soon(conn, frame.id)
         if message.received:
             agent.references.confirm(message.received, execution)
@@ -435,13 +442,13 @@ def _open_whole(
 
 
 def _open_again(body: bytes, peer: Peer, error: BaseException) -> Any:
-    """Return the object of a plain pickle at which a first attempt has met ``error``, or raise what is wrong."""
+    """Return the object of a plain pickle for which a first attempt has raised ``error``, or raise the cause."""
     if is_of_handler(error) or isinstance(error, RpcError):
         raise error
     if not isinstance(error, (AttributeError, ImportError, TypeError)):
-        # Not a second time: users' code may have run. Damaged bytes make pickle raise nearly anything.
+        # No second attempt: user code may have run. Damaged bytes make pickle raise nearly any error.
         raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error
-    # This way knows other places to look, and says what is wrong.
+    # Looks for classes in more places, and raises errors that name the cause.
     return codec.decode(body, (), definitions=peer.definitions, context=MessageContext(peer))
 
 
@@ -454,17 +461,15 @@ def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Seq
     buffers = frame.buffers
     if buffers is not None:
         return buffers[:-1] if frame.flags & BODY else buffers, body_of(frame)
-    if frame.flags & LANE:
-        assert conn is not None
-        packed = header.get("placement")
-        if not isinstance(packed, bytes):
-            raise ProtocolError("a message does not say which shared memory it means")
-        place = Placement.unpack(packed)
-        views = conn.lane.borrowed().views(place.segment_id, place.loan, place.offsets, place.sizes)
-        return views, frame.body
     sizes = header.get("sizes")
     if not isinstance(sizes, list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise ProtocolError("the sizes of inline buffers cannot be read")
+        raise ProtocolError("the sizes of a message's buffers cannot be read")
+    if frame.flags & LANE:
+        assert conn is not None
+        match header.get("placement"):
+            case [int(segment), int(loan)]:
+                return conn.lane.borrowed().views(segment, loan, sizes), frame.body
+        raise ProtocolError("a message does not say which shared memory it means")
     start = len(frame.body) - sum(sizes)
     if start < 0:
         raise ProtocolError("inline buffers are larger than their message")
@@ -477,7 +482,7 @@ def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Seq
 
 
 def discard(conn: Connection | None, frame: Frame) -> None:
-    """Hand back what a message holds that nobody will open."""
+    """Return the shared memory of a message that will not be opened."""
     if frame.flags & LANE and conn is not None and conn.lane.borrower is not None:
         try:
             _buffers(conn, frame, unpack_header(frame.extra))

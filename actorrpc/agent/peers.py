@@ -1,19 +1,19 @@
-"""The other workers: one of them (:class:`Peer`), the table of all (:class:`PeerTable`), and what becomes of them.
+"""The other workers: a worker (:class:`Peer`), the table of all (:class:`PeerTable`), and their states for listeners.
 
-**Peer**: its connections, and the calls that are in flight both ways. ``pending`` maps call numbers to calls made to the peer
-that are not over. A call is entered with its frame, before any of it can be sent; taking a call out (``dict.pop``, atomic) is
-the right to end it. ``running`` maps the peer's numbers to its calls that are being executed here. ``dial_lock`` guards the
+**Peer**: the connections of one worker, and the calls in flight both ways. ``pending`` maps call numbers to the calls made to the
+peer that are not over. A call is entered with its frame, before any of it can be sent; the thread that takes a call out
+(``dict.pop``, atomic) ends it. ``running`` maps the peer's numbers to its calls that are executed here. ``dial_lock`` guards the
 making of connections and is held while dialling; no other lock is held when it is taken. Nothing calls out under it.
 
-**PeerTable**: which peer a name, a rank or a WorkerInfo means, and which have ended. One that has ended stays for a while: calls
-to it fail and say why, and what it sent last can still be opened. The last ``KEPT`` are kept; ``SETTLED_S`` after their ends they
-are relieved of what only a living peer needs. Of the last ``_REMEMBERED`` it is known that they have ended, and why: no record of
-them, however it comes, makes them live again. Any thread may ask. ``_lock`` guards the tables and the end of a peer; nothing is
+**PeerTable**: which peer a name, a rank or a WorkerInfo means, and which peers have ended. An ended peer stays for a while: calls
+to it fail with the cause, and its last messages can still be opened. The last ``KEPT`` ended peers are kept; ``SETTLED_S`` after
+its end, a peer drops what only a living peer needs. Of the last ``_REMEMBERED`` ended peers, the table knows the cause of their
+ends, and no record of them makes them live again. Thread-safe. ``_lock`` guards the tables and the end of a peer; nothing is
 called under it.
 
 **MembershipEvents**: a worker is ``alive``, ``suspect`` (silent, but not known to be dead), ``dead`` or ``left``; the last two
-are final. The thread that finds out notes a change, and one pool thread at a time tells the listeners: each change once, in the
-order in which they were noted, with no lock held. ``_lock`` guards the states, the queue and the listeners; it is a leaf.
+states are final. The thread that detects a change notes it, and one pool thread at a time tells the listeners: each change once,
+in the order in which they were noted, with no lock held. ``_lock`` guards the states, the queue and the listeners; it is a leaf.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -72,19 +72,19 @@ class MembershipEvents:
     """Tells listeners of changes. Thread-safe.
 
     Args:
-        submit: has something run on a pool thread.
+        submit: runs a function on a pool thread.
     """
 
     def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
         self._submit = submit
-        # Re-entrant: the collector may run a finaliser, which may remove a listener, on the thread that has it.
+        # Re-entrant: the collector may run a finaliser, which may remove a listener, on the thread that holds it.
         self._lock = _time.RLock()
         self._listeners: dict[object, Listener] = {}
         self._untold: deque[tuple[WorkerInfo, str, str, str, list[object]]] = deque()
         self._telling = False
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Have ``listener`` called for each change from now on; return what ends that. Idempotent, from any thread."""
+        """Call ``listener`` for each change from now on; return an idempotent function that removes it."""
         mark = object()
         with self._lock:
             self._listeners[mark] = listener
@@ -96,7 +96,7 @@ class MembershipEvents:
         return remove
 
     def note(self, peer: Peer, state: str, reason: str) -> bool:
-        """Record a peer's state; say whether that is news. What comes after its end is not."""
+        """Record a peer's state; return whether it has changed. A final state never changes."""
         with self._lock:
             old = peer.told
             if old in _FINAL or state == old:
@@ -128,27 +128,24 @@ class MembershipEvents:
                     _log.exception("a listener for changes of members raised")
 
 
-# A peer keeps at least four times as many definitions, and bytes of them (codec.DefinitionStore).
+# A peer keeps at least four times as many definitions, and four times as many bytes of them (codec.DefinitionStore).
 _KNOWN: Final = 1024
 _KNOWN_BYTES: Final = 64 << 20
 MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
 
 
 class Cancellable(Protocol):
-    """What runs for a caller: an execution, a call in an actor's mailbox, or a stream."""
+    """An execution, a call in an actor's mailbox, or a stream."""
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
-        """Give it up; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
+        """End it for its caller; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
 
 
 NUMBERS_KEPT: Final = 4096  # between one and two times as many are remembered
 
 
 class DuplicateFilter:
-    """The numbers of one peer's requests, or answers, that have been taken up lately. Thread-safe, without a lock.
-
-    Each step is atomic by itself. Where two threads find the younger half full at once, one of them alone moves it.
-    """
+    """The numbers of a peer's latest requests, or answers. Thread-safe, without a lock: each step is atomic."""
 
     __slots__ = ("_older", "_younger")
 
@@ -160,28 +157,27 @@ class DuplicateFilter:
         return id in self._younger or id in self._older
 
     def first(self, id: int) -> bool:
-        """Note that one is taken up; say whether it is so for the first time."""
+        """Note a number; return whether it comes for the first time."""
         younger, mark = self._younger, object()
-        # The older half before it is put in: another thread may make that half of the younger one at any moment.
+        # ``_older`` is read first: another thread may replace it with ``younger`` at any moment.
         if id in self._older or younger.setdefault(id, mark) is not mark:
             return False
         if len(younger) >= NUMBERS_KEPT and younger is self._younger:
-            # The older half first: in between, what is in ``younger`` is found in both.
+            # ``_older`` is set first: between the two steps, the numbers of ``younger`` are in both.
             self._older = younger
             self._younger = {}
         return True
 
 
 class MessageContext:
-    """What travels with one message, seen by the reducers of upper floors while it is packed or opened.
+    """The references, objects and segments of one message. Reducers of upper packages fill it while packing or opening.
 
     Attributes:
-        peer: the worker that the message goes to or comes from.
-        sent: what was registered for the message while packing (forks of RRefs), to be rolled back if it is
-            not sent.
-        received: what has to be confirmed before user code may run with it.
-        held: what the sender keeps alive until it has the answer; None where there will be none.
-        objects: the segments of shared memory that the message names, which are sent along as descriptors.
+        peer: the receiver or the sender of the message.
+        sent: the references (forks of RRefs) that were registered while packing; rolled back if the message is not sent.
+        received: the references that must be confirmed before user code may use them.
+        held: objects that the sender keeps alive until it has the answer; None if there will be no answer.
+        objects: the segments of shared memory that the message names, whose descriptors are sent with it.
     """
 
     __slots__ = ("_places", "held", "objects", "peer", "received", "sent")
@@ -195,7 +191,7 @@ class MessageContext:
         self.objects: list[Any] | None = None
 
     def place_of(self, segment: Segment) -> int:
-        """Return the place of a segment among those that are sent along: each once, however many objects are in it."""
+        """Return the place of a segment in ``objects``, where each segment is once, however many objects are in it."""
         if self._places is None:
             self._places, self.objects = {}, []
         assert self.objects is not None
@@ -212,9 +208,9 @@ class Window:
 
     Attributes:
         limit: bytes that may be unread.
-        charged: bytes that are.
+        charged: bytes that are unread.
         waiting: how many threads wait for room.
-        blocked: the time in which they have.
+        blocked: the times in which threads have waited.
     """
 
     __slots__ = ("_lock", "_peer", "_room", "blocked", "charged", "limit", "waiting")
@@ -230,20 +226,20 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether more is unread over there than it allows."""
+        """Whether callers have to wait."""
         return self.charged >= self.limit or len(self._peer.pending) >= MAX_PENDING
 
     def charge(self, call: Any, size: int) -> None:
-        """Count ``size`` bytes of a call as sent and unread, unless it is over."""
+        """Count ``size`` bytes of a call as sent and unread, unless the call has ended."""
         with self._lock:  # not the condition: that enters and leaves in Python
             call.charge = size
             self.charged += size
-        # The thread that ends the call takes it out first and then releases what it has: nothing yet, or this.
+        # The thread that ends the call takes it out of ``pending`` and then releases its charge, which may not be set yet.
         if self._peer.pending.get(call.id) is not call:
             self.release(call)
 
     def release(self, call: Any) -> None:
-        """Count a call's bytes as read; idempotent. Wakes those who wait for room."""
+        """Count a call's bytes as read, and wake threads that wait for room. Idempotent."""
         size = call.charge
         if size:
             with self._lock:
@@ -255,10 +251,10 @@ class Window:
                     self._room.notify_all()
 
     def wait_for_room(self, deadline: float, what: str) -> None:
-        """Sleep until the peer has read enough of what was sent to it. Interruptible.
+        """Sleep until the peer has read enough. Interruptible.
 
         Raises:
-            BackpressureError: it has not by the deadline; nothing was sent.
+            BackpressureError: the peer has not read enough by the deadline; nothing was sent.
             PeerDiedError: it died meanwhile.
         """
         begun = _time.now()
@@ -272,7 +268,7 @@ class Window:
 
     @uninterruptible
     def _wait_for_room(self, deadline: float, late_at: float, what: str) -> bool:
-        # An exception between two steps of the condition would leave its lock taken for ever.
+        # A signal handler that raised between two steps of the condition would leave its lock taken.
         with self._room:
             self.waiting += 1
             if self.blocked.since is None:
@@ -311,7 +307,7 @@ class Window:
 
 
 class _KnownDefinitions(set[bytes]):
-    """Digests of definitions that the peer has. It keeps the latest only: long before it drops one, all are sent anew."""
+    """Digests of definitions that the peer has. The peer keeps the latest only: long before it drops one, all are sent again."""
 
     __slots__ = ("_bytes",)
 
@@ -319,7 +315,7 @@ class _KnownDefinitions(set[bytes]):
         self._bytes = 0
 
     def note(self, digest: bytes, size: int) -> None:
-        """Note that one was sent."""
+        """Note that a definition was sent."""
         self._bytes += size
         if len(self) >= _KNOWN or self._bytes > _KNOWN_BYTES:
             self.clear()
@@ -342,12 +338,12 @@ class Peer:
         self.conns: list[Connection] = []
         self.pending: dict[int, Any] = {}
         self.running: dict[int, Cancellable] = {}
-        #: calls that were given up before they were taken up here: whether what runs for them is interrupted
+        #: calls that the peer has cancelled before their execution began: the flags of their CANCEL frames
         self.cancelled: dict[int, int] = {}
         self.begun = DuplicateFilter()
         self.answered = DuplicateFilter()
         self.ids = itertools.count(1)  # of calls, and of streams of chunks
-        #: contexts of messages that had nothing in them, to be used again: taking and putting one are atomic
+        #: empty contexts of messages, to be used again; ``pop`` and ``append`` are atomic
         self.contexts: list[MessageContext] = []
         self.known = _KnownDefinitions()
         self.definitions = definitions
@@ -355,30 +351,30 @@ class Peer:
         self.dial_lock = _time.Lock()
         self.scan_at = float("inf")
         self.failure_detector = FailureDetector()
-        #: the state that was made known by :class:`MembershipEvents`, behind ``state``, which is what calls go by
+        #: the state that listeners of :class:`MembershipEvents` know; calls test ``state``, which changes earlier
         self.told = "alive"
-        # Device here -> device there, for what is sent to this peer: for answers, the caller's map comes first, reversed.
+        # Device here -> device there, for calls and for answers that are sent to this peer.
         self.device_map, self.answer_map = _device_maps(own, record)
         self.window = Window(self, window)
 
     @cached_property
     def key(self) -> WorkerKey:
-        """What names this life of the worker."""
+        """The number of the worker and of its incarnation."""
         return WorkerKey(self.record.rank, self.record.incarnation)
 
     def __repr__(self) -> str:
         return f"<Peer {self.name!r} {self.state}, {len(self.pending)} calls out, {len(self.running)} in>"
 
     def on_cancel(self, id: int, flags: int, submit: Callable[[Callable[[], Any]], Any]) -> None:
-        """Record that the peer has given up a call of its own, which may be still to come.
+        """Cancel a call of the peer, whose request may not have arrived yet.
 
         Args:
-            flags: those of the CANCEL frame.
+            flags: of the CANCEL frame.
             submit: runs a function on a pool thread.
         """
         if len(self.cancelled) > 1 << 17:
             self.cancelled.clear()
-        # Before the look at ``running``: a thread that takes the call up enters it there, and then looks here.
+        # Before ``running`` is read: a thread that begins the call enters it there, and then reads ``cancelled``.
         self.cancelled[id] = flags
         execution = self.running.get(id)
         if execution is not None:
@@ -388,8 +384,17 @@ class Peer:
 
     # -- the end -----------------------------------------------------------------------------------
 
+    def end_calls(self) -> Iterator[Any]:
+        """Take all calls out of ``pending``, which the caller has to end, and wake the threads that wait for room."""
+        while self.pending:
+            try:
+                yield self.pending.popitem()[1]
+            except KeyError:
+                break
+        self.window.wake_all()
+
     def check_alive(self, what: str) -> None:
-        """Raise PeerDiedError if the peer is gone."""
+        """Raise PeerDiedError if the peer has ended."""
         if self.state != "alive":
             raise self.died(what, maybe_executed=False)
 
@@ -405,7 +410,7 @@ class Peer:
         )
 
     def relieve(self) -> None:
-        """Let go of what only a living peer needs, and what it sent last no more."""
+        """Drop what only a living peer needs; by now its last messages have been opened."""
         self.known = _KnownDefinitions()
         self.cancelled = {}
         self.begun, self.answered = DuplicateFilter(), DuplicateFilter()
@@ -417,11 +422,11 @@ class Peer:
 def _device_maps(
     own: WorkerRecord, other: WorkerRecord
 ) -> tuple[dict[str, str] | None, dict[str, str] | None]:
-    """Return on which device of another worker tensors arrive that calls bring it, and that answers bring it.
+    """Return two maps of devices here to devices of another worker: for tensors in calls, and for tensors in answers.
 
-    Answers go back the way that the other's map brings its calls here. Where a worker has no entry of its own for a device,
-    the reverse of the other's serves for calls as well: gradients travel in them. What is on the CPU is moved only by
-    the map that is meant.
+    Calls use this worker's own map, and answers the reverse of the other's map, which has brought the calls here. Where a map has
+    no entry for a device, the entry of the other map is used: gradients, for example, are sent in calls. That does not apply to
+    tensors on the CPU.
     """
     forth = {here: there for worker, here, there in own.device_maps if worker == other.name}
     back = {there: here for worker, here, there in other.device_maps if worker == own.name}
@@ -433,15 +438,15 @@ def _device_maps(
 
 
 KEPT: Final = 128
-"""How many of those that have ended are still found by name and listed."""
+"""How many ended peers are still found by name and listed."""
 
 _REMEMBERED: Final = 4096
-SETTLED_S: Final = 30.0  # what a peer sent last is opened long before
+SETTLED_S: Final = 30.0  # long enough for the last messages of an ended peer to be opened
 _NOT_RANKS: Final = frozenset({bool, float, complex})
 
 
 class _EndOfPeer(NamedTuple):
-    """What is remembered of a peer that is forgotten otherwise."""
+    """What the table remembers of a peer that it has removed."""
 
     name: str
     rank: int
@@ -457,7 +462,7 @@ class PeerTable:
         window: bytes that may be unread at each peer.
         resolve: gives the record of a worker by name or rank, or None.
         members: gives all records that are known.
-        replaced: told of a peer whose place a new incarnation has taken; on the thread that finds out, with no lock held.
+        replaced: called with a peer whose place a new incarnation has taken, with no lock held.
     """
 
     def __init__(
@@ -472,10 +477,12 @@ class PeerTable:
         self._own = own
         self._window = window
         self._resolve = resolve
-        self._members = members
+        self.members = members
         self._replaced = replaced
-        self._lock = _time.RLock()  # re-entrant: a signal handler may ask while the main thread has it
-        #: by name, rank and WorkerInfo, those that have ended lately too; read without the lock, on the path of every call
+        self._lock = (
+            _time.RLock()
+        )  # re-entrant: a signal handler may look a peer up while the main thread holds it
+        #: by name, rank and WorkerInfo, with the latest ended peers; read without the lock, on the path of every call
         self.known: dict[Any, Peer] = {}
         self._ended: deque[Peer] = deque()
         self._ends: dict[str, _EndOfPeer] = {}
@@ -490,15 +497,15 @@ class PeerTable:
         """Return the peer of a name, rank or WorkerInfo.
 
         Raises:
-            UnknownWorkerError: there is none.
-            PeerDiedError: there was one, which ended long ago.
-            WrongTypeError: workers are not named like that.
+            UnknownWorkerError: there is no such worker.
+            PeerDiedError: the worker ended long ago.
+            WrongTypeError: ``to`` is of another type.
         """
         try:
             peer = self.known.get(to)
-        except TypeError:  # not hashable, so not a worker either
+        except TypeError:  # not hashable
             peer = None
-        # 1.0 and True are found like rank 1, but nobody means them.
+        # 1.0 and True are equal to rank 1, but are not accepted.
         if peer is None or peer.state != "alive" or type(to) in _NOT_RANKS:
             peer = self._find(to, peer)
         return peer
@@ -527,7 +534,7 @@ class PeerTable:
                     maybe_executed=False,
                     worker=end.name,
                 )
-            names = ", ".join(sorted(r.name for r in self._members())[:20])
+            names = ", ".join(sorted(r.name for r in self.members())[:20])
             raise UnknownWorkerError(
                 f"there is no worker {say(wanted, repr)} in the group; there are: {names}"
             )
@@ -540,7 +547,7 @@ class PeerTable:
         return peer
 
     def adopt(self, record: WorkerRecord) -> Peer:
-        """Return the peer for a record, making it if it is new. A new incarnation ends the old one."""
+        """Return the peer for a record, making it if it is new. A new incarnation ends the peer of the old one."""
         with self._lock:
             peer = self.known.get(record.name)
             if peer is not None and peer.record.incarnation == record.incarnation:
@@ -563,13 +570,13 @@ class PeerTable:
         return made
 
     def peers(self) -> list[Peer]:
-        """Return every peer that there has been contact with, but for those forgotten. Takes no lock: fork hooks use it."""
+        """Return the peers that this worker has had contact with and has not removed. Takes no lock: fork hooks use it."""
         return list({id(peer): peer for peer in list(self.known.values())}.values())
 
-    # -- the end of one --------------------------------------------------------------------------------
+    # -- the end of a peer -----------------------------------------------------------------------------
 
     def end(self, peer: Peer, state: str, cause: str) -> bool:
-        """Record that a peer has ended, once; say whether that is news."""
+        """Record that a peer has ended; return whether it was alive before."""
         forgotten: list[Peer] = []
         with self._lock:
             if peer.state != "alive":
@@ -584,11 +591,11 @@ class PeerTable:
                 self._unlist(forgotten[-1])
             while len(self._ends) > _REMEMBERED:
                 del self._ends[next(iter(self._ends))]
-        del forgotten  # what dies with them, dies outside of the lock
+        del forgotten  # outside of the lock: finalisers may run
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Let go of a peer that has ended, and of all that is remembered of it: it was a visitor. Idempotent."""
+        """Remove an ended peer without remembering it, because it was a visitor. Idempotent."""
         with self._lock:
             self._unlist(peer)
             self._ends.pop(peer.record.incarnation, None)

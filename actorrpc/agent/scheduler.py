@@ -1,10 +1,10 @@
-"""What an agent does when time has passed.
+"""The periodic work of an agent.
 
-Corked writes leave, credit goes out, silent peers are asked for a sign of life, shared memory that has died goes back
-to its lender, and memory that is kept for reuse is given back to the system. All of it runs on ticks that stop when there
-is nothing left to look after: of an idle worker, only the pulse is left, which wakes the clock once in a heartbeat (at most
-four times, whatever the number of peers), and not at all where nobody is connected. Between two idle workers, one asks and
-the other answers: two small frames in a heartbeat. Runs on the clock's thread; what may block goes to the pool.
+Ticks send corked writes and credit, ask silent peers for a sign of life, return borrowed shared memory to its lender, and give
+memory that is kept for reuse back to the system. A tick stops when it has no work left. An idle worker has one tick, the pulse,
+which wakes the clock once in a heartbeat (at most four times, whatever the number of peers), and none if it has no connections.
+Between two idle workers, one asks and the other answers: two small frames in a heartbeat. Ticks run on the clock's thread;
+work that may block is submitted to the pool.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
-_EXPECTED_S: Final = 2e-3  # rarely: a tick in the middle of every few calls costs more than it is worth
-# A reply that lies there until the clock looks costs as much as so many that a pool thread reads.
+_EXPECTED_S: Final = 2e-3  # long, because a tick between every few calls would cost more than it saves
+# So many replies that a pool thread reads cost as much as one reply that is read only at the next tick.
 _UNATTENDED: Final = 64
 _SOON_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05
 _TRIM_S: Final = 30.0
-_OBJECTS_S: Final = 0.5  # between two looks whether objects in shared memory have readers
+_OBJECTS_S: Final = 0.5  # how often shared memory is checked for readers
 
 
 class _ScheduledAgent(Protocol):
@@ -62,14 +62,14 @@ class _ScheduledAgent(Protocol):
 
 
 class Scheduler:
-    """The ticks of one agent. Thread-safe; pokes are cheap enough for the path of every call."""
+    """The ticks of one agent. Thread-safe."""
 
     def __init__(self, agent: _ScheduledAgent) -> None:
         self._agent = agent
         clock, settings = agent.clock, agent.settings
         self.corked: dict[Connection, None] = {}
-        self._cork = Tick(clock, settings.cork_us * 1e-6, self._uncork)
-        #: connections that the pool listens to again soon, if nobody comes to read what is expected there
+        self._cork = Tick(clock, settings.cork_us * 1e-6, self.flush)
+        #: disarmed connections, to which the pool listens again soon unless a caller reads the expected reply
         self.expecting: dict[Connection, None] = {}
         self.expected = Tick(clock, _EXPECTED_S, self._listen)
         self._laden: dict[tuple[Connection, int], None] = {}
@@ -78,51 +78,54 @@ class Scheduler:
         agent.on_peer_end.append(self._ended)
         self.pulse = Tick(clock, settings.heartbeat, self._beat)
         self._hand_back = Tick(clock, _HAND_BACK_S, self._hand_back_lanes)
-        self._ringing = False
         self._trimming = Tick(clock, _TRIM_S, self._trim)
         self._objects = Tick(clock, _OBJECTS_S, self._trim_objects)
 
     def cork(self, conn: Connection) -> None:
-        """Leave what is in the outbox for a moment, so that more can leave with it."""
+        """Send the outbox in a moment, together with the frames that are added until then."""
         self.corked[conn] = None
         if not self._cork.active:
             self._cork.poke()
+
+    def expect(self, conn: Connection) -> None:
+        """Have the pool listen to a disarmed connection again soon, unless a caller reads the expected reply."""
+        self.expecting[conn] = None
+        if not self.expected.active:
+            self.expected.poke()
 
     def _listen(self) -> bool:
         busy = bool(self.expecting)
         late = _time.now() - 0.5 * _EXPECTED_S
         for conn in list(self.expecting):
-            # A thread that expects and waits, again and again, is left alone.
+            # A thread that makes calls and waits for them, again and again, sets ``expecting`` anew.
             if conn.expecting < late:
                 self.expecting.pop(conn, None)
-                # Who has made many calls may be at it still. Who has made few, or the last one a while ago, waits elsewhere: in
-                # torch.futures.wait_all(), say, which is C, and reads nothing.
+                # A thread with many pending calls may still be making calls. A thread with few calls, or that made the last one
+                # a while ago, waits elsewhere, for example in torch.futures.wait_all(), which is C code and reads nothing.
                 if conn.listen():
                     calls = list(conn.peer.pending.values())
                     if len(calls) <= _UNATTENDED or calls[-1].made < late:
                         conn.unattended = _UNATTENDED
         return busy
 
-    def flush(self) -> None:
-        """Send everything that was corked: somebody is about to wait."""
+    def flush(self) -> bool:
+        """Send everything that was corked, because a thread is about to wait; return whether there was anything."""
         corked = self.corked
+        busy = bool(corked)
         while corked:
             try:
                 conn, _ = corked.popitem()
-            except KeyError:
-                return
+            except KeyError:  # another thread flushes, too
+                break
             conn.flush()
-
-    def _uncork(self) -> bool:
-        busy = bool(self.corked)
-        self.flush()
         return busy
 
     def soon(self, conn: Connection, taken_up: int = 0) -> None:
-        """Send what is in the outbox soon, if nothing takes it along before.
+        """Send the outbox within some milliseconds.
 
         Args:
-            taken_up: the number of a large request whose bytes do not count as unread any more. Its answer says so, too.
+            taken_up: the number of a large request that has been opened. Unless its answer is sent before, a CREDIT frame tells
+                the sender that the bytes of the request are read.
         """
         self._laden[conn, taken_up] = None
         if not self._soon.active:
@@ -140,13 +143,11 @@ class Scheduler:
         return busy
 
     def freed(self) -> None:
-        """Hear, in a finaliser, that borrowed memory has died; it goes back soon, with whatever is sent or by itself."""
-        if not self._ringing:
-            self._ringing = True
-            self._agent.clock.call_soon(self._hand_back.poke)
+        """Return borrowed memory soon, because some has died. May be called in a finaliser."""
+        if not self._hand_back.active:
+            self._hand_back.poke()
 
     def _hand_back_lanes(self) -> bool:
-        self._ringing = False
         for conn in self._connections():
             if conn.state is not CLOSED and conn.lane.hand_back(conn.outbox):
                 self._agent.pool.submit(conn.flush)
@@ -156,12 +157,12 @@ class Scheduler:
         return [conn for peer in self._agent.peers() for conn in list(peer.conns)]
 
     def keep_trim(self) -> None:
-        """Have memory kept for reuse given back to the system when it is not used any more."""
+        """Start the tick that gives memory kept for reuse back to the system."""
         if not self._trimming.active:
             self._trimming.poke()
 
     def keep_objects(self) -> None:
-        """Have shared memory given back to the system whose objects nobody reads any more."""
+        """Start the tick that gives shared memory without readers back to the system."""
         self._objects.poke()
 
     def _trim_objects(self) -> bool:
@@ -178,7 +179,7 @@ class Scheduler:
         return kept > 0
 
     def before_fork(self) -> None:
-        """Hold back the return of borrowed memory while it is unclear what a child inherits."""
+        """Return no borrowed memory until the fork has ended: the child may inherit it."""
         for borrower in self._borrowers():
             borrower.before_fork()
 
@@ -191,7 +192,7 @@ class Scheduler:
         return [conn.lane.borrower for conn in self._connections() if conn.lane.borrower is not None]
 
     def watch(self, call: Call) -> None:
-        """Have the clock look after the call's deadline."""
+        """Have the clock end the call at its deadline."""
         peer = call.peer
         if call.deadline < peer.scan_at and call.future is not None:
             peer.scan_at = call.deadline
@@ -200,7 +201,7 @@ class Scheduler:
             self.pulse.poke()
 
     def _scan(self, peer: Peer) -> None:
-        """End the calls whose time is over; runs on the clock's thread."""
+        """End the calls to a peer whose deadlines have passed. Runs on the clock's thread."""
         now = _time.now()
         peer.scan_at = INFINITE
         earliest = INFINITE
@@ -219,7 +220,7 @@ class Scheduler:
             self._agent.pool.submit(lambda: [call.expire() for call in late])
 
     def _beat(self) -> bool:
-        """Look after all connected peers: ask those that are silent, and see what long silence means."""
+        """Ask the silent ones of all connected peers for a sign of life, and act on long silence."""
         now = self._agent.clock.now()
         wait = INFINITE
         for peer in self._agent.peers():
@@ -259,13 +260,13 @@ class Scheduler:
         return look.wait
 
     def _examine(self, peer: Peer, conn: Connection) -> None:
-        """Find out whether the peer's process can be asked; reads long tables, so on a pool thread."""
+        """Find out whether the kernel knows the state of the peer's process. Reads long tables, so it runs on a pool thread."""
         is_here = peer.record.host == self._agent.record.host
-        peer.failure_detector.direct = is_here and is_direct(conn.sock, peer.record.pid)
+        peer.failure_detector.direct = is_here and is_direct(conn.stream.sock, peer.record.pid)
 
     @staticmethod
     def _why_dead(peer: Peer) -> str:
-        """Say why a peer that is lost is dead; empty where it is merely busy, or not examined yet."""
+        """Return the cause of death of a peer that is lost; empty if it is busy, or not examined yet."""
         silent = f"it has been silent for {peer.failure_detector.silent:.1f} s"
         if peer.failure_detector.direct is None:
             return ""

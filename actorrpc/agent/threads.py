@@ -1,21 +1,19 @@
-"""The pool: worker threads scheduled by the kernel, of which one is always listening.
+"""The pool: worker threads that read connections and execute what they read, of which one is always listening.
 
-All threads sleep in one ``epoll``. The one that the kernel wakes reads what has come and executes it itself:
-a call is handed from thread to thread only when there is more to do than one thread should do.
+All threads sleep in one ``epoll``. The thread that the kernel wakes reads the request and executes it itself: a request is
+handed to another thread only when there is more work than one thread should do.
 
-The invariant that everything rests on: *at least one thread is always in epoll, or about to be.* A thread
-that leaves epoll may read, but before it runs user code or blocks it makes sure that another one is in epoll,
-starting a thread if need be (:meth:`Pool.ensure_reader`). So heartbeats, cancellations and further calls are
-served whatever user code does, and nested or cyclic calls of any depth cannot run out of threads below
-``max_threads``. At ``max_threads``, the last thread only reads and queues.
+Invariant: *at least one thread is always in epoll, or about to be.* A thread that leaves epoll may read, but before it runs user
+code or blocks it makes sure that another thread is in epoll, and starts a thread if there is none (:meth:`Pool.ensure_reader`).
+So heartbeats, cancellations and further calls are served whatever user code does, and nested or cyclic calls of any depth find a
+thread as long as there are fewer than ``max_threads``. At ``max_threads``, the last thread only reads and queues.
 
-How many threads run work at once is bounded by the *width*: in a rush of short calls all of them are ready to run and wait
-for the interpreter, and one more would only make the others slower. A thread that comes on top of them only listens. Where
-none of them ends its work for some milliseconds, they are blocked, and the width grows by a part of itself.
+The *width* bounds how many threads run work at once. In a rush of short calls all of them are ready to run and wait for the
+interpreter, and one more would only make the others slower: a thread above the width only listens. If no work ends for some
+milliseconds, the threads are blocked, and the width grows by a quarter.
 
-Work of a batch that nobody has taken up is looked after by a tick: waits of a thread in C++ or on an
-``Event`` are invisible otherwise. ``_lock`` guards starting and ending threads and is taken last; nothing is
-called under it.
+A tick watches the work that lies in the queue, because the pool does not see that a thread waits in C++ or for an ``Event``.
+``_lock`` guards starting and ending threads and is taken last; nothing is called under it.
 """
 
 from __future__ import annotations
@@ -44,22 +42,23 @@ __all__ = ["Pool", "follow_torch"]
 
 _log = logging.getLogger("actorrpc.threads")
 
-_WIDTH: Final = 32  # threads that run work at once, until they are seen to be blocked
-_BLOCKED_S: Final = 0.01  # so long without any end of work says that they are
+_WIDTH: Final = 32  # threads that run work at once, until they are found to be blocked
+_BLOCKED_S: Final = 0.01  # they are blocked if no work ends for so long
 _KEPT: Final = 8  # idle threads beyond this many end
 _SLOW_S: Final = 200e-6  # calls that take longer than this on average are spread over threads at once
-_HELPED_S: Final = 0.1  # a helper that has been at one task for this long needs a helper itself
-_FLOWING: Final = 4  # calls that end between two ticks: work that flows needs no more threads
+_HELPED_S: Final = 0.1  # after a helper has run one task for so long, another helper is started
+_FLOWING: Final = 4  # with more ends of calls between two ticks, the queue needs no more threads
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
-_PATIENCE_S: Final = 0.1  # how often a thread is brought in all the same
-_STUCK_S: Final = 5.0  # with every thread blocked for this long, queued calls are refused
+_PATIENCE_S: Final = 0.1  # a thread is brought in so often although threads compete for the interpreter
+_LAST_S: Final = 0.05  # how often the last thread that may be started looks at the queue
+_STUCK_S: Final = 5.0  # queued calls are refused when every thread has been blocked for so long
 
 
 def follow_torch() -> None:
-    """Have ``torch.set_num_threads`` count on this thread as well.
+    """Apply ``torch.set_num_threads`` to this thread.
 
-    How many threads OpenMP may use is each thread's own number. torch sets it on its way into loops of its own, but MKL and
-    oneDNN (LSTMs, products) may be called before that, and would take all processors.
+    OpenMP has a number of threads for each thread. torch sets it when it enters loops of its own, but MKL and oneDNN (LSTMs,
+    products) may be called before that, and would use all processors.
     """
     torch.get_num_threads()
 
@@ -70,7 +69,7 @@ class Pool:
     Args:
         clock: for the starvation tick.
         execute: runs a queued message ``(connection, frame, arrival time)``.
-        refuse: ends a queued message that can never be run (every thread is blocked), and says why.
+        refuse: ends a queued message that cannot be run because every thread is blocked; called with the reason.
         max_threads: the most threads.
         starvation_s: how long work may lie in the queue before another thread is brought in.
     """
@@ -87,36 +86,32 @@ class Pool:
         self.epoll = _time.epoll()
         self.queue: deque[Any] = deque()
         self.idle: set[int] = set()
-        self.threads: dict[int, threading.Thread] = {}
-        self._leaving: list[threading.Thread] = []
+        self.threads: set[threading.Thread] = set()
         self.finished = 0
         self._execute = execute
         self._refuse = refuse
         self._max = max_threads
-        self._starting = 0
-        self._denied = False  # the system had no thread for us when we last asked
+        self._denied = False  # the system had no thread at the last start
         self._lock = _time.RLock()
         self._sources: dict[int, Callable[[], object]] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Edge-triggered and never read: each write wakes one thread.
         self.epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
         self.stopping = False
-        self._mean = 0.0
-        self._starvation_s = starvation_s
+        self._mean = 0.0  # how long work takes, in seconds
         self._starvation = Tick(clock, starvation_s / 2, self._starving)
+        # What the last tick has seen: the oldest work, since when it lies there, and how much work had ended.
         self._oldest: Any = None
         self._since = 0.0
-        self._seen_finished = 0
         self._seen = 0
-        self._asked = 0.0
         self._crowded = False
-        self._helpers = 0
+        self._asked = 0.0  # when a tick has last brought in a thread
+        self._helped = 0.0  # when the helper took its last task; 0: there is no helper
         self._forsaken = False
-        self._helped = 0.0
-        # How wide it is, and since when how much work has been done: a race over them costs some milliseconds at most.
+        # Any thread may change these at any time: a lost change costs some milliseconds at most.
         self._width = _WIDTH
-        self._full_since = 0.0
-        self._full_finished = -1
+        self._stalled_since = 0.0
+        self._stalled_at = -1
 
     # -- what threads wait for -------------------------------------------------------------------
 
@@ -134,7 +129,7 @@ class Pool:
 
     @uninterruptible
     def wake(self) -> None:
-        """Wake one thread for the queue; start one if none is there to be woken."""
+        """Wake an idle thread for the queue, or start a thread if there is no idle one."""
         if self.idle:
             try:
                 os.eventfd_write(self._wake_fd, 1)
@@ -146,7 +141,7 @@ class Pool:
             self._start()
 
     def submit(self, task: Callable[[], Any]) -> None:
-        """Run ``task()`` on a pool thread. When the pool has ended, only what is owed to a future is still done: here."""
+        """Run ``task()`` on a pool thread. After the pool has ended, only callbacks of futures are run, on the calling thread."""
         self._put(task)
         if self._forsaken:
             self._settle()
@@ -157,9 +152,9 @@ class Pool:
         self.wake()
 
     def _settle(self) -> None:
-        """Call back whom completed futures still have to, without threads; drop what else there is.
+        """Run the queued callbacks of completed futures in this thread; discard all other queued tasks.
 
-        Their calls are over, and a thread that waits for what follows from them would wait for ever.
+        A thread may wait for the result of such a callback.
         """
         while True:
             try:
@@ -170,7 +165,7 @@ class Pool:
                 self._run_internal(task)
 
     def hand_out(self) -> None:
-        """See to the queue, after messages were put there by a thread that will itself run the first of them."""
+        """Have other threads help with the queue, after a thread has queued messages of which it will run the first itself."""
         if self._mean > _SLOW_S and not self._crowded:
             self.wake()
         self._starvation.poke()
@@ -178,28 +173,24 @@ class Pool:
     # -- keeping a reader ------------------------------------------------------------------------
 
     def ensure_reader(self) -> bool:
-        """Make sure that a thread other than this one is in epoll; False if that is not possible any more."""
+        """Make sure that a thread other than this one is in epoll; False if there can be no more threads."""
         if self.idle:
             return True
         return self._start()
 
     @uninterruptible
     def _start(self) -> bool:
+        # If the thread ends although the pool does not, because memory has run out, another one takes its place.
+        thread = Daemon(self._loop, f"actorrpc-{len(self.threads)}", lambda _: self._start())
         with self._lock:
-            if self.stopping:
+            if self.stopping or len(self.threads) >= self._max:
                 return False
-            count = len(self.threads) + self._starting
-            if count >= self._max:
-                return False
-            self._starting += 1
-        # Where one ends that was not to, as memory has run out, another one takes its place: one has to listen.
-        thread = Daemon(self._loop, f"actorrpc-{count}", lambda _: self._start())
+            self.threads.add(thread)
         try:
             thread.start()
         except NO_THREAD:  # the system has no more, or the interpreter is shutting down
-            with self._lock:
-                self._starting -= 1
-                self._denied = True
+            self._denied = True
+            self._leave(thread)
             return False
         self._denied = False
         return True
@@ -208,7 +199,7 @@ class Pool:
         """Start the first threads, at most as many as there may be.
 
         Raises:
-            LimitError: the system has not so many.
+            LimitError: the system has too few.
         """
         for _ in range(min(count, self._max)):
             if not self._start():
@@ -216,91 +207,87 @@ class Pool:
 
     def is_member(self) -> bool:
         """Say whether the calling thread belongs to the pool."""
-        return threading.get_ident() in self.threads
+        me = (
+            threading.get_ident()
+        )  # current_thread() would make an object for each thread that Python has not started
+        return any(each.ident == me for each in tuple(self.threads))
 
     def _loop(self) -> None:
         me = threading.get_ident()
         idle, queue, poll, sources = self.idle, self.queue, self.epoll.poll, self._sources
         starvation = self._starvation
-        # Idle from the first moment, so that the one that started this thread may rely on it.
-        idle.add(me)
-        with self._lock:
-            self.threads[me] = threading.current_thread()
-            self._starting -= 1
+        idle.add(me)  # from the first moment: the thread that has started this one relies on it
         follow_torch()
-        listening_for = 0.0  # seconds for which it leaves the queue to others
+        listening_s = 0.0  # seconds for which it leaves the queue to others
         try:
             while not self.stopping:
-                if queue and not listening_for:
-                    idle.discard(me)
-                    running = len(self.threads) - len(idle)
-                    if running > self._width and self._is_full(running):
-                        listening_for = _BLOCKED_S
-                        idle.add(me)
-                        self._starvation.poke()
-                        continue
-                    try:
-                        task = queue.popleft()
-                    except IndexError:
-                        continue
-                    if not idle and not self._start():
-                        # The last thread never runs user code.
-                        queue.appendleft(task)
-                        listening_for = 0.05
-                        self._starvation.poke()
-                        continue
-                    if queue:
-                        # Wake-ups may merge into one: the tick sees to what is left if this task blocks.
-                        if not starvation.active:
-                            starvation.poke()
-                    # How long work takes matters only where more of it is waiting.
-                    begun = _time.now() if queue else 0.0
-                    try:
-                        if type(task) is tuple:
-                            self._execute(task)
-                        else:
-                            task()
-                    except BaseException as error:
-                        self._raised(error)
-                    self.finished += 1
-                    if begun:
-                        self._mean += 0.125 * (min(_time.now() - begun, 1.0) - self._mean)
-                    task = None  # an idle thread keeps no arguments, results or futures alive
-                    continue
-                idle.add(me)
-                if queue and not listening_for:
-                    continue
-                if len(idle) > _KEPT and self._retire(me):
-                    return
                 try:
-                    events = poll(listening_for or -1, 1)
-                except InterruptedError:
-                    continue
-                except (OSError, ValueError):  # the epoll was closed: the pool is ending
-                    return
-                listening_for = 0.0
-                if events:
-                    ready = sources.get(events[0][0])
+                    if queue and not listening_s:
+                        idle.discard(me)
+                        running = len(self.threads) - len(idle)
+                        if running > self._width and self._is_full(running):
+                            listening_s = _BLOCKED_S
+                        elif not idle and not self._start():
+                            listening_s = _LAST_S  # the last thread never runs user code
+                        if listening_s:
+                            starvation.poke()
+                            continue
+                        try:
+                            task = queue.popleft()
+                        except IndexError:
+                            continue
+                        # Wake-ups may merge into one: the tick handles the rest of the queue if this task blocks.
+                        if queue and not starvation.active:
+                            starvation.poke()
+                        # How long work takes matters only where more of it is waiting.
+                        begun = _time.now() if queue else 0.0
+                        try:
+                            if type(task) is tuple:
+                                self._execute(task)
+                            else:
+                                task()
+                        finally:
+                            self.finished += 1
+                            if begun:
+                                self._mean += 0.125 * (min(_time.now() - begun, 1.0) - self._mean)
+                            task = None  # an idle thread keeps no arguments, results or futures alive
+                        continue
+                    idle.add(me)
+                    if queue and not listening_s:
+                        continue
+                    if len(idle) > _KEPT and self._retire(me):
+                        return
+                    try:
+                        events = poll(listening_s or -1, 1)
+                    except InterruptedError:
+                        continue
+                    except (OSError, ValueError):  # the epoll was closed: the pool is ending
+                        return
+                    listening_s = 0.0
+                    ready = sources.get(events[0][0]) if events else None
                     if ready is not None:
                         idle.discard(me)
-                        try:
-                            ready()
-                        except BaseException as error:
-                            report(_log, error, "reading failed")
+                        ready()
+                except BaseException as error:
+                    self._raised(error)
         finally:
             idle.discard(me)
-            self._leave(me)
+            self._leave(threading.current_thread())
 
     def _is_full(self, running: int) -> bool:
         """Say whether more threads run work than the width, or make room where these are blocked."""
         now = _time.now()
-        if self.finished != self._full_finished:
-            self._full_since, self._full_finished = now, self.finished
-        elif now - self._full_since >= _BLOCKED_S:
-            self._full_since = now
-            self._width = running + self._width // 4
-            return False
-        return True
+        if self._stalled_for(now) < _BLOCKED_S:
+            return True
+        self._stalled_since = now
+        self._width = running + self._width // 4
+        return False
+
+    def _stalled_for(self, now: float) -> float:
+        """Return for how many seconds no work has ended, counted from the first call that finds it so."""
+        if self.finished != self._stalled_at:
+            self._stalled_since, self._stalled_at = now, self.finished
+        return now - self._stalled_since
 
     def _retire(self, me: int) -> bool:
         with self._lock:
@@ -312,7 +299,7 @@ class Pool:
 
     @staticmethod
     def _raised(error: BaseException) -> None:
-        # The thread is for others, too: what ends a program ends no thread of ours.
+        # SystemExit, too: it would end the thread, which other tasks need.
         report(_log, error, "a task of the pool raised")
 
     def _run_internal(self, task: Callable[[], object]) -> None:
@@ -332,22 +319,22 @@ class Pool:
             self._oldest = None
             return False
         now = _time.now()
+        stalled_s = self._stalled_for(now)
         # The clock's own delay tells whether the threads that run compete for the interpreter (then one more
-        # makes everything slower) or are blocked (then one more is what is needed).
+        # makes everything slower) or are blocked (then one more is needed).
         self._crowded = self._starvation.late > _COMPETED_S
         done, self._seen = self.finished - self._seen, self.finished
         if oldest is not self._oldest:
             self._oldest = oldest
             self._since = self._asked = now
-            self._seen_finished = self.finished
-        elif now - self._since >= self._starvation_s and done < _FLOWING:
+        elif now - self._since >= 2 * self._starvation.interval and done < _FLOWING:
             if not self._crowded or now - self._asked >= _PATIENCE_S:
                 self._asked = now
                 self._width = max(self._width, len(self.threads) - len(self.idle) + 1)
                 self.wake()
             if not self._can_grow():
                 self._help(now)
-                if now - self._since > _STUCK_S and self.finished == self._seen_finished:
+                if min(now - self._since, stalled_s) > _STUCK_S:
                     self._refuse_all()
         return True
 
@@ -356,35 +343,29 @@ class Pool:
         return len(self.idle) > 1 or (len(self.threads) < self._max and not self._denied)
 
     def _help(self, now: float) -> None:
-        """Have the queue's internal work done by a thread beyond the most, which runs no calls.
+        """Start a thread beyond the maximum, which runs the internal tasks of the queue but no calls.
 
-        Ends of peers, sends that were put off and callbacks are what the calls that hold all threads may be waiting for.
+        The calls that block all threads may wait for internal tasks: ends of peers, delayed sends and callbacks.
         """
-        if self._helpers and now - self._helped < _HELPED_S:
+        if now - self._helped < _HELPED_S or all(type(task) is tuple for task in list(self.queue)):
             return
-        if all(type(task) is tuple for task in list(self.queue)):
-            return
-        self._helpers += 1
         self._helped = now
         try:
             Daemon(self._help_out, "actorrpc-helper").start()
         except NO_THREAD:
-            self._helpers -= 1
+            pass
 
     def _help_out(self) -> None:
-        me = threading.get_ident()
+        thread = threading.current_thread()
         with self._lock:
-            self.threads[me] = threading.current_thread()
+            self.threads.add(thread)
         try:
-            while not self.stopping:
-                task = self._take_internal()
-                if task is None:
-                    return
+            while not self.stopping and (task := self._take_internal()) is not None:
                 self._helped = _time.now()
                 self._run_internal(task)
         finally:
-            self._helpers -= 1
-            self._leave(me)
+            self._helped = 0.0
+            self._leave(thread)
 
     def _take_internal(self) -> Any:
         for task in list(self.queue):
@@ -392,7 +373,7 @@ class Pool:
                 try:
                     self.queue.remove(task)
                 except (ValueError, IndexError):
-                    continue  # somebody else took it
+                    continue  # another thread took it
                 return task
         return None
 
@@ -411,30 +392,20 @@ class Pool:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, timeout: float = 2.0) -> list[threading.Thread]:
-        """End the threads; return those that are still in user code after ``timeout`` seconds.
-
-        One that is about to end, and gets no processor, is not in user code.
-        """
+        """End the threads; return the threads that are still in user code after ``timeout`` seconds."""
         with self._lock:
             self.stopping = True
+            left = [each for each in self.threads if each is not threading.current_thread()]
         until = time.monotonic() + timeout  # threads end in real time, also where a test has another one
-        while True:
-            with self._lock:
-                left = [t for t in self.threads.values() if t is not threading.current_thread()]
-            if not left or time.monotonic() > until:
-                break
+        # Until they have ended, not only left the pool: at its very end, a thread may release objects of torch, and if the
+        # interpreter ends meanwhile, that aborts the process.
+        while (left := [each for each in left if each.is_alive()]) and time.monotonic() < until:
             # Each write wakes one sleeper; those in user code end when they come back.
             for _ in left:
                 os.eventfd_write(self._wake_fd, 1)
             left[0].join(0.02)
         with self._lock:
-            leaving = [t for t in self._leaving if t is not threading.current_thread()]
-        for each in leaving:
-            # What a thread lets go of at its very end may be torch's (a process group that joins threads of its own): where
-            # the interpreter ends meanwhile, that aborts the process.
-            each.join(max(0.0, until - time.monotonic()))
-        with self._lock:
-            # Where threads are left in user code, the last of them closes what they all use.
+            # If threads are left in user code, the last of them closes the descriptors.
             self._forsaken = True
             last = not self.threads
         if last:
@@ -444,24 +415,20 @@ class Pool:
         self._settle()
         return [each for each in left if each.ident not in self.idle]
 
-    def _leave(self, me: int) -> None:
+    def _leave(self, thread: threading.Thread) -> None:
         with self._lock:
-            thread = self.threads.pop(me, None)
-            self._leaving = [each for each in self._leaving if each.is_alive()]
-            if thread is not None:
-                self._leaving.append(thread)
+            self.threads.discard(thread)
             forsaken = self._forsaken
             last = forsaken and not self.threads
         if last:
             self._close_descriptors()
         if forsaken:
-            self._wake_sleeper()  # nobody else does any more: one wakes the next
-            self._settle()  # it may have read answers, and queued what they have completed
+            self._wake_sleeper()  # one thread wakes the next
+            self._settle()  # the thread may have read answers, and queued callbacks
 
     def _wake_sleeper(self) -> None:
         with self._lock:
-            # Under it, as the last to leave closes the descriptor: its number is somebody else's then.
-            # A thread that was being started may have come after the last had left: it finds out by itself.
+            # Under the lock, as the last thread closes the descriptor, whose number may be used again.
             if self.threads and self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -473,7 +440,7 @@ class Pool:
             os.close(fd)
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child, which has none of the threads."""
+        """Close the descriptors in a forked child, which has no threads."""
         self.stopping = True
         self.epoll.close()
         try:

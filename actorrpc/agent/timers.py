@@ -1,12 +1,11 @@
-"""The clock: the one thread that does things when time has passed.
+"""The clock: the one thread that runs functions at their times.
 
-Time-outs of calls, corked writes, starvation checks, heartbeats and batched deletes are all due here. It
-sleeps until the next thing is due and does not wake when nothing is: an idle group costs no processor time.
-What it runs must be short and must never block, take long-held locks, or run user code: longer work is handed
-to the pool.
+Time-outs of calls, corked writes, checks for starvation, heartbeats and batched deletes are due here. The thread sleeps until
+the next function is due, so an idle group costs no processor time. What it runs must be short and must never block, take
+long-held locks, or run user code: longer work is submitted to the pool.
 
-``_lock`` guards the heap and ``_sleeping_until``; nothing else is called under it, and no other lock is taken
-under it. It is re-entrant, as a signal handler may make a call while the main thread has it.
+``_lock`` guards the heap and ``_sleeping_until``; nothing is called under it, and no other lock is taken under it. It is
+re-entrant, as a signal handler or a finaliser may set a timer on a thread that holds it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _NEVER: Final = float("inf")
 
 
 class Timer:
-    """Something due once. ``cancel`` may be called from any thread, at any time."""
+    """A function that is run once. ``cancel`` may be called from any thread, at any time."""
 
     __slots__ = ("due", "run")
 
@@ -40,30 +39,27 @@ class Timer:
         self.run = run
 
     def cancel(self) -> None:
-        """Make sure that it does not run, unless it is running already."""
+        """Prevent the run, unless the function is running already."""
         self.run = None
 
 
+@uninterruptible
 class Tick:
-    """Something to look after at an interval for as long as there is anything to look after.
+    """Calls ``look()`` at an interval for as long as ``look`` returns that there is work left.
 
-    :meth:`poke` starts it when there may be; ``look`` returns whether there still is. A poke of a running
-    tick is one attribute look-up, which is what makes it cheap enough for the path of every call.
+    :meth:`poke` starts it. On the path of a call, test ``active`` first: that saves the call of ``poke``.
     """
 
     __slots__ = ("_clock", "_due", "_look", "active", "interval", "late")
 
     def __init__(self, clock: Clock, interval: float, look: Callable[[], bool]) -> None:
         self._clock = clock
-        #: seconds until the next look; ``look`` may change it
-        self.interval = interval
+        self.interval = interval  # seconds until the next look; ``look`` may change it
         self._look = look
         self._due = 0.0
         self.active = False
-        #: how late the last look was, in seconds
-        self.late = 0.0
+        self.late = 0.0  # how late the last look was, in seconds
 
-    @uninterruptible
     def poke(self) -> None:
         """Make sure that ``look`` is called within the interval."""
         if not self.active:
@@ -79,8 +75,9 @@ class Tick:
             self.poke()
 
 
+@uninterruptible
 class Clock:
-    """Runs timers on a thread of its own. Thread-safe; may be used in a signal handler's ``later``."""
+    """Runs timers on a thread of its own. Thread-safe; may be used in signal handlers and finalisers."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
@@ -90,8 +87,6 @@ class Clock:
         self._wake.acquire()
         self._sleeping_until = 0.0
         self._closed = False
-        # Put in by signal handlers, which may interrupt a holder of the lock: taken up by the thread.
-        self._soon: list[Callable[[], Any]] = []
         self._thread: threading.Thread | None = None
 
     def now(self) -> float:
@@ -108,7 +103,6 @@ class Clock:
         start_thread(thread)
         self._thread = thread
 
-    @uninterruptible
     def at(self, due: float, run: Callable[[], Any]) -> Timer:
         """Run ``run()`` at ``due`` (in terms of :meth:`now`)."""
         timer = Timer(due, run)
@@ -127,9 +121,8 @@ class Clock:
         return self.at(self.now() + delay, run)
 
     def call_soon(self, run: Callable[[], Any]) -> None:
-        """Run ``run()`` within some milliseconds; takes no lock, for signal handlers."""
-        self._soon.append(run)
-        self._ring()
+        """Run ``run()`` now, on the clock's thread."""
+        self.at(self.now(), run)
 
     def close(self) -> None:
         """End the thread; what is still due never runs."""
@@ -147,24 +140,20 @@ class Clock:
 
     def _run(self) -> None:
         while not self._closed:
+            run: Callable[[], Any] | None = None
             with self._lock:
-                now = _time.now()
-                due: Timer | None = None
-                if self._heap and self._heap[0][0] <= now:
-                    due = heapq.heappop(self._heap)[2]
-                    until = now
-                else:
-                    until = self._heap[0][0] if self._heap else _NEVER
+                # First: a finaliser that sets a timer on this thread, between the steps below, prevents the sleep.
+                self._sleeping_until = _NEVER
+                until = self._heap[0][0] if self._heap else _NEVER
+                is_due = until <= _time.now()
+                if is_due:
+                    self._sleeping_until = 0.0
+                    run = heapq.heappop(self._heap)[2].run
+                elif self._sleeping_until:
                     self._sleeping_until = until
-            if due is not None:
-                run = due.run
+            if is_due:
                 if run is not None:
                     self._do(run)
-                continue
-            if self._soon:
-                _time.pause(0.002)  # long enough for the interrupted section to end
-                while self._soon:
-                    self._do(self._soon.pop(0))
                 continue
             _time.doze(self._wake, until, idle=True)
 

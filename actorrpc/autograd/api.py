@@ -1,4 +1,4 @@
-"""The functions of ``torch.distributed.autograd``, and what goes beyond them."""
+"""The functions of ``torch.distributed.autograd``, with further options."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from actorrpc import _time
 from actorrpc.agent.context import current_worker
 from actorrpc.autograd import recorder
 from actorrpc.autograd.startup import participant
-from actorrpc.rpc import api, rref
+from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.transport.signals import uninterruptible
 
@@ -80,9 +79,9 @@ def backward(
     """Run the backward pass of a distributed forward pass, on all workers that took part in it; returns at its end.
 
     The gradients of leaves are added up in the context, on the worker on which the leaf is: :func:`get_gradients` and
-    DistributedOptimizer find them there. Hooks of every kind run where the tensor is; those of leaves once, on the whole
-    gradient. A pass counts everywhere or nowhere: after an error the gradients in the context are what they were, and it
-    may be tried again (with ``retain_graph=True`` in the first try).
+    DistributedOptimizer find them there. Hooks of every kind run on the worker of the tensor; hooks of leaves run once, on the
+    whole gradient. A pass has effect on all workers or on none: after an error the gradients in the context are unchanged, and
+    the pass may be repeated (if the first try had ``retain_graph=True``).
 
     Results of calls that the roots do not depend on are left alone. Thread-safe; passes of different contexts run at the
     same time.
@@ -106,9 +105,7 @@ def backward(
         PeerDiedError: a worker that took part has died.
         RemoteError: what a node or hook on another worker raised, which is an instance of its own class, too.
     """
-    part = participant()
-    begun = _time.now()
-    part.backward(
+    participant().backward(
         context_id,
         roots,
         retain_graph=retain_graph,
@@ -118,9 +115,6 @@ def backward(
         timeout=0.0 if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout),
         create_graph=create_graph,
     )
-    worker = current_worker()
-    if worker is not None and worker.agent.flights is not None:
-        worker.agent.flights.noted(begun, "backward", f"context {context_id:x}")
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -132,11 +126,3 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         RuntimeError: this worker does not know the context.
     """
     return dict(participant().gradients(context_id, api.get_rpc_timeout()).values())
-
-
-def _backward_of(value: Any, context_id: int, retain_graph: bool) -> None:
-    """Run the backward pass of an RRef's value, on its owner."""
-    backward(context_id, [value], retain_graph)
-
-
-rref.set_backward(_backward_of)

@@ -1,8 +1,8 @@
-"""Autograd contexts: what one worker knows of one distributed forward pass, and the table of all that it knows of.
+"""Autograd contexts: one worker's record of one distributed forward pass, and the table of these records.
 
-A context is made on its origin by ``with context()`` and comes to other workers with the first message that names it.
-It ends everywhere when the origin leaves the block: what is left is its id in the list of the released, so that messages
-which come late do not make it again.
+A context is made on its origin by ``with context()``, and on other workers by the first message that names it.
+It ends on all workers when the origin leaves the block. Its id stays in the list of released contexts, so that late
+messages do not make it again.
 
 Locks: ``Contexts._lock`` guards the tables of contexts; ``Context.lock`` guards what a context knows. Both are held for
 microseconds, never nested, and re-entrant, because the collector may run a finaliser that sends a message at any
@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import os
 from _thread import RLock
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from actorrpc import _time
 from actorrpc.autograd.messages import Sink
 from actorrpc.errors import RpcError
+from actorrpc.rpc.refcount.tables import Recent
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Context", "Contexts", "Node", "Receipt"]
 
 _RANK_BITS: Final = 48
-_REMEMBERED: Final = 10_000  # released contexts whose ids are kept
+_CONTEXTS: Final = 10_000  # so many released contexts are remembered
+_PASSES: Final = 1000  # so many ended passes of one context are remembered
 
 #: A node of torch's autograd graph. There is no class that all of them share.
 Node = Any
@@ -60,20 +61,20 @@ class Context:
         id: its number, with the rank of its origin in the top 16 bits.
         lock: guards all that follows.
         engine: held over one call of the autograd engine.
-        sends: the messages that left here with tensors that require grad: for each such tensor, in order, its edge. Empty
-            where a backward pass has given the graph up.
-        receipts: the messages that arrived here with such tensors, by the node that stands for them.
+        sends: the sent messages with tensors that require grad: the edge of each such tensor, in order. Empty
+            after a backward pass that has freed the graph.
+        receipts: the received messages with such tensors, by the node that stands for the message.
         peers: the workers that were sent a message of this context.
-        gradients: what backward passes have left for the leaves of this worker: leaf and gradient, by the leaf's ``id()``, as
-            torch computes hashes of tensors in Python.
+        gradients: the results of backward passes for the leaves of this worker: leaf and gradient, by the leaf's ``id()``,
+            because torch computes hashes of tensors in Python.
         passes: the backward passes that are under way here, or wait for the verdict of their origin.
-        ended: the numbers of those that are over: what comes late of them is ignored.
-        reaches: what each of ``sends`` leads to, as far as somebody has asked.
-        sinks: which receipts messages lead to, as far as this worker has heard, or passes that began here have asked.
-        told: of which messages this worker has told whom.
-        maker: the worker that made it, where that is known: its rank alone may be that of a later life.
+        ended: the numbers of ended passes, whose late messages are ignored.
+        reaches: the ends of the graphs of ``sends``, computed when they are needed.
+        sinks: the receipts that messages lead to, from the news of other workers and from discoveries of passes.
+        told: for each worker, the numbers of the messages whose sinks it has been told.
+        maker: the worker that made it, if known; a later life of a worker may have the same rank.
         touched: when it was last used, on the monotonic clock.
-        released: it is over; nothing more is recorded.
+        released: it has ended, and records no more messages.
     """
 
     def __init__(self, id: int) -> None:
@@ -85,7 +86,7 @@ class Context:
         self.peers: set[WorkerKey] = set()
         self.gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.passes: dict[int, LocalPass] = {}
-        self.ended: OrderedDict[int, None] = OrderedDict()
+        self.ended: Recent[int, None] = Recent(_PASSES)
         self.reaches: dict[int, ReachableGraph] = {}
         self.sinks: dict[tuple[WorkerKey, int], Sequence[Sink]] = {}
         self.told: dict[WorkerKey, set[int]] = {}
@@ -134,7 +135,7 @@ class Contexts:
         self._lock = RLock()
         #: contexts by their id; changed under the lock, looked at without
         self.live: dict[int, Context] = {}
-        self._released: OrderedDict[int, None] = OrderedDict()
+        self._released: Recent[int, None] = Recent(_CONTEXTS)
         # A restarted worker must not give out ids that its former life has used; the low bits are the count.
         first = int.from_bytes(os.urandom(3), "big") << 20
         self._ids = itertools.count((me.rank & 0xFFFF) << _RANK_BITS | first)
@@ -143,19 +144,12 @@ class Contexts:
         #: gives a number for a receipt
         self.new_receipt: Callable[[], int] = itertools.count(1).__next__
 
-    def __len__(self) -> int:
-        return len(self.live)
-
     def create(self) -> Context:
         """Make a context whose origin is this worker."""
         context = Context(next(self._ids))
         with self._lock:
             self.live[context.id] = context
         return context
-
-    def find(self, id: int) -> Context | None:
-        """Return a context that this worker knows of, or None."""
-        return self.live.get(id)
 
     def get(self, id: int) -> Context:
         """Return a context that this worker knows of.
@@ -179,7 +173,7 @@ class Contexts:
         return id in self._released
 
     def reach(self, id: int) -> Context | None:
-        """Return the context that a message names, made if it is new here; None if it is over."""
+        """Return the context that a message names, made if it is new here; None if it was released."""
         context = self.live.get(id)
         if context is None:
             with self._lock:
@@ -191,12 +185,10 @@ class Contexts:
         return context
 
     def release(self, id: int) -> Context | None:
-        """Take a context out, for ever; None if it is not there. The caller ends its passes and tells its peers."""
+        """Remove a context, and return it; None if there is none. The caller ends its passes and tells its peers."""
         with self._lock:
             context = self.live.pop(id, None)
-            self._released[id] = None
-            while len(self._released) > _REMEMBERED:
-                self._released.popitem(last=False)
+            self._released.put(id, None)
         if context is not None:
             with context.lock:
                 context.released = True

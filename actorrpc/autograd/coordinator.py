@@ -1,7 +1,7 @@
 """A backward pass as seen from where it begins: discovery, plan, the parts of others, the verdict.
 
-It is written as steps between which somebody waits: the thread that called ``backward`` reads the answers itself, which is
-fastest; a simulator goes on when they have come.
+The pass is a generator of steps, with waits between them: the thread that called ``backward`` reads the answers itself, which
+is fastest; a simulator resumes the generator when the answers have arrived.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.autograd.graph import GradientEdge
 
-from actorrpc._exception_text import is_of_handler
 from actorrpc.autograd.errors import blame, late, released, timed_out
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import LocalPass, Terms
@@ -25,7 +24,7 @@ from actorrpc.wire.identity import WorkerKey
 if TYPE_CHECKING:
     from actorrpc.autograd.participant import Participant
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "settled"]
 
 
 class Coordinator:
@@ -33,10 +32,10 @@ class Coordinator:
 
     Args:
         participant: this worker.
-        part: this worker's part of it, in its context's table.
-        terms: what was asked for.
-        edges: of the roots.
-        gradients: of the roots.
+        part: this worker's part of the pass, in its context's table.
+        terms: the options of the pass.
+        edges: the edges of the roots.
+        gradients: the gradients of the roots.
     """
 
     def __init__(
@@ -57,50 +56,28 @@ class Coordinator:
         self._asked: dict[WorkerKey, Future[Any]] = {}
         self._known: dict[Send, Sequence[Sink]] = {}  # where the messages that take part lead to
 
-    def run(self) -> Future[None]:
-        """Go through the steps as answers come; return a future of the end."""
-        result: Future[None] = Future()
-        result.label = f"a backward pass of {self._context}"
-        steps = self._steps()
-
-        def go(_: object = None) -> None:
-            try:
-                futures = next(steps)
-            except StopIteration:
-                result.set_result(None)
-            except BaseException as error:
-                self._give_up(error)
-                result.set_exception(error)
-                if is_of_handler(error):
-                    raise
-            else:
-                _settled(futures).add_done_callback(go)
-
-        go()
-        return result
-
     def wait(self) -> None:
         """Go through the steps, and wait between them on this thread.
 
         Raises:
-            Exception: what ended the pass, or interrupted the wait. It has no effect then, anywhere.
+            Exception: the pass has failed, or the wait was interrupted. The pass has no effect then on any worker.
         """
         transport = self._participant.transport
         outer = transport.attend(self._part)
         try:
-            for futures in self._steps():
-                # Waiting for one alone reads its answer, and the gradients that come before it, without the help of another
-                # thread. What is raised there is looked at later; only what interrupts the wait is raised here.
-                (futures[0] if len(futures) == 1 else _settled(futures)).exception()
+            for futures in self.steps():
+                # A wait for a single future reads its answer, and the gradients before it, on this thread. The error of the
+                # answer is raised later; only an interruption of the wait is raised here.
+                (futures[0] if len(futures) == 1 else settled(futures)).exception()
                 transport.work_off()
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
         finally:
             transport.leave(outer)
 
-    def _steps(self) -> Generator[list[Future[Any]], None, None]:
-        """Run the pass; yields what is to be waited for: until all are complete, or one has failed."""
+    def steps(self) -> Generator[list[Future[Any]], None, None]:
+        """Run the pass; yields the futures to wait for: until all are complete, or one has failed."""
         part, participant, me, context = self._part, self._participant, self._me, self._context
         reach = part.root(self._edges)
         plan: Mapping[WorkerKey, Sequence[Stratum]]
@@ -145,14 +122,14 @@ class Coordinator:
             )
         if not participant.decide(part, True):
             raise part.error or released(context)
-        if self._terms.accumulate == "grad":  # .grad is looked at as soon as this is over
+        if self._terms.accumulate == "grad":  # the caller reads .grad when this returns
             yield from self._settle()
         if not (self._terms.retain_graph or self._terms.create_graph):
-            for send in self._known:  # a worker that is asked again says that the graph is gone
+            for send in self._known:  # the next pass asks again, and gets the error of a freed graph
                 context.sinks.pop(send, None)
 
     def _settle(self) -> Generator[list[Future[Any]], None, None]:
-        """Wait until all have acted on the verdict. What goes wrong now changes it no more, and is not raised."""
+        """Wait until all workers have acted on the verdict. Errors cannot change it, and are not raised."""
         try:
             self._ask({worker: Settle(self._context.id, self._part.id) for worker in self._part.told})
         except RpcTimeoutError:
@@ -162,7 +139,8 @@ class Coordinator:
                 yield [future]
             future.acknowledge()
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """End the pass, without effect anywhere."""
         part = self._part
         with self._context.lock:
             if part.error is None:
@@ -186,7 +164,7 @@ class Coordinator:
         )
 
     def _discover(self, reach: ReachableGraph) -> Generator[list[Future[Any]], None, None]:
-        """Find out where messages lead to, from the roots on; others are asked for what is not known here."""
+        """Find out where messages lead to, beginning at the roots. Ask other workers about unknown messages."""
         context, participant, known = self._context, self._participant, self._known
         sinks: Sequence[Sink] = participant.sinks_of(context, reach)
         known[self._me, ROOTS] = sinks
@@ -232,19 +210,19 @@ class Coordinator:
             self._part.awaited = self._asked.values()
 
     def _answers(self) -> Generator[list[Future[Any]], None, None]:
-        if self._part.error is None:  # from now on, one of this worker's part cancels what was asked
+        if self._part.error is None:  # a later error of this worker's part cancels the calls
             yield list(self._asked.values())
         if self._part.error is not None:
             raise self._part.error
 
     def _value(self, worker: WorkerKey, future: Future[Any]) -> Any:
-        """Return what a worker has answered.
+        """Return the answer of a worker.
 
         Raises:
-            Exception: what it answered with, or why there is no answer.
+            Exception: the worker answered with it, or it says why there is no answer.
         """
         if not future.done():
-            # Another one has failed; that one's error counts.
+            # Another call has failed: raise its error.
             for other, each in self._asked.items():
                 if each.done() and (error := each.exception()) is not None:
                     self._raise(other, error)
@@ -265,7 +243,7 @@ class Coordinator:
         raise blame(error, worker, name(worker))
 
 
-def _settled(futures: Sequence[Future[Any]]) -> Future[None]:
+def settled(futures: Sequence[Future[Any]]) -> Future[None]:
     """Return a future that completes when all of these are complete, or one has failed."""
     result: Future[None] = Future()
     result.label = "a backward pass"

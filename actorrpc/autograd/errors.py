@@ -1,4 +1,4 @@
-"""What the caller of ``backward`` is told when another worker's part of it fails."""
+"""Errors of backward passes that fail on another worker."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NOTE = "had in a backward pass"
 
 
 def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
-    """Say in an error that came from another worker which one that is; returns the error.
+    """Add the name of a worker to an error that came from it; return the error.
 
-    Its message begins with torch's words where it has one that can be changed; a note names the worker in any case. The
-    worker where it was raised is named, not those that it has passed through.
+    Torch's words are put before the message if it can be changed; a note names the worker in any case. An error that was
+    passed on keeps the name of the worker that raised it.
     """
     if not isinstance(error, RemoteError):
         if isinstance(error, PeerDiedError) and name not in str(error):
@@ -46,17 +46,17 @@ def died(worker: WorkerKey, name: str) -> PeerDiedError:
 
 
 def released(context: object) -> RpcError:
-    """Return the error for a context that has been released meanwhile."""
+    """Return the error for a released context."""
     return RpcError(f"{context} was released: its `with` block has ended")
 
 
 def timed_out(error: BaseException | None) -> bool:
-    """Say whether there was no answer in time: not, whether another worker says so of somebody else."""
+    """Say whether a call timed out here, as opposed to an answer with a time-out of another worker."""
     return isinstance(error, RpcTimeoutError) and not isinstance(error, RemoteError)
 
 
 def late(context: str, timeout: float, names: Sequence[str]) -> RpcTimeoutError:
-    """Return the error for a pass that was not over in time, with the names of those that have not answered."""
+    """Return the error for a pass that timed out, with the names of the workers that have not answered."""
     return RpcTimeoutError(
         f"the backward pass of {context} was not over within {timeout:g} s: no answer from {', '.join(names)}. No gradients "
         f"were changed",

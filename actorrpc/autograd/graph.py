@@ -1,18 +1,18 @@
-"""What a backward pass asks of torch's autograd graph: where edges lead, gradients without side effects, leaves finished.
+"""Operations on torch's autograd graph: walks, gradients without side effects, and the finishing of leaves.
 
-A pass runs on a worker in parts. Each part is one call of the engine that *captures* gradients: those of the nodes which
-stand for received messages, and those of leaves. Hooks of leaves must see the whole gradient, once; so they are silent
-during captures, and when all parts are done one further call *finishes* the leaves: it puts the sums into their ``.grad``
-as a local backward pass would, with hooks of every kind, those made in C++ (DDP's) included. Where all leaves are reached
-from one part only, as they mostly are, that part *runs* as a local pass does, and nothing is left to be finished.
+A pass runs on a worker in parts. Each part is one call of the engine that *captures* the gradients of received messages and
+of leaves. Hooks of leaves must see the whole gradient, once. Therefore they are silent during captures, and a last call
+*finishes* the leaves: it puts the sums into their ``.grad`` as a local backward pass would, with hooks of every kind,
+including hooks in C++ (DDP's). If only one part reaches the leaves, which is the common case, that part *runs* as a local
+pass does, and finishes them.
 
-All runs on the thread that calls, user code (hooks, custom Functions) included; no lock is held here.
+All functions run on the calling thread, with user code (hooks, custom Functions), and hold no lock.
 
-The ``.grad`` of a leaf has one user at a time. Hooks of a leaf run on a gradient only while the engine puts it into ``.grad``,
-and a local optimizer takes it from there: both are done with the slot borrowed, and what was in it is put back.
+The ``.grad`` of a leaf has one user at a time. The engine runs hooks of a leaf only while it puts a gradient into ``.grad``,
+and a local optimizer reads gradients from ``.grad``: both borrow the slot, and its content is put back afterwards.
 
-A received message is one node of torch's graph, whose outputs are those of its tensors that require grad. A backward pass
-takes the gradients that come to it, and sends them to the worker that sent the message.
+A received message is one node of torch's graph; the outputs of the node are the tensors that require grad. A backward pass
+sends the gradients that arrive at the node to the worker that sent the message.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ _SLICE_S: Final = 0.1  # of a wait: signal handlers that were put off come after
 # Guards what follows; held for microseconds. Re-entrant: the collector may run under it.
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
-_taken: set[int] = set()  # ids of tensors, which those that have taken them hold
+_taken: set[int] = set()  # ids of borrowed leaves; each Borrowed keeps its leaves alive
 _waiting: list[Borrowed] = []
 
 
@@ -66,15 +67,15 @@ _waiting: list[Borrowed] = []
 class Borrowed:
     """Has the ``.grad`` of leaves for itself in a ``with`` block, empty; afterwards it is what it was.
 
-    All are taken at once, so that two users of overlapping sets cannot wait for each other. The block is given what was in
-    the slots, in order, and what it puts into that list is what is there afterwards.
+    All leaves are taken at once, so that two users of overlapping sets cannot wait for each other. The block gets a list of
+    the contents of the slots, in order; at its end, the entries of the list are put into the slots.
 
     Args:
         leaves: the tensors; each once.
-        deadline: on the monotonic clock; None waits for as long as others use them.
+        deadline: on the monotonic clock; None waits for as long as other threads use them.
 
     Raises:
-        RpcTimeoutError: others did not give them back in time. Nothing was taken.
+        RpcTimeoutError: other threads did not give them back in time. No leaf was taken.
     """
 
     __slots__ = ("_before", "_deadline", "_ids", "_leaves")
@@ -193,7 +194,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     return make(GradientEdge, (node, tensor.output_nr, token))
 
 
-#: Gradients of some tensors, in order; None where there is none.
+#: Gradients of some tensors, in order; None for no gradient.
 Tensors = list["torch.Tensor | None"]
 
 # What torch.autograd.backward and grad call at last, without the half of the time that they spend before it.
@@ -241,7 +242,7 @@ def reach(
 def reach_if_small(
     edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], most: int, seen: set[Node] | None = None
 ) -> ReachableGraph | None:
-    """Walk as :func:`reach` does; None where that is a way of more than ``most`` nodes, or leads elsewhere."""
+    """Walk as :func:`reach` does; None if the walk has more than ``most`` nodes, or leads into another context."""
     # Nodes themselves are kept, never their id(): a node that nothing refers to in Python is a new object next time.
     seen = set() if seen is None else seen
     found: list[Node] = []
@@ -281,9 +282,9 @@ def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> se
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-# Whether hooks of leaves are silent, for one thread and what the engine does for it on threads of its own: they are among
-# torch's thread-local objects, which the engine carries to its device threads, where hooks run of leaves that are not on the
-# CPU. A thread that ends lets go of such an object when Python has done with it: nothing stays behind, where torch can do that.
+# Whether hooks of leaves are silent, for one thread and the engine's threads that work for it. This is one of torch's
+# thread-local objects, which the engine copies to its device threads: hooks of leaves that are not on the CPU run there. The
+# object is removed when it is not used, if torch has a function for that, because torch frees it too late at a thread's end.
 _SILENCE: Final = "actorrpc.silence"
 _has: Final[Callable[[str], bool]] = torch._C._is_key_in_tls
 _get: Final[Callable[[str], bool]] = torch._C._get_obj_in_tls
@@ -292,7 +293,7 @@ _remove: Final[Callable[[str], None] | None] = getattr(torch._C, "_remove_obj_fr
 
 
 def _silence(on: bool) -> bool:
-    """Have them be silent from now on, or not; say whether they were."""
+    """Switch the silence of this thread on or off; return whether it was on."""
     before = _has(_SILENCE) and _get(_SILENCE)
     if before != on:
         if on or _remove is None:
@@ -303,8 +304,8 @@ def _silence(on: bool) -> bool:
 
 
 class _Hook:
-    """A user's hook of a leaf, silent during captures. It is in the hook's place, so that its handle removes it; where it
-    is copied or pickled, it is the hook again."""
+    """A user's hook of a leaf that is silent during captures. It replaces the hook in torch's table, so that the hook's handle
+    removes it. Its copies and pickles are the hook itself."""
 
     __slots__ = ("hook",)
 
@@ -348,18 +349,18 @@ def capture(
     retain_graph: bool,
     create_graph: bool,
 ) -> tuple[list[Tensors], Tensors]:
-    """Run the engine once and return what comes to received messages and to leaves, without executing either.
+    """Run the engine once and return the gradients of received messages and of leaves, without executing their nodes.
 
-    Hooks of interior tensors run, those of leaves do not.
+    Hooks of interior tensors run, hooks of leaves do not.
 
     Args:
-        outputs: where to begin; an edge that is there more than once gets the sum, added up in this order.
+        outputs: the edges to begin at; the gradients of a repeated edge are added up in this order.
         gradients: for each of ``outputs``.
         receipts: nodes that stand for received messages, and how many outputs each of them has.
         leaves: AccumulateGrad nodes.
 
     Raises:
-        Exception: what a node or a hook raised.
+        Exception: a node or a hook raised it.
     """
     if not outputs or not (receipts or leaves):
         return [[None] * count for _, count in receipts], [None] * len(leaves)
@@ -388,7 +389,7 @@ def capture(
 
 
 def place(edges: Sequence[GradientEdge], gradients: list[torch.Tensor]) -> None:
-    """Bring gradients to the devices of their tensors: the way there may have led from a GPU to a CPU, or back."""
+    """Move gradients to the devices of their tensors: a message may have led from a GPU to a CPU, or back."""
     for index, edge in enumerate(edges):
         gradients[index] = gradients[index].to(edge.node._input_metadata[edge.output_nr].device)
 
@@ -407,7 +408,7 @@ def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def add_to(total: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Add to a sum that nobody else knows; returns it, or a new one where it cannot hold the result."""
+    """Add to a sum in place if it can hold the result; return the sum. No other code may refer to ``total``."""
     if total.layout is not torch.strided or total.requires_grad or other.requires_grad:
         return add(total, other)
     return total.add_(other)
@@ -434,20 +435,18 @@ def run(
     retain_graph: bool,
     deadline: float | None = None,
 ) -> tuple[list[Tensors], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Run the engine once; return what comes to received messages, and the leaves with what is in their ``.grad`` after that.
+    """Run the engine once; return the gradients of received messages, and the leaves with their gradients.
 
-    Hooks of all kinds run. ``.grad`` itself is as it was when this returns. No two of the results share memory.
+    Hooks of all kinds run. ``.grad`` is unchanged when this returns. No two results share memory.
 
     Args:
-        outputs: where to begin, as for :func:`capture`.
-        gradients: for each of ``outputs``.
-        receipts: nodes that stand for received messages, and how many outputs each of them has.
-        leaves: all that can be reached; each once.
-        deadline: until when to wait for others that use the ``.grad`` of these leaves; monotonic, None for ever.
+        outputs, gradients, receipts: as for :func:`capture`.
+        leaves: all leaves that can be reached; each once.
+        deadline: until when to wait for other users of the ``.grad`` of these leaves; monotonic, None for no bound.
 
     Raises:
-        RpcTimeoutError: others did not give the leaves back in time.
-        Exception: what a node or a hook raised.
+        RpcTimeoutError: other threads did not give the leaves back in time.
+        Exception: a node or a hook raised it.
     """
     if not outputs:
         return [[None] * count for _, count in receipts], []
@@ -460,26 +459,31 @@ def run(
     try:
         with Borrowed(leaves, deadline):
             _run(tuple(outputs), tuple(gradients), retain_graph, False, (), True, True)
-            found = _taken_from(leaves)
+            found: Tensors = list(map(_grad, leaves))
+            _unshare(found)
     finally:
         if silent:
             _silence(silent)
         for node, _ in receipts:
             node.box = None
     for box, (_, count) in zip(boxes, receipts, strict=True):
-        if not box:  # nothing has come to it
+        if not box:  # the engine did not reach it
             box += [None] * count
-    return boxes, found
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for leaf, gradient in zip(leaves, found, strict=True):
+        if gradient is not None:
+            results.append((leaf, gradient))
+    return boxes, results
 
 
 # -- finishing leaves -------------------------------------------------------------------------------------------------
 
 
 class _Feed(torch.autograd.Function):
-    """A node with leaves for its inputs, whose backward gives them what is in a box.
+    """A node whose inputs are leaves, and whose backward gives them the gradients in a box.
 
-    The box is emptied, so that nobody but the engine knows the gradients any more: then they become ``.grad`` as they are
-    wherever a local backward pass would not copy either.
+    The box is emptied, so that only the engine refers to the gradients. Then they become ``.grad`` without a copy, as in a
+    local backward pass.
     """
 
     @staticmethod
@@ -501,31 +505,20 @@ _one: Final = torch.ones(())
 
 _use_count: Final[Callable[[int], int]] = torch._C._storage_Use_Count
 _some: Final = torch.empty(1)
+_grad: Final[Callable[[torch.Tensor], torch.Tensor | None]] = attrgetter("grad")
 _ALONE: Final = _use_count(_some.untyped_storage()._cdata)
 
 
-def _taken_from(leaves: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what is in the ``.grad`` of leaves, which is borrowed: as :func:`_unshared` gives it."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for leaf in leaves:
-        gradient = leaf.grad
-        if gradient is not None:
-            strided = gradient.layout is torch.strided
-            if strided and _use_count(gradient.untyped_storage()._cdata) > _ALONE:
-                gradient = gradient.clone()
-            found.append((leaf, gradient))
-    return found
+def _unshare(gradients: Tensors | list[torch.Tensor]) -> None:
+    """Copy, in the list, the gradients whose memory other tensors have as well.
 
-
-def _unshared(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient whose memory no other tensor has, copied if need be.
-
-    The engine looks only whether the tensor is known elsewhere: views of one gradient (of a sum's operands, say) would
-    become the ``.grad`` of several leaves.
+    The engine copies a gradient only if other code refers to the tensor itself: views of one gradient (of the operands of a
+    sum, say) would become the ``.grad`` of several leaves.
     """
-    if gradient.layout is torch.strided and _use_count(gradient.untyped_storage()._cdata) > _ALONE:
-        return gradient.clone()
-    return gradient
+    for index, gradient in enumerate(gradients):
+        if gradient is not None and gradient.layout is torch.strided:
+            if _use_count(gradient.untyped_storage()._cdata) > _ALONE:
+                gradients[index] = gradient.clone()
 
 
 def finish(
@@ -535,20 +528,20 @@ def finish(
     create_graph: bool = False,
     deadline: float | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run the hooks of leaves on their whole gradients; return the leaves with what is in ``.grad`` after that.
+    """Run the hooks of leaves on their whole gradients; return the leaves with their gradients after that.
 
-    ``.grad`` itself is as it was when this returns. Leaves that do not require grad any more are left out, as are those
-    whose gradient a hook has taken away. No two of the results share memory.
+    ``.grad`` is unchanged when this returns. The result omits leaves that have ceased to require grad, and leaves whose gradient
+    a hook has removed. No two results share memory.
 
     Args:
         leaves: each once.
-        box: the gradient of each; empty afterwards. Those that nobody else refers to are not copied.
+        box: the gradient of each; empty afterwards. A gradient without other references is not copied.
         create_graph: the gradients have a history. Then only tensor hooks run.
-        deadline: until when to wait for others that use the ``.grad`` of these leaves; monotonic, None for ever.
+        deadline: as of :func:`run`.
 
     Raises:
-        RpcTimeoutError: others did not give the leaves back in time.
-        Exception: what a hook raised.
+        RpcTimeoutError: other threads did not give the leaves back in time.
+        Exception: a hook raised it.
     """
     for leaf in leaves:
         if not leaf.is_leaf:
@@ -562,9 +555,7 @@ def finish(
     try:
         if create_graph:
             return _finish_with_history(leaves, box)
-        for index, gradient in enumerate(box):
-            box[index] = _unshared(gradient)
-        del gradient
+        _unshare(box)
         with Borrowed(leaves, deadline):
             root = _root(leaves, box)
             _run((root,), (_one,), False, False, (), True, True)

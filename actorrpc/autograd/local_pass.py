@@ -1,18 +1,18 @@
-"""A worker's part of one backward pass: what has come, what to do next, what is to be sent on. No I/O.
+"""A worker's part of one backward pass: received gradients, the next stratum, and gradients to send. No I/O.
 
-Gradients come in on any thread, in any order, more than once, and before the plan; strata run one at a time, in order,
-each by whichever thread finds it ready. So a part is guarded by the lock of its context, except for what only the thread
-that runs a stratum uses. No user code runs under that lock.
+Gradients arrive on any thread, in any order, repeatedly, and before the plan. Strata run one at a time, in order, each on
+the thread that finds it ready. The lock of the context guards a part, except the fields that only the thread that runs a
+stratum uses. No user code runs under that lock.
 
-Nothing that a pass has found counts before its verdict: until then sums and results are in the part only.
+Until the verdict on the pass, sums and results are in the part only.
 
-:class:`Sum` adds gradients up to the same last bit, in whatever order they come. Not thread-safe.
+:class:`Sum` gives the same sum to the last bit, in whatever order gradients arrive. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -30,17 +30,17 @@ from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
 
-__all__ = ["FINISH", "LocalPass", "Sum", "Terms", "edges_of", "reach_of", "remember"]
+__all__ = ["FINISH", "LocalPass", "Sum", "Terms", "edges_of", "reach_of"]
 
 
 class Sum:
-    """The gradients that come to one node, added up in a given order, whatever the order in which they come.
+    """The gradients of one node, added up in a given order, in whatever order they arrive.
 
     Args:
-        order: the keys under which they come; of those that are added later, too.
+        order: the keys of the gradients; the list may grow.
 
     Attributes:
-        total: the sum of what has been added up, for each tensor of the node; None where there is no gradient.
+        total: the sum so far, for each tensor of the node; None for no gradient.
     """
 
     __slots__ = ("_at", "_held", "_order", "_own", "total")
@@ -53,7 +53,7 @@ class Sum:
         self.total: Tensors = []
 
     def add(self, key: int, gradients: Tensors) -> bool:
-        """Take what comes under ``key``; say whether all is there."""
+        """Add the gradients of ``key``; return whether the sum is complete."""
         if self._order[self._at] != key:
             self._held[key] = gradients
             return False
@@ -77,7 +77,7 @@ class Sum:
             if before is None:
                 total[index] = each
             elif each is not None:
-                # In place only what we have made ourselves: others may know the first gradient.
+                # In place only if this object made the sum: other code may refer to the first gradient.
                 total[index] = graph.add_to(before, each) if own[index] else graph.add(before, each)
                 own[index] = True
 
@@ -88,11 +88,8 @@ _variable: Final[Callable[[Node], torch.Tensor]] = attrgetter("variable")
 #: Stands for the finishing of leaves, which comes after the last stratum.
 FINISH: Final = -1
 
-_REMEMBERED: Final = 1000  # passes of one context whose end is remembered
-
 
 def _second_time(what: str) -> RuntimeError:
-    """Return torch's error for a graph that has been given up."""
     return RuntimeError(
         "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
         "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
@@ -106,7 +103,7 @@ def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
 
     Raises:
         RpcError: no such message was sent in this context.
-        RuntimeError: an earlier pass has given its graph up.
+        RuntimeError: an earlier pass has freed its graph.
     """
     edges = context.sends.get(message)
     if edges is None:
@@ -117,11 +114,11 @@ def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
 
 
 def reach_of(context: Context, message: int) -> ReachableGraph:
-    """Return where the gradients of a message that was sent from here lead to; remembered, as graphs do not change.
+    """Return where the gradients of a sent message lead to. The result is kept, because graphs do not change.
 
     Raises:
         RpcError: no such message was sent in this context.
-        RuntimeError: an earlier pass has given its graph up, or the graph leads into another context.
+        RuntimeError: an earlier pass has freed its graph, or the graph leads into another context.
     """
     edges = edges_of(context, message)
     known = context.reaches.get(message)
@@ -131,7 +128,6 @@ def reach_of(context: Context, message: int) -> ReachableGraph:
 
 
 def _together(reaches: Sequence[ReachableGraph]) -> ReachableGraph:
-    """Return what one walk would have come to in place of several."""
     receipts = dict.fromkeys(node for each in reaches for node in each.receipts)
     leaves = dict.fromkeys(node for each in reaches for node in each.leaves)
     return ReachableGraph(tuple(receipts), tuple(leaves))
@@ -140,15 +136,15 @@ def _together(reaches: Sequence[ReachableGraph]) -> ReachableGraph:
 def _grouped() -> bool:
     """Say whether this process is in a process group, and so may have a DistributedDataParallel.
 
-    Its hooks put sums into the ``.grad`` of leaves when the last of them has been reached: that has to be in the same call
-    of the engine.
+    DDP's hooks put sums into the ``.grad`` of leaves when the engine has reached the last leaf, so all leaves must be
+    finished in the same call of the engine.
     """
     module = sys.modules.get("torch.distributed.distributed_c10d")
     return module is not None and module.is_initialized()
 
 
 class Terms:
-    """What the caller of ``backward`` has asked for."""
+    """The options of a backward pass."""
 
     __slots__ = ("accumulate", "create_graph", "deadline", "retain_graph", "timeout")
 
@@ -160,10 +156,10 @@ class Terms:
         self.deadline = _time.now() + timeout if timeout else None
 
     def left(self) -> float:
-        """Return the seconds that are left, 0 for no bound.
+        """Return the remaining seconds, 0 for no bound.
 
         Raises:
-            RpcTimeoutError: none are.
+            RpcTimeoutError: the time is over.
         """
         if self.deadline is None:
             return 0.0
@@ -176,22 +172,44 @@ class Terms:
         return left
 
 
+class _Step:
+    """One stratum of a part.
+
+    Attributes:
+        messages: message -> the contributions that it waits for, in the order in which they are added up.
+        reached: where the gradients of its messages lead to.
+        lacking: how many gradients have not come yet.
+        retain: later strata pass through nodes of this stratum, so its call of the engine keeps the graph.
+        is_direct: None where its leaves are finished at the end of the part. Otherwise its call of the engine finishes them,
+            and this is true where that call sends all gradients straight to leaves.
+    """
+
+    __slots__ = ("is_direct", "lacking", "messages", "reached", "retain")
+
+    def __init__(self, messages: dict[int, tuple[Contribution, ...]], reached: ReachableGraph) -> None:
+        self.messages = messages
+        self.reached = reached
+        self.lacking = sum(map(len, messages.values()))
+        self.retain = False
+        self.is_direct: bool | None = None
+
+
 class LocalPass:
     """A worker's part of one backward pass.
 
     Attributes:
-        context: what it is a pass of.
+        context: the context of the pass.
         id: its number, with the rank of the worker where it began in the top 16 bits.
-        origin: the worker where it began, where that is known.
-        terms: what was asked for; None until the part has begun.
-        begun: somebody has begun it, or is about to.
-        answer: completed when this part comes to its end.
-        awaited: where the pass begins here, what was asked of others: cancelled if this part fails.
-        told: where the pass begins here, the workers that get the verdict.
-        error: what ended this part.
-        over: the verdict is here, or the pass was given up: what comes now is ignored.
+        origin: the worker where it began, if known.
+        terms: its options; None until the part has begun.
+        begun: a thread has begun the part, or is about to.
+        answer: completed when this part ends; None if no worker waits for it.
+        awaited: the calls to other workers, if the pass begins here: cancelled if this part fails.
+        told: the workers that get the verdict, if the pass begins here.
+        error: why this part has failed.
+        over: the verdict has arrived, or the pass was given up: later gradients are ignored.
         finished: all strata and leaves are done.
-        decided: completed after the verdict, if anybody waits for it.
+        decided: completed after the verdict; None if no thread waits for it.
     """
 
     def __init__(self, context: Context, id: int, origin: WorkerKey | None) -> None:
@@ -207,23 +225,19 @@ class LocalPass:
         self.over = False
         self.finished = False
         self.decided: Future[None] | None = None
-        self._strata: list[Stratum] = []
-        self._retained: set[int] = set()  # strata that must leave the graph to later ones
-        self._where: dict[tuple[int, Contribution], int] = {}  # the stratum that waits for a gradient
-        self._lacking: list[int] = []  # for each stratum, how many gradients it waits for
+        self._steps: list[_Step] = []
+        self._where: dict[tuple[int, Contribution], _Step] = {}  # the stratum that waits for a gradient
         self._arrived: dict[tuple[int, Contribution], Gradients] = {}
         self._next = 0
         self._busy = False
-        # Used only by the thread that begins the part, and then by the one that is busy.
+        # Used only by the thread that begins the part, and then by the busy thread.
         self._edges: dict[int, tuple[GradientEdge, ...]] = {}
         self._reaches: dict[int, ReachableGraph] = {}
-        self._ways: list[ReachableGraph] = []  # of each stratum
         self._receipts: dict[Node, Receipt] = {}
-        self._leaves: dict[Node, None] = {}  # those that are still to be finished
+        self._leaves: dict[Node, None] = {}  # leaves to finish at the end of the part
         self._order: dict[Node, list[int]] = {}  # the strata that reach a node
-        self._sums: dict[Node, Sum] = {}  # of nodes that several reach
+        self._sums: dict[Node, Sum] = {}  # of nodes that several strata reach
         self._results: list[tuple[torch.Tensor, torch.Tensor]] = []  # each leaf once
-        self._whole: dict[int, bool] = {}  # see _alone
 
     def __str__(self) -> str:
         return f"a part of a backward pass of {self.context}"
@@ -231,7 +245,7 @@ class LocalPass:
     # -- beginning: on one thread, without the lock --------------------------------------------------------------
 
     def root(self, edges: tuple[GradientEdge, ...]) -> ReachableGraph:
-        """Take in the roots, where the pass begins here; their gradients arrive as those of message ``ROOTS``.
+        """Add the roots, if the pass begins here. Their gradients arrive as gradients of the message ``ROOTS``.
 
         Raises:
             RuntimeError: the graph leads into another context.
@@ -241,32 +255,30 @@ class LocalPass:
         return reach
 
     def begin(self, terms: Terms, strata: Sequence[Stratum]) -> None:
-        """Take in the plan.
+        """Begin the part with its strata.
 
         Raises:
-            RpcError: a message was not sent from here, or the context is over.
-            RuntimeError: the graph of a message was given up.
+            RpcError: a message was not sent from here, or the context was released.
+            RuntimeError: the graph of a message was freed.
         """
         context = self.context
-        where: dict[tuple[int, Contribution], int] = {}
-        lacking: list[int] = []
-        reaching: dict[int, Sequence[Node]] = {}
+        steps: list[_Step] = []
+        where: dict[tuple[int, Contribution], _Step] = {}
         ends: set[Node] = set()
         count_of_ends = 0
-        for index, stratum in enumerate(strata):
-            count = 0
+        for index, (messages,) in enumerate(strata):
             reaches: list[ReachableGraph] = []
-            for message, contributions in stratum.messages.items():
+            for message in messages:
                 if message not in self._edges:
                     self._edges[message] = context.sends.get(message) or edges_of(context, message)
                     self._reaches[message] = context.reaches.get(message) or reach_of(context, message)
                 reaches.append(self._reaches[message])
-                count += len(contributions)
+            step = _Step(messages, reaches[0] if len(reaches) == 1 else _together(reaches))
+            steps.append(step)
+            for message, contributions in messages.items():
                 for contribution in contributions:
-                    where[message, contribution] = index
-            lacking.append(count)
-            receipts, leaves = reached = reaches[0] if len(reaches) == 1 else _together(reaches)
-            self._ways.append(reached)
+                    where[message, contribution] = step
+            receipts, leaves = step.reached
             ends.update(receipts, leaves)
             count_of_ends += len(receipts) + len(leaves)
             for node in receipts:
@@ -275,89 +287,79 @@ class LocalPass:
                     raise released(context)
                 self._receipts[node] = receipt
                 self._order.setdefault(node, []).append(index)
-            if leaves:
-                reaching[index] = leaves
-        if reaching:
-            if not terms.create_graph and (len(reaching) < 2 or not _grouped()):
-                self._whole = self._alone(strata, reaching)
-            for index, left in reaching.items():
-                if index not in self._whole:
-                    for node in left:
-                        self._leaves[node] = None
-                        self._order.setdefault(node, []).append(index)
-        retained: set[int] = set()
-        # What two of them pass through would lead both to the same ends.
+        reaching = [step for step in steps if step.reached.leaves]
+        if reaching and not terms.create_graph and (len(reaching) < 2 or not _grouped()):
+            self._find_alone(reaching)
+        for index, step in enumerate(steps):
+            if step.is_direct is None:
+                for node in step.reached.leaves:
+                    self._leaves[node] = None
+                    self._order.setdefault(node, []).append(index)
+        # Two strata with a common interior node also have a common end.
         if len(ends) < count_of_ends and not (terms.retain_graph or terms.create_graph):
-            retained = self._shared(strata)
+            self._find_shared(steps)
         with context.lock:
             self.terms = terms
-            self._strata = list(strata)
-            self._retained = retained
+            self._steps = steps
             self._where = where
-            self._lacking = lacking
             if self._arrived:
                 early, self._arrived = self._arrived, {}
                 for (message, contribution), gradients in early.items():
                     self.arrive(contribution.worker, contribution.receipt, message, gradients)
 
-    def _alone(self, strata: Sequence[Stratum], reaching: Mapping[int, Sequence[Node]]) -> dict[int, bool]:
-        """Return the strata that finish their leaves themselves, because no other reaches these: whether all of their
-        gradients are sent to leaves.
+    def _find_alone(self, reaching: Sequence[_Step]) -> None:
+        """Mark the strata that finish their leaves themselves, because no other reaches these.
 
-        Where some are, and others not, the engine would copy those that are: a capture hands them on as they are.
+        Where only some of a stratum's gradients are sent straight to leaves, the engine would copy those: a capture hands
+        them on as they are.
         """
-        found: dict[int, bool] = {}
-        first: dict[int, int] = {}  # stratum, of each leaf
-        for index, leaves in reaching.items():
+        first: dict[int, _Step] = {}  # stratum, of each leaf
+        for step in reaching:
+            leaves = step.reached.leaves
             edges = direct = 0
             before = len(first)
             for node in leaves:
-                found.pop(first.setdefault(id(node.variable), index), None)
+                first.setdefault(id(node.variable), step).is_direct = None
             own = len(first) - before
-            for message, contributions in strata[index].messages.items():
+            for message, contributions in step.messages.items():
                 for node, *_ in self._edges[message]:
                     edges += len(contributions)
                     direct += type(node) is graph.ACCUMULATE
             if own == len(leaves) and (not direct or edges == direct == own):
-                found[index] = bool(direct)
-        return found
+                step.is_direct = bool(direct)
 
-    def _shared(self, strata: Sequence[Stratum]) -> set[int]:
-        """Return the strata that pass through nodes that later ones pass through as well."""
-        shared: set[int] = set()
+    def _find_shared(self, steps: Sequence[_Step]) -> None:
         later: set[Node] = set()
-        for index in range(len(strata) - 1, -1, -1):
-            edges = [edge for message in strata[index].messages for edge in self._edges[message]]
+        for step in reversed(steps):
+            edges = [edge for message in step.messages for edge in self._edges[message]]
             passed = graph.nodes(edges, self.context.receipts)
-            if not passed.isdisjoint(later):
-                shared.add(index)
+            step.retain = not passed.isdisjoint(later)
             later |= passed
-        return shared
 
     # -- under the lock of the context ---------------------------------------------------------------------------
 
     def arrive(self, sender: WorkerKey, receipt: int, message: int, gradients: Gradients) -> None:
-        """Take in a gradient, out of the list. One that has come before, or that nobody waits for, changes nothing."""
+        """Move gradients out of the list into the part. A repeated gradient, or one without a stratum, is ignored."""
         if self.over:
             return
         key = message, make(Contribution, (sender, receipt))
         if self.terms is not None:
-            index = self._where.pop(key, None)
-            if index is None:
+            step = self._where.pop(key, None)
+            if step is None:
                 return
-            self._lacking[index] -= 1
+            step.lacking -= 1
         self._arrived[key] = gradients.copy()
         gradients.clear()
 
     def take(self) -> int | None:
-        """Return the number of the stratum to be run now, or ``FINISH``; None if there is none, or a thread is busy.
+        """Return the number of the stratum to run now, or ``FINISH``; None if none is ready, or a thread is busy.
 
-        The thread that gets one runs it and then calls :meth:`put`.
+        The calling thread runs the stratum, and then calls :meth:`put`.
         """
         if self._busy or self.over or self.error is not None or self.terms is None or self.finished:
             return None
-        if self._next < len(self._strata):
-            if self._lacking[self._next]:
+        if self._next < len(self._steps):
+            if self._steps[self._next].lacking:
                 return None
             self._busy = True
             return self._next
@@ -365,22 +367,22 @@ class LocalPass:
         return FINISH
 
     def put(self, index: int, done: bool) -> None:
-        """Give back what :meth:`take` gave: ``done``, or not, if it has failed."""
+        """End the run of a stratum from :meth:`take`; ``done`` is false if it has failed."""
         self._busy = False
         if done and index == FINISH:
             self.finished = True
         elif done:
             self._next += 1
-            self.finished = self._next == len(self._strata) and not self._leaves
+            self.finished = self._next == len(self._steps) and not self._leaves
         if self.over:
             self._forget()
 
     def waits_for(self, worker: WorkerKey) -> bool:
-        """Say whether gradients are to come from a worker."""
+        """Say whether the part waits for gradients of a worker."""
         return any(contribution.worker == worker for _, contribution in self._where)
 
     def drop(self) -> None:
-        """Forget what has come and what was found; a thread that is busy does it when it has come to its end."""
+        """Forget all gradients and results. If a thread is busy, it does so at the end of its stratum."""
         self.over = True
         if not self._busy:
             self._forget()
@@ -390,40 +392,40 @@ class LocalPass:
             table.clear()
         self._sums.clear()
         self._order.clear()
-        self._ways, self._results = [], []
+        self._steps, self._results = [], []
 
     # -- by the thread that is busy, without the lock ------------------------------------------------------------
 
     def messages(self, index: int) -> list[int]:
-        """Return the messages that were sent from here whose gradients a stratum works off."""
-        return [message for message in self._strata[index].messages if message != ROOTS]
+        """Return the sent messages of a stratum."""
+        return [message for message in self._steps[index].messages if message != ROOTS]
 
     def work(self, index: int) -> list[tuple[WorkerKey, Gradient]]:
-        """Work off a stratum in a call of the engine. Returns the gradients that are complete now, and whom they are for.
+        """Run a stratum in a call of the engine. Return the gradients that are complete now, with their receivers.
 
         Raises:
-            Exception: what a node or a hook raised.
+            Exception: a node or a hook raised it.
         """
         terms = self.terms
         assert terms is not None
-        context, whole = self.context, self._whole.get(index)
-        nodes, leaves = self._ways[index]
-        outputs, gradients = self._given(self._strata[index])
-        retain = terms.retain_graph or terms.create_graph or index in self._retained
+        context, step = self.context, self._steps[index]
+        nodes, leaves = step.reached
+        outputs, gradients = self._given(step)
+        retain = terms.retain_graph or terms.create_graph or step.retain
         receipts: list[tuple[Node, int]] = []
         for node in nodes:
             receipts.append((node, self._receipts[node].outputs))
         of_receipts: list[Tensors] = []
         with context.engine:
-            if whole is None:
+            if step.is_direct is None:
                 of_receipts, of_leaves = graph.capture(
                     outputs, gradients, receipts, leaves, retain_graph=retain, create_graph=terms.create_graph
                 )
                 for node, gradient in zip(leaves, of_leaves, strict=True):
                     self._add(node, index, [gradient])
             else:
-                variables = list(map(_variable, map(_node, outputs) if whole else leaves))
-                if whole:
+                variables = list(map(_variable, map(_node, outputs) if step.is_direct else leaves))
+                if step.is_direct:
                     results = graph.finish(variables, gradients, deadline=terms.deadline)
                 else:
                     of_receipts, results = graph.run(
@@ -441,17 +443,16 @@ class LocalPass:
         return complete
 
     def _add(self, node: Node, index: int, gradients: Tensors) -> Tensors | None:
-        """Add what a stratum has found for a node; return the sum once it is complete."""
         total = self._sums.get(node)
         if total is None:
             total = self._sums[node] = Sum(self._order[node])
         return total.total if total.add(index, gradients) else None
 
-    def _given(self, stratum: Stratum) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Take the gradients that have come for a stratum."""
+    def _given(self, step: _Step) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Return the edges of a stratum and their gradients, and remove the gradients from the part."""
         outputs: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []
-        for message, contributions in stratum.messages.items():
+        for message, contributions in step.messages.items():
             edges = self._edges[message]
             for contribution in contributions:
                 given = self._arrived.pop((message, contribution))
@@ -471,8 +472,8 @@ class LocalPass:
         """Finish all leaves that this part has reached.
 
         Raises:
-            RpcTimeoutError: somebody else uses the ``.grad`` of one.
-            Exception: what a hook raised.
+            RpcTimeoutError: another thread uses the ``.grad`` of a leaf.
+            Exception: a hook raised it.
         """
         terms = self.terms
         assert terms is not None
@@ -480,7 +481,7 @@ class LocalPass:
         for node in self._leaves:
             gradient = self._sums.pop(node).total[0]
             if gradient is not None:
-                # A leaf whose node was made anew meanwhile has two.
+                # A leaf has two nodes if its first node was freed and made again.
                 leaf = node.variable
                 sums[leaf] = graph.add(sums[leaf], gradient) if leaf in sums else gradient
                 del gradient
@@ -494,7 +495,7 @@ class LocalPass:
     # -- the verdict: on one thread, without the lock -------------------------------------------------------------
 
     def commit(self) -> None:
-        """Make what this part has found count."""
+        """Add the results of this part to the context, or to ``.grad``."""
         terms, context = self.terms, self.context
         assert terms is not None
         if terms.accumulate == "grad":
@@ -522,16 +523,9 @@ class LocalPass:
         gradients, lock = self.context.gradients, self.context.lock
         while True:
             before = gradients.get(id(leaf))
-            # Not under the lock: it may be long.
+            # Not under the lock: the addition may take long.
             total = gradient if before is None else graph.add(before[1], gradient)
             with lock:
                 if gradients.get(id(leaf)) is before:
                     gradients[id(leaf)] = leaf, total
                     return
-
-
-def remember(context: Context, id: int) -> None:
-    """Note, under the lock of the context, that a pass is over."""
-    context.ended[id] = None
-    while len(context.ended) > _REMEMBERED:
-        context.ended.popitem(last=False)

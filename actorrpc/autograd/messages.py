@@ -33,14 +33,14 @@ __all__ = [
     "make",
 ]
 
-#: The gradients of one message: one for each of its tensors that require grad; None where there is none. The worker that works
-#: them off takes them out of the list: what a message still refers to, the engine would copy before it becomes a ``.grad``.
+#: The gradients of one message: one for each of its tensors that require grad, or None. The receiver moves them out of the
+#: list, because the engine copies a gradient that is referred to elsewhere before it becomes a ``.grad``.
 Gradients = list["torch.Tensor | None"]
 
 
 class Contribution(NamedTuple):
-    """Who sends a gradient for a message: a worker, and the number of the receipt there. A message has one for each
-    receipt of it that takes part in the pass."""
+    """The source of a gradient for a message: a worker, and the number of its receipt of the message. A message has one
+    contribution for each receipt that takes part in the pass."""
 
     worker: WorkerKey
     receipt: int
@@ -81,13 +81,11 @@ class Run(NamedTuple):
     create_graph: bool
     accumulate: str  # "context" or "grad"
     timeout: float  # seconds that are left of the pass; 0: no bound
-    gradients: Sequence[Gradient]  # what the origin has for this worker already
+    gradients: Sequence[Gradient]  # complete gradients of the origin for this worker
 
 
 class Gradient(NamedTuple):
-    """Brings the gradient of one message, from one of its receipts. It is posted: what becomes of it is heard in the answer
-    to :class:`Run`.
-    """
+    """Carries the gradient of one message, from one of its receipts. No answer: errors are in the answer to :class:`Run`."""
 
     context: int
     pass_id: int
@@ -98,14 +96,14 @@ class Gradient(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """Asks to be answered when the verdict on a pass, which goes before it, has been acted upon."""
+    """Is answered when the receiver has acted on the verdict, which was sent before."""
 
     context: int
     pass_id: int
 
 
 class Verdict(NamedTuple):
-    """Says that a pass has succeeded everywhere, so that its gradients count; or that it has failed, and they do not."""
+    """Says whether a pass has succeeded on all workers, so that each adds its gradients."""
 
     context: int
     pass_id: int
@@ -113,7 +111,7 @@ class Verdict(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Says that a context is over."""
+    """Says that a context has been released."""
 
     context: int
 
@@ -142,33 +140,37 @@ class Transport(Protocol):
         """
 
     def tell(self, to: WorkerKey, notice: Notice) -> None:
-        """Send a notice that needs no answer, as often as it takes. Never raises, never waits.
+        """Send a notice that needs no answer, until it is received. Never raises, never waits.
 
-        What nobody is in a hurry for (that a pass has succeeded, that a context is over) may wait for a moment, to go along
-        with something else.
+        A notice that is not urgent (a pass has succeeded, a context has been released) may be delayed, to be sent with
+        another message.
         """
 
     def name(self, worker: WorkerKey) -> str:
-        """Return what errors call a worker."""
+        """Return the name of a worker for error messages."""
 
-    def visited(self, begun: float, context: int) -> None:
-        """Write down that this thread has worked off a stratum of a context, or its leaves, from ``begun`` until now."""
+    def noted(self, kind: str, begun: float, context: int) -> None:
+        """Record what this thread has done for a context from ``begun`` until now.
+
+        Args:
+            kind: ``"backward"`` for a whole pass, ``"visit"`` for a stratum or the leaves of this worker.
+        """
 
     def attend(self, part: Any) -> Any:
-        """Have gradients that this thread reads while it waits for this part of a pass worked off by itself.
+        """Let this thread process the gradients that it reads while it waits for this part of a pass.
 
-        Returns what :meth:`leave` is given.
+        Returns the argument for :meth:`leave`.
         """
 
     def work_off(self) -> None:
-        """Work off what has been read and is left.
+        """Process the gradients that this thread has read and not processed yet.
 
         Raises:
-            Exception: what a signal handler has raised.
+            Exception: a signal handler raised it.
         """
 
     def leave(self, outer: Any) -> None:
-        """End what :meth:`attend` began."""
+        """End the effect of :meth:`attend`."""
 
     def attends_another(self, part: Any) -> bool:
         """Say whether this thread waits for another part of a pass than this one."""

@@ -1,10 +1,9 @@
-"""What a worker does in backward passes: it answers discovery, works off its part, and hears what becomes of the pass.
+"""A worker's side of backward passes: it answers discovery, runs its part, and receives the verdict.
 
-Any thread may call, any number at once. The engine runs on the calling thread, under ``Context.engine``; nothing is
-called under ``Context.lock`` that could wait or run user code. Messages are asked and told without waiting: what comes of
-them arrives in callbacks.
+Thread-safe. The engine runs on the calling thread, under ``Context.engine``; no code that could wait, and no user code, runs
+under ``Context.lock``. Messages are sent without waiting: their answers arrive in callbacks.
 
-The roots of a pass are checked before anything is asked of anybody, with torch's words.
+The roots of a pass are checked before any message is sent, with torch's words.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from actorrpc.autograd.contexts import Context, Contexts
 from actorrpc.autograd.coordinator import Coordinator
 from actorrpc.autograd.errors import blame, died, released
 from actorrpc.autograd.graph import ReachableGraph
-from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms, reach_of, remember
+from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms, reach_of
 from actorrpc.autograd.messages import (
     Discover,
     Gradient,
@@ -130,11 +129,11 @@ class Participant:
     """One worker's side of all backward passes. Thread-safe.
 
     Args:
-        contexts: what this worker knows.
+        contexts: the contexts of this worker.
         transport: the way to the other workers.
 
     Attributes:
-        watch: works off the strata in the place of ``LocalPass.work``, for profiles; None where nobody wants to know.
+        watch: runs the strata in the place of ``LocalPass.work``, for profiles; None without a profile.
     """
 
     def __init__(self, contexts: Contexts, transport: Transport) -> None:
@@ -149,19 +148,17 @@ class Participant:
     # -- what users call -----------------------------------------------------------------------------------------
 
     def backward(self, context_id: int, roots: Sequence[torch.Tensor], **options: Any) -> None:
-        """Run a backward pass that begins here; returns when it has succeeded everywhere. Ctrl-C gives it up.
+        """Run a backward pass that begins here; return when it has succeeded on all workers. Ctrl-C gives it up.
 
         Args:
-            options: those of :meth:`begin`.
+            options: as of :meth:`begin`.
 
         Raises:
             Exception: see ``api.backward``.
         """
+        begun = _time.now()
         self.begin(context_id, roots, **options).wait()
-
-    def start(self, context_id: int, roots: Sequence[torch.Tensor], **options: Any) -> Future[None]:
-        """Run a backward pass as :meth:`backward` does, without waiting; bad arguments are refused at once."""
-        return self.begin(context_id, roots, **options).run()
+        self.transport.noted("backward", begun, context_id)
 
     def begin(
         self,
@@ -175,7 +172,7 @@ class Participant:
         timeout: float = 0.0,
         create_graph: bool = False,
     ) -> Coordinator:
-        """Return a backward pass that can be run; nothing has been asked of anybody yet. See ``api.backward``.
+        """Return a backward pass, before its first message. See ``api.backward``.
 
         Raises:
             TypeError: an argument is of a wrong type.
@@ -198,16 +195,16 @@ class Participant:
         return Coordinator(self, part, terms, edges, given)
 
     def gradients(self, context_id: int, timeout: float) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Return what passes have left in a context for the leaves of this worker: leaf and gradient, by the leaf's ``id()``.
+        """Return the results of passes in a context for the leaves of this worker: leaf and gradient, by the leaf's ``id()``.
 
-        Where this worker's part of a pass is done and the verdict has not come, this waits for it.
+        Waits for the verdict on a pass if this worker's part of it is done.
 
         Args:
             timeout: seconds; 0 for no bound.
 
         Raises:
             RpcError: this worker does not know the context.
-            RpcTimeoutError: a verdict did not come in time.
+            RpcTimeoutError: a verdict did not arrive in time.
         """
         context = self.contexts.live.get(context_id) or self.contexts.get(context_id)
         deadline = _time.now() + timeout if timeout else None
@@ -230,15 +227,15 @@ class Participant:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def handle(self, sender: WorkerKey, message: Message) -> Any:
-        """Act on a message; return the answer, or a future of it. Each may come late, or twice.
+        """Act on a message; return the answer, or a future of it. A message may arrive late, or twice.
 
         Raises:
-            Exception: what ended this worker's part of the pass: it is the answer.
+            Exception: this worker's part of the pass has failed; the exception is the answer.
         """
         context = self.contexts.live.get(message.context)
         if context is None:
             if isinstance(message, Gradient) and self.contexts.is_over(message.context):
-                return None  # the pass was given up here, which its sender is told in another way
+                return None  # the pass was given up here; another message tells the sender
             context = self.contexts.get(message.context)
         context.touched = _time.now()
         if context.maker is None and sender.rank == context.origin:
@@ -259,17 +256,17 @@ class Participant:
 
     @staticmethod
     def _verdict_on(part: LocalPass) -> Future[None]:
-        """Return, under the lock of the context, what is completed after the verdict."""
+        """Return, under the lock of the context, the future that is completed after the verdict."""
         if part.decided is None:
             part.decided = Future()
         return part.decided
 
     def sinks(self, context: Context, message: int) -> list[Sink]:
-        """Return which receipts can be reached from a message that was sent from here.
+        """Return the receipts that can be reached from a sent message.
 
         Raises:
-            RpcError: it was not, or the context is over.
-            RuntimeError: its graph was given up, or leads into another context.
+            RpcError: it was not sent from here, or the context was released.
+            RuntimeError: its graph was freed, or leads into another context.
         """
         return self.sinks_of(context, reach_of(context, message))
 
@@ -277,7 +274,7 @@ class Participant:
         """Return the receipts of a walk.
 
         Raises:
-            RpcError: the context is over.
+            RpcError: the context was released.
         """
         found = []
         for node in reach.receipts:
@@ -288,7 +285,7 @@ class Participant:
         return found
 
     def _join(self, context: Context, id: int, origin: WorkerKey | None) -> LocalPass | None:
-        """Return, under the lock of the context, its pass of this number; None if it is over."""
+        """Return, under the lock of the context, its pass of this number; None if the pass has ended."""
         part = context.passes.get(id)
         if part is None:
             if context.released:
@@ -306,9 +303,9 @@ class Participant:
             if part is None:
                 return
             part.arrive(sender, message.receipt, message.message, message.gradients)
-        # The worker that waits for this worker's part is told what has gone wrong; the sender of a gradient has done its own.
+        # An error goes to the worker that waits for this worker's part, and not to the sender of the gradient.
         if self.transport.attends_another(part):
-            self.transport.later(partial(self.advance, part))  # its hooks may wait for what this thread holds
+            self.transport.later(partial(self.advance, part))  # its hooks may wait for locks of this thread
         else:
             self.advance(part)
 
@@ -339,14 +336,14 @@ class Participant:
             return self.answer_of(part)
 
     def answer_of(self, part: LocalPass) -> Future[None]:
-        """Return, under the lock of the context, what is completed when the part comes to its end."""
+        """Return, under the lock of the context, the future that is completed when the part ends."""
         if part.answer is None:
             part.answer = Future()
-            part.answer.label = part  # put into words only when somebody asks
+            part.answer.label = part  # converted to text only when it is shown
         return part.answer
 
     def may_wait(self, verdict: Verdict) -> bool:
-        """Say whether acting on a verdict may have to wait for others: for the ``.grad`` of leaves that they use."""
+        """Say whether acting on a verdict may wait for other users of the ``.grad`` of leaves."""
         if not verdict.commit:
             return False
         context = self.contexts.live.get(verdict.context)
@@ -354,7 +351,7 @@ class Participant:
         return part is not None and part.terms is not None and part.terms.accumulate == "grad"
 
     def hear(self, sender: WorkerKey, notice: Notice) -> None:
-        """Act on a notice. Each may come late, or twice."""
+        """Act on a notice. A notice may arrive late, or twice."""
         if isinstance(notice, Release):
             self._release(
                 notice.context,
@@ -368,7 +365,7 @@ class Participant:
         with context.lock:
             part = context.passes.get(notice.pass_id)
             if part is None:
-                remember(context, notice.pass_id)  # its gradients are still on their way here
+                context.ended.put(notice.pass_id, None)  # its gradients may still arrive
                 return
         try:
             self.decide(part, notice.commit)
@@ -381,10 +378,10 @@ class Participant:
     # -- the part ------------------------------------------------------------------------------------------------
 
     def advance(self, part: LocalPass, direct: dict[WorkerKey, list[Gradient]] | None = None) -> None:
-        """Work off strata, and finish the leaves, as far as that can be done now, unless another thread is at it; never raises.
+        """Run the ready strata, and finish the leaves, unless another thread does so; never raises.
 
         Args:
-            direct: one stratum alone is worked off, and gradients for other workers are put in here, not sent.
+            direct: run only one stratum, and put the gradients for other workers into this dict instead of sending them.
         """
         lock = part.context.lock
         with lock:
@@ -404,7 +401,7 @@ class Participant:
                             direct.setdefault(to, []).append(gradient)
                         else:
                             self._send(part, to, gradient)
-                self.transport.visited(begun, part.context.id)
+                self.transport.noted("visit", begun, part.context.id)
                 done = True
             except BaseException as error:
                 self.fail(part, error)
@@ -428,7 +425,7 @@ class Participant:
             raise blame(error, to, self.transport.name(to)) from None
 
     def _settle(self, part: LocalPass) -> None:
-        """Answer the worker that waits for this part, if it has come to its end."""
+        """Answer the worker that waits for this part, if the part has ended."""
         with part.context.lock:
             answer = part.answer
             if answer is None or part.error is not None or not part.finished:
@@ -452,9 +449,9 @@ class Participant:
             _complete(answer, error)
 
     def decide(self, part: LocalPass, commit: bool) -> bool:
-        """End a pass on this worker, and where it began here on those that take part; the first verdict counts.
+        """End a pass on this worker; if it began here, send the verdict to the other workers. Only the first verdict counts.
 
-        Returns whether what was found counts: it does not if the part has failed meanwhile.
+        Returns whether the results were added: not if the part has failed.
         """
         context = part.context
         with context.lock:
@@ -471,7 +468,7 @@ class Participant:
         finally:
             with context.lock:
                 context.passes.pop(part.id, None)
-                remember(context, part.id)
+                context.ended.put(part.id, None)
                 part.drop()
                 answer, part.answer = part.answer, None
             if answer is not None:
@@ -511,7 +508,7 @@ class Participant:
                 self.transport.tell(peer, Release(context_id))
 
     def worker_died(self, key: WorkerKey) -> None:
-        """End what cannot go on without a worker: passes that need it, and contexts that it made."""
+        """End the passes that need a dead worker, and the contexts that it made."""
         error = died(key, self.transport.name(key))
         for context in self.contexts.all():
             with context.lock:
@@ -536,7 +533,7 @@ class Participant:
             self.decide(part, False)
 
     def expire(self, older_than: float) -> None:
-        """Drop contexts of other workers that nobody has used for longer than ``older_than`` seconds."""
+        """Drop contexts of other workers that were not used for ``older_than`` seconds."""
         before = _time.now() - older_than
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:
@@ -547,4 +544,4 @@ class Participant:
 def _complete(future: Future[None], error: BaseException | None = None) -> None:
     if future.claim():
         future.conclude(None, error)
-        future.acknowledge()  # the worker to which it matters hears it some other way, too
+        future.acknowledge()  # the error also reaches the origin of the pass in another way

@@ -20,7 +20,7 @@ __all__ = ["ROOTS", "Send", "levels", "make_plan"]
 #: A message: who sent it, and its number there.
 Send = tuple[WorkerKey, int]
 
-#: The number of a message that nobody sends: its tensors are the roots. Messages are counted from 1.
+#: The number that stands for the roots in place of a message. Messages are counted from 1.
 ROOTS: Final = 0
 
 
@@ -71,8 +71,8 @@ def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
 def make_plan(origin: WorkerKey, answers: Mapping[Send, Sequence[Sink]]) -> dict[WorkerKey, list[Stratum]]:
     """Return the strata of each worker that takes part, in the order in which it works them off.
 
-    The same answers give the same plan, in whatever order they came: contributions are added up in the order of the ranks
-    of those who send them, and of their receipts.
+    The plan does not depend on the order of the answers: contributions are added up in the order of the senders' ranks
+    and of their receipts.
 
     Args:
         origin: where the roots are; its first stratum is these.

@@ -1,18 +1,18 @@
-"""Recording: which autograd context a message belongs to, and what of the graph crosses with it.
+"""Recording: which autograd context a message belongs to, and which of its tensors stay connected to the graph.
 
 A tag travels in the header of each call that is made in a context: ``(context,)``, or ``(context, message, indices, news)``
 where some of the message's tensors require grad; indices count its plain tensors, and news is told below. The sender keeps the
 edges of these tensors; at the receiver they become the outputs of one node, which stands for the message. The same goes for
-answers. What is kept to be opened later (a snapshot) has the tag ``(context, message, indices, rank, incarnation)``, which says
-who keeps it.
+answers. A snapshot, which is opened later, has the tag ``(context, message, indices, rank, incarnation)`` with the worker that
+keeps it.
 
 The current context is that of the block ``with context()`` that the code is in, or that of the call it was called by.
 Both follow coroutines; neither follows into threads that users start.
 
 **News: where messages lead to.** A backward pass has to know which messages the gradients of a message lead to on the worker
-that sent it. It could ask when it begins, one round trip for each hop; so each message says where it leads to, and what its
-receiver may not know yet of the messages that it leads to. What is not told (graphs that are large, results that are kept to be
-opened later) is asked for by the pass that wants to know.
+that sent it. Asking when it begins would cost one round trip for each hop. Therefore each message says where it leads to, and
+adds what its receiver may not know yet of the messages that it leads to. A pass asks for the rest: for large graphs, and for
+results that are kept to be opened later.
 
 In a tag this is a flat list: a message, what it leads to (message and receipt, in turns), the next message, and so on.
 The worker of a message is in its upper bits; the lives of workers other than these two come at the end. All of it runs
@@ -50,7 +50,7 @@ _RANK_BITS: Final = 48
 def tell(
     context: Context, me: WorkerKey, message: int, edges: tuple[GradientEdge, ...], peer: WorkerKey
 ) -> list[Any]:
-    """Record a message of ours; return what ``peer`` is to hear along with it."""
+    """Record a message to ``peer``; return the news that are sent with it."""
     news: list[Any] = []
     lives: dict[int, str] = {}
     with context.lock:
@@ -90,10 +90,10 @@ def tell(
 
 
 def hear(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]) -> None:
-    """Record what a message tells.
+    """Record the news of a received message.
 
     Raises:
-        ProtocolError: it makes no sense.
+        ProtocolError: they cannot be read.
     """
     if not news:
         return
@@ -125,8 +125,8 @@ def _read_news(
 
 _log = logging.getLogger("actorrpc.autograd")
 
-# The block that the code is in, with the call in which it was entered: other calls that happen to be executed by the
-# same thread meanwhile are not in it.
+# The block that the code is in, with the call in which it was entered: other calls that the same thread executes meanwhile
+# are not in the block.
 _entered: ContextVar[tuple[int, Execution | None] | None] = ContextVar(
     "actorrpc_autograd_context", default=None
 )
@@ -167,7 +167,7 @@ class GraphRecorder(Recorder):
         """Record a message that has been packed; return its tag. See :class:`actorrpc.agent.hooks.Recorder`."""
         id = current_context() if context is None else context
         if id is None:
-            # Answers are left alone: whether they are wanted with a history is known to the caller only.
+            # No warning for answers: only the caller knows whether it needs their history.
             if not self._warned and CURRENT.get() is None and torch.is_grad_enabled():
                 self._warn(tensors)
             return None
@@ -212,7 +212,7 @@ class GraphRecorder(Recorder):
         for index in indices:
             wanted.append(tensors[index])
         if context is None:
-            # It is over: nobody can ask for gradients any more, but the call may matter for what else it does.
+            # The context was released, so its gradients cannot be asked for. The call may still have other effects.
             for each in wanted:
                 each.requires_grad_(False)
             return
@@ -226,7 +226,7 @@ class GraphRecorder(Recorder):
             context.record_receipt(receive(wanted), make(Receipt, (sink, len(wanted))))
 
     def forwarded(self, tag: Any, peer: Peer) -> None:
-        """Note that what is kept in a context goes to a worker. See :class:`actorrpc.agent.hooks.Recorder`."""
+        """Record that a kept message is sent to a worker. See :class:`actorrpc.agent.hooks.Recorder`."""
         context = self.live.get(tag[0])
         if context is not None:
             context.touched = _time.now()

@@ -19,7 +19,7 @@ from actorrpc.rpc import api
 
 __all__ = ["contexts", "participant", "start"]
 
-_LOOKS: Final = 4  # so often is a context looked at during its lease
+_LOOKS: Final = 4  # how often the age of a context is checked during its lease
 
 
 def contexts() -> Contexts:
@@ -32,7 +32,7 @@ def contexts() -> Contexts:
 
 
 def participant() -> Participant:
-    """Return who takes part in backward passes for this worker.
+    """Return this worker's Participant in backward passes.
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
@@ -47,7 +47,7 @@ def participant() -> Participant:
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Bring distributed autograd of a worker into force; returns what ends it."""
+    """Start distributed autograd of a worker; return the function that ends it."""
     agent, references = worker.agent, worker.references
     made = Contexts(references.me)
     part = Participant(made, AgentTransport(agent, references))

@@ -138,7 +138,7 @@ class _Posts(deque[Any]):
 
 
 class AgentTransport:
-    """The way to the other workers, over an agent. Thread-safe."""
+    """The :class:`~actorrpc.autograd.messages.Transport` of an agent. Thread-safe."""
 
     def __init__(self, agent: Agent, references: References) -> None:
         self._agent = agent
@@ -146,7 +146,6 @@ class AgentTransport:
         self.me = references.me
 
     def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
         future: Future[Any] = Future()
         label = f"{OWN}backward ({type(message).__name__})"
         future.label = label
@@ -169,7 +168,6 @@ class AgentTransport:
         return future
 
     def post(self, to: WorkerKey, message: Gradient) -> None:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
         self._agent.cast(
             self._references.peer_of(to),
             serve,
@@ -179,7 +177,6 @@ class AgentTransport:
         )
 
     def tell(self, to: WorkerKey, notice: Notice) -> None:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
         try:
             peer = self._references.peer_of(to)
         except RpcError:
@@ -188,32 +185,27 @@ class AgentTransport:
         self._agent.notify_surely(peer, NOTICE, pack_notice(notice), lazily=lazily)
 
     def name(self, worker: WorkerKey) -> str:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
         try:
-            return (self._agent.self_peer if worker == self.me else self._references.peer_of(worker)).name
+            return self._references.peer_of(worker).name
         except RpcError:
             return f"worker {worker.rank}"
 
-    def visited(self, begun: float, context: int) -> None:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
+    def noted(self, kind: str, begun: float, context: int) -> None:
         flights = self._agent.flights
         if flights is not None:
-            flights.noted(begun, "visit", f"of context {context:x}")
+            flights.noted(begun, kind, f"of context {context:x}")
 
     def attend(self, part: LocalPass) -> _Posts | None:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
         outer = WAITING.posts
         WAITING.posts = posts = _Posts()
         posts.part = part
         return outer  # type: ignore[return-value]
 
     def work_off(self) -> None:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
         if WAITING.posts:
-            self._agent.run_posts(WAITING.posts)
+            self._agent.executor.run_posts(WAITING.posts)
 
     def leave(self, outer: _Posts | None) -> None:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
         left, WAITING.posts = WAITING.posts, outer
         if left:
             pool = self._agent.pool
@@ -221,10 +213,8 @@ class AgentTransport:
             pool.wake()
 
     def attends_another(self, part: LocalPass) -> bool:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
         posts = WAITING.posts
         return isinstance(posts, _Posts) and posts.part is not part
 
     def later(self, run: Callable[[], object]) -> None:
-        """See :class:`actorrpc.autograd.messages.Transport`."""
         self._agent.submit(run)

@@ -1,16 +1,19 @@
-"""What workers and actors have done between two looks at their groups. No I/O."""
+"""What workers and actors have done between two looks at their groups, and the tables in which ``top`` shows that. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
 
-from actorrpc.observe.model import GroupState
+from actorrpc.cli.text import amount, figure, known, latencies, runs, span
+from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker
 
-__all__ = ["rates", "shares"]
+__all__ = ["ACTOR_COLUMNS", "WORKER_COLUMNS", "ActorRow", "Column", "WorkerRow", "rates", "rows", "shares"]
 
 
 def rates(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[str, float]:
-    """Return how many calls of each actor ended in a second, by its id; without those that were not seen before."""
+    """Return how many calls of each actor ended in a second, by its id; without actors that are not in ``before``."""
     old = {each.actor_id: each for state in before for each in state.actors}
     found = {}
     for state in after:
@@ -31,3 +34,112 @@ def shares(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[tu
             if then is not None and worker.age > then.age:
                 found[worker.name, worker.pid] = 100 * (worker.cpu - then.cpu) / (worker.age - then.age)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """A worker, and how much of a processor it uses."""
+
+    worker: ObservedWorker
+    share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ActorRow:
+    """An actor that is not dead, with its worker."""
+
+    actor: ObservedActor
+    rate: float | None
+    home: WorkerRow | None
+
+    @property
+    def share(self) -> float | None:
+        return self.home.share if self.home is not None else None
+
+    @property
+    def memory(self) -> int:
+        return self.home.worker.memory if self.home is not None else 0
+
+
+def rows(before: Iterable[GroupState], after: Iterable[GroupState]) -> tuple[list[WorkerRow], list[ActorRow]]:
+    """Return the workers, and the actors that are not dead."""
+    before, after = list(before), list(after)
+    rate, share = rates(before, after), shares(before, after)
+    workers: list[WorkerRow] = []
+    actors: list[ActorRow] = []
+    for state in after:
+        homes = {each.name: WorkerRow(each, share.get((each.name, each.pid))) for each in state.workers}
+        workers += homes.values()
+        actors += [
+            ActorRow(each, rate.get(each.actor_id), homes.get(each.worker))
+            for each in state.actors
+            if each.state != "DEAD"
+        ]
+    return workers, actors
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table: its title, what it shows of a row, and by what rows are sorted: largest numbers come first.
+
+    Attributes:
+        is_live: only the live tables have it.
+    """
+
+    title: str
+    show: Callable[[Any], str]
+    key: Callable[[Any], Any]
+    is_live: bool = False
+
+    @property
+    def by_name(self) -> bool:
+        return self.title in ("actor", "worker", "state")
+
+
+def _or_less(value: float | None) -> float:
+    return -1.0 if value is None else value
+
+
+def _size(nbytes: int) -> str:
+    return amount(nbytes) if nbytes else ""
+
+
+WORKER_COLUMNS: Final = (
+    Column("worker", lambda row: row.worker.name, lambda row: (row.worker.rank, row.worker.name)),
+    Column(
+        "state", lambda row: row.worker.state, lambda row: (row.worker.state == "alive", row.worker.state)
+    ),
+    Column("cpu %", lambda row: figure(row.share), lambda row: _or_less(row.share)),
+    Column("memory", lambda row: _size(row.worker.memory), lambda row: row.worker.memory),
+    Column("fds", lambda row: str(row.worker.descriptors or ""), lambda row: row.worker.descriptors),
+    Column("threads", lambda row: str(row.worker.thread_count or ""), lambda row: row.worker.thread_count),
+    Column("calls out", lambda row: str(row.worker.outgoing_count), lambda row: row.worker.outgoing_count),
+    Column(
+        "queued",
+        lambda row: str(row.worker.pool.get("queued", 0)),
+        lambda row: row.worker.pool.get("queued", 0),
+    ),
+)
+ACTOR_COLUMNS: Final = (
+    Column("actor", lambda row: row.actor.title, lambda row: row.actor.title),
+    Column("worker", lambda row: row.actor.worker, lambda row: row.actor.worker),
+    Column("state", lambda row: row.actor.state.lower(), lambda row: row.actor.state),
+    Column(
+        "waiting",
+        lambda row: known(row.actor.waiting, [row.actor]),
+        lambda row: (row.actor.waiting, row.actor.oldest),
+    ),
+    Column(
+        "oldest",
+        lambda row: span(row.actor.oldest) if row.actor.waiting else "-",
+        lambda row: row.actor.oldest,
+    ),
+    Column("calls/s", lambda row: figure(row.rate), lambda row: _or_less(row.rate)),
+    Column("p50", lambda row: latencies(row.actor)[0], lambda row: row.actor.p50),
+    Column("p99", lambda row: latencies(row.actor)[1], lambda row: row.actor.p99),
+    Column("cpu %", lambda row: figure(row.share), lambda row: _or_less(row.share), is_live=True),
+    Column("memory", lambda row: _size(row.memory), lambda row: row.memory, is_live=True),
+    Column(
+        "runs", lambda row: runs(row.actor, row.home and row.home.worker), lambda row: len(row.actor.running)
+    ),
+)

@@ -1,7 +1,7 @@
 """The debugger's front end: lists the calls that are held, talks to one of them, or gives commands to many.
 
-What is typed goes over the connection of a visitor, as questions do; there is no port. As long as it is connected, it answers
-signs of life: a thread of its own reads what is typed.
+Commands are sent over the connection of a visitor, as questions are; there is no port. A thread of its own reads the terminal, so
+that the main thread answers signs of life of the worker all the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from actorrpc.observe.visitor import Target, Visit
 __all__ = ["Attached", "cast", "lines", "matching", "talk"]
 
 _SLICE_S: Final = 0.05
-_STEP_S: Final = 1.0  # for a call that has gone on to be held again, or over, at the end of the input
+_STEP_S: Final = 1.0  # how long, at the end of the input, a running call may take to be held again, or to end
 _DETACH_S: Final = 1.0  # for a worker to say that it has heard
 
 
@@ -37,7 +37,7 @@ class Attached:
         name: of the session.
         state: as the worker has said last.
         asks: it waits for a command.
-        text: what was written and is not shown yet.
+        text: output of the worker that is not shown yet.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Attached:
         self.visit.tell(REQUEST, pack({**request, "id": number}))
         answer: dict[str, Any] | None = None
         while answer is None and time.monotonic() < until:
-            for body in self.visit.hear(EVENT, until):  # what has come behind the answer counts as well
+            for body in self.visit.hear(EVENT, until):  # also messages that came after the answer
                 found = unpack(body)
                 if found.get("id") == number:
                     answer = found
@@ -97,7 +97,7 @@ class Attached:
         raise TimeoutError(f"worker {self.visit.name!r} has not answered in time")
 
     def hear(self, until: float) -> None:
-        """Take what comes, until something has."""
+        """Wait for messages of the worker, and apply them."""
         for body in self.visit.hear(EVENT, until):
             self._take(unpack(body))
 
@@ -117,7 +117,7 @@ class Attached:
         self.visit.tell(REQUEST, pack({"do": "say", "session": self.session, "line": line}))
 
     def shown(self) -> str:
-        """Return what is to be shown, once."""
+        """Return and forget the output that is not shown yet."""
         found, self.text = "".join(self.text), []
         return found
 
@@ -125,7 +125,7 @@ class Attached:
         """Leave the call as it is, and hang up. The worker has heard of it then: another front end can attach at once."""
         try:
             self._ask({"do": "detach", "session": self.session}, time.monotonic() + _DETACH_S)
-        except (OSError, RpcError):  # the worker, or the call, is gone
+        except (OSError, RpcError):  # the worker, or the call, has ended
             pass
         self.visit.close()
 
@@ -167,7 +167,7 @@ def lines(held: Sequence[HeldCall]) -> list[str]:
 
 
 def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_terminal: bool) -> bool:
-    """Talk to a held call until it is over or the user detaches; returns whether it is over.
+    """Talk to a held call until it has ended or the user detaches; returns whether it has ended.
 
     Each line that is read is given when the call asks for a command. ``detach``, the end of the input, and Ctrl-C detach: the
     call stays as it is. It is waited for to be held again after it has gone on, on a terminal, and where there is a line for it.
@@ -176,7 +176,7 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
     wanted, ended = threading.Semaphore(0), threading.Event()
 
     def type_in() -> None:
-        # One line at a time, when it is wanted: what is typed later may be for the shell.
+        # One line at a time, on demand: later lines may be for the shell.
         while wanted.acquire() and not ended.is_set():
             line = read.readline()
             typed.put(line or None)
@@ -199,7 +199,7 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
                 write("(it goes on; Ctrl-C detaches)\n")
             line = typed.queue[0] if not typed.empty() else ""
             ends = line is None or line.strip() == "detach"
-            # Each command has its answer first, and a step the place where it ends; a call that goes on is not waited for.
+            # Before the next line, wait for the answer to a command, and for the end of a step; not for a call that continues.
             late = attached.state == RUNS and time.monotonic() > said + _STEP_S
             if line == "" or not (attached.asks or (ends and late)):
                 attached.hear(time.monotonic() + _SLICE_S)
@@ -231,8 +231,8 @@ def cast(
     """Give commands to many held calls: each to all of them before the answer of any is waited for, ``timeout`` seconds each.
 
     Returns:
-        For each answer that differs: the names of those that gave it, its text, and whether they are held again, or over: the
-        others run.
+        For each different answer: the names of its sessions, its text, and whether they are held again or have ended; else they
+        run.
     """
     texts: dict[str, list[str]] = {each.name: [] for each in sessions}
     late: set[str] = set()
@@ -257,5 +257,5 @@ def cast(
 
 
 def is_terminal() -> bool:
-    """Whether somebody types."""
+    """Whether standard input is a terminal."""
     return sys.stdin.isatty()

@@ -1,4 +1,4 @@
-"""``actorrpc doctor``: what is checked on this host, and of the groups that run; each fault with its remedy."""
+"""``actorrpc doctor``: checks of this host and of the groups that run; each fault with its remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from actorrpc import __version__
 from actorrpc.cli.text import amount, count, span
@@ -20,7 +20,7 @@ from actorrpc.observe.outside import GroupLook, settings_here
 from actorrpc.transport.tls import Tls
 from actorrpc.wire import keys
 
-__all__ = ["as_dict", "here", "lines", "no_group", "of_group"]
+__all__ = ["here", "lines", "no_group", "of_group"]
 
 _FEW: Final = 4096  # descriptors
 _LITTLE: Final = 64 << 20  # bytes of shared memory
@@ -133,7 +133,7 @@ def _descriptors() -> Finding:
 
 def _shared_memory() -> Finding:
     try:
-        # The library lends memfds, which are in no file system: what is limited is memory. DataLoader and others use /dev/shm.
+        # The library's segments are memfds, which are in no file system: only memory limits them. DataLoader uses /dev/shm.
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return _fault(
@@ -148,12 +148,12 @@ def _shared_memory() -> Finding:
 
 
 def no_group(text: str) -> Finding:
-    """Return what is said where there is no group that could be checked."""
+    """Return the finding that no group could be checked."""
     return _good("group", f"no group was checked: {text}")
 
 
 def of_group(look: GroupLook) -> list[Finding]:
-    """Check a group that was looked into."""
+    """Check a group by a look at it."""
     state = look.state
     title = f"{look.group.what}" + (f" (pid {look.group.pids[0]})" if look.group.pids else "")
     reached = [each for each in state.workers if each.state == "alive"]
@@ -173,8 +173,3 @@ def lines(checks: Sequence[Finding]) -> list[str]:
             found.append(f"      -> {each.remedy}")
     wrong = sum(each.wrong for each in checks)
     return [*found, "", count(wrong, "fault") if wrong else "No faults."]
-
-
-def as_dict(check: Finding) -> dict[str, Any]:
-    """Return a check as JSON has it."""
-    return {"kind": check.kind, "wrong": check.wrong, "what": check.what, "remedy": check.remedy}

@@ -27,7 +27,7 @@ class Line:
 
     Attributes:
         number: grows with each line of its cluster; ``when``: seconds since 1970.
-        pid, label: of whom it is.
+        pid, label: of the process.
         is_error: it was written to standard error.
     """
 
@@ -62,8 +62,8 @@ class Wanted:
     """Which lines are wanted.
 
     Attributes:
-        whom: a process id, a label, or a worker's name, whose label is what stands before its number.
-        last: so many of those that are there; None: all.
+        whom: a process id, a label, or a worker's name.
+        last: how many of the lines that exist are shown; None: all.
     """
 
     whom: str | None
@@ -94,7 +94,7 @@ class Reader:
     """Reads the logs of groups.
 
     Raises:
-        RpcError: none of them keeps any.
+        RpcError: no driver answers.
     """
 
     def __init__(self, groups: list[FoundGroup], wanted: Wanted, timeout: float) -> None:
@@ -119,11 +119,10 @@ class Reader:
             raise RpcError(f"no driver has answered: {problem}")
 
     def begin(self, show: Callable[[Line], None]) -> None:
-        """Show what there is.
+        """Show the lines that exist.
 
         Raises:
-            RpcError: nobody keeps logs: the groups have no driver that starts processes; or the one is not
-                there whose logs are wanted.
+            RpcError: no logs are kept, as the groups have no driver that starts processes; or the wanted process does not exist.
         """
         self._show = show
         found = self._read()
@@ -155,19 +154,19 @@ class Reader:
         return "".join(f"\n  {each}" for each in found)
 
     def follow(self) -> None:
-        """Show what is printed from now on, until the drivers have ended."""
+        """Show new lines until the drivers have ended."""
         while self._visits:
             time.sleep(_AGAIN_S)
             self.more()
 
     def more(self) -> bool:
-        """Show what has been printed since the last time; returns whether any of the drivers is still there."""
+        """Show the lines since the last call; returns whether one of the drivers still runs."""
         for line in self._read() or ():
             self._show(line)
         return bool(self._visits)
 
     def _read(self) -> list[Line] | None:
-        """Return what has come since the last time, in order; None where nobody keeps logs."""
+        """Return the lines since the last call, in order; None where no logs are kept."""
         lines: list[Line] = []
         keeps = False
         for place in reversed(range(len(self._visits))):

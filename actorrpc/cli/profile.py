@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,14 +37,14 @@ class ProfileSummary:
     """What a profile has.
 
     Attributes:
-        path: the file; empty where no worker has answered, and none was written.
+        path: the file; empty where no worker has answered, and no file was written.
         seconds: how long the workers were sampled.
         rate: how many samples of each worker a second were wanted.
         workers: how many have answered.
-        threads: how many stood elsewhere than in waits of the library.
+        threads: how many were seen outside of waits of the library.
         samples: answers of all workers.
-        late: those that came after the next ones were due.
-        lost: those that there are not: the one before, or the worker, took too long.
+        late: answers that came after the next question was due.
+        lost: questions that were not asked, or not answered: the answer before, or the worker, took too long.
         missing: why workers were not sampled, or not to the end, by their names.
     """
 
@@ -60,7 +60,7 @@ class ProfileSummary:
 
 
 def lines(summary: ProfileSummary, collapsed: bool) -> list[str]:
-    """Return what there is to say of a profile."""
+    """Return what ``profile`` prints."""
     missing = [f"{worker} is missing: {why}" for worker, why in summary.missing.items()]
     if not summary.path:
         stacks = [f"actorrpc stack {worker} shows where it is" for worker in summary.missing]
@@ -80,7 +80,7 @@ def lines(summary: ProfileSummary, collapsed: bool) -> list[str]:
 
 
 class Ticks:
-    """The moments at which a worker is to be asked: at a fixed rate, those left out that have passed meanwhile. One thread.
+    """The moments at which a worker is asked, at a fixed rate; moments that pass while it answers are left out. One thread.
 
     Attributes:
         late: answers that came after the next one was due.
@@ -96,16 +96,16 @@ class Ticks:
 
     @property
     def due(self) -> float | None:
-        """When it is to be asked next; None where that is all."""
+        """When the worker is asked next; None after the last question."""
         return None if self._next >= self._number else self._begun + self._next * self._interval
 
     def answered(self, now: float) -> None:
-        """Go on after an answer."""
+        """Note an answer, and go to the next moment."""
         if self._go_on(now):
             self.late += 1
 
     def unanswered(self, now: float) -> None:
-        """Go on where none has come."""
+        """Note that no answer has come, and go to the next moment."""
         self._go_on(now)
         self.lost += 1
 
@@ -247,8 +247,18 @@ def sample(
 # -- writing -----------------------------------------------------------------------------------------------------
 
 
-def write(path: str, samplers: Iterable[Sampler], rate: float, collapsed: bool) -> int:
-    """Write what was sampled; return how many threads it has.
+def write(
+    path: str,
+    samplers: Sequence[Sampler],
+    missing: Mapping[str, str],
+    seconds: float,
+    rate: float,
+    collapsed: bool,
+) -> ProfileSummary:
+    """Write the samples, which took so many seconds, into a file, if there are any; return a summary.
+
+    Args:
+        missing: why workers were not sampled at all.
 
     Raises:
         OSError: the file cannot be written.
@@ -258,10 +268,22 @@ def write(path: str, samplers: Iterable[Sampler], rate: float, collapsed: bool) 
         for sampler in samplers
         for ident, thread in sorted(sampler.threads.items())
     ]
-    text = _folded(threads) if collapsed else json.dumps(_speedscope(threads, rate))
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-    return len(threads)
+    samples = sum(each.samples for each in samplers)
+    if samples:
+        text = _folded(threads) if collapsed else json.dumps(_speedscope(threads, rate))
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    return ProfileSummary(
+        path=os.path.abspath(path) if samples else "",
+        seconds=seconds,
+        rate=rate,
+        workers=sum(each.samples > 0 for each in samplers),
+        threads=len(threads),
+        samples=samples,
+        late=sum(each.ticks.late for each in samplers),
+        lost=sum(each.ticks.lost for each in samplers),
+        missing={**missing, **{each.name: each.why for each in samplers if each.why}},
+    )
 
 
 def _speedscope(threads: Sequence[tuple[str, _Thread]], rate: float) -> dict[str, Any]:

@@ -25,6 +25,7 @@ __all__ = [
     "figure",
     "folded",
     "is_idle",
+    "known",
     "lapse",
     "latencies",
     "runs",
@@ -41,7 +42,7 @@ _FORKED: Final = os.path.join(
     "provisioners", "fork_server.py"
 )  # the main thread of a process waits for its end
 _IMPORTS: Final = "<frozen importlib"
-_SHOWN: Final = 12  # threads that are named of those that stand at one place
+_SHOWN: Final = 12  # threads at one place that are named
 
 
 def amount(nbytes: float) -> str:
@@ -61,6 +62,13 @@ def lapse(seconds: float) -> str:
 def latencies(actor: ObservedActor) -> tuple[str, str]:
     """Return the p50 and p99 of an actor's latest calls, in words; dashes where it has answered none."""
     return (lapse(actor.p50), lapse(actor.p99)) if actor.latest else ("-", "-")
+
+
+def known(number: int, actors: Iterable[ObservedActor]) -> str:
+    """Return a number of calls, and that it is not all of them where the worker of one of the actors does not answer."""
+    if all(each.answered or not each.worker or each.state == "DEAD" for each in actors):
+        return str(number)
+    return f"{number} + ?" if number else "?"
 
 
 def figure(value: float | None) -> str:
@@ -100,7 +108,7 @@ class Fold:
         frames: their stack, the innermost last.
         where: the worker and the thread, of each.
         calls: the calls that run on them, with their actors.
-        held: those that a debugger holds there.
+        held: calls that a debugger holds there.
     """
 
     frames: tuple[StackFrame, ...]
@@ -136,7 +144,7 @@ def is_idle(frames: Sequence[StackFrame]) -> bool:
 
 
 def users_part(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
-    """Return a stack without the frames of the import system, and without those of the library that call the user's code."""
+    """Return a stack without the frames of the import system, and without the frames of the library that call the user's code."""
     users = [place for place, each in enumerate(frames) if not _is_ours(each)]
     return (
         tuple(each for each in frames[users[0] :] if not each.file.startswith(_IMPORTS)) if users else frames
@@ -144,7 +152,7 @@ def users_part(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
 
 
 def folded(workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -> list[Fold]:
-    """Return all stacks, equal ones as one: those that run calls first, then the most common; idle ones of the library last."""
+    """Return all stacks, equal ones as one: first stacks with calls, then the most common; idle threads of the library last."""
     calls: dict[tuple[str, int], list[tuple[ObservedActor, ObservedCall]]] = {}
     for actor in actors:
         for call in actor.running:
@@ -220,7 +228,7 @@ def stack_lines(
 
 
 def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:
-    """Say what runs, for whom, since when, and what it waits for."""
+    """Say which method runs, its caller, since when, and what it waits for."""
     caller = callers.get(call.chain[-1]) if call.chain else None
     whom = f"{caller} on {call.caller!r}" if caller else repr(call.caller)
     text = f"{title}.{call.method}() for {whom}, {span(call.since)} old"

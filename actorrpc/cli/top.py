@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -19,11 +18,10 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static
 
-from actorrpc.cli.activity import rates, shares
-from actorrpc.cli.text import amount, figure, latencies, runs, span
+from actorrpc.cli.activity import ACTOR_COLUMNS, WORKER_COLUMNS, Column, rows
 from actorrpc.cli.views import Picture, separated
 from actorrpc.errors import RpcError
-from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker
+from actorrpc.observe.model import GroupState
 
 __all__ = ["See", "Top"]
 
@@ -32,86 +30,6 @@ See = Callable[[list[str]], list[Picture]]
 
 _PARTS: Final = ["process", "actors", "supervised", "holders"]
 _FINDINGS: Final = 5  # that are shown above the tables
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A column of a table: its title, what it shows of a row, and by what rows are sorted.
-
-    What is sorted by a number has the largest first.
-    """
-
-    title: str
-    show: Callable[[Any], str]
-    key: Callable[[Any], Any]
-
-    @property
-    def by_name(self) -> bool:
-        return self.title in ("actor", "worker", "state")
-
-
-@dataclass(frozen=True, slots=True)
-class _WorkerRow:
-    worker: ObservedWorker
-    share: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class _ActorRow:
-    """An actor, with what the process in which it lives uses."""
-
-    actor: ObservedActor
-    rate: float | None
-    home: _WorkerRow | None
-
-    @property
-    def share(self) -> float | None:
-        return self.home.share if self.home is not None else None
-
-    @property
-    def memory(self) -> int:
-        return self.home.worker.memory if self.home is not None else 0
-
-
-def _or_less(value: float | None) -> float:
-    return -1.0 if value is None else value
-
-
-_OF_WORKERS: Final = (
-    _Column("worker", lambda row: row.worker.name, lambda row: (row.worker.rank, row.worker.name)),
-    _Column(
-        "state", lambda row: row.worker.state, lambda row: (row.worker.state == "alive", row.worker.state)
-    ),
-    _Column("cpu %", lambda row: figure(row.share), lambda row: _or_less(row.share)),
-    _Column("memory", lambda row: amount(row.worker.memory), lambda row: row.worker.memory),
-    _Column("fds", lambda row: str(row.worker.descriptors), lambda row: row.worker.descriptors),
-    _Column("threads", lambda row: str(row.worker.thread_count), lambda row: row.worker.thread_count),
-    _Column("calls out", lambda row: str(row.worker.outgoing_count), lambda row: row.worker.outgoing_count),
-    _Column(
-        "queued",
-        lambda row: str(row.worker.pool.get("queued", 0)),
-        lambda row: row.worker.pool.get("queued", 0),
-    ),
-)
-_OF_ACTORS: Final = (
-    _Column("actor", lambda row: row.actor.title, lambda row: row.actor.title),
-    _Column("worker", lambda row: row.actor.worker, lambda row: row.actor.worker),
-    _Column("state", lambda row: row.actor.state.lower(), lambda row: row.actor.state),
-    _Column("waiting", lambda row: str(row.actor.waiting), lambda row: (row.actor.waiting, row.actor.oldest)),
-    _Column(
-        "oldest",
-        lambda row: span(row.actor.oldest) if row.actor.waiting else "-",
-        lambda row: row.actor.oldest,
-    ),
-    _Column("calls/s", lambda row: figure(row.rate), lambda row: _or_less(row.rate)),
-    _Column("p50", lambda row: latencies(row.actor)[0], lambda row: row.actor.p50),
-    _Column("p99", lambda row: latencies(row.actor)[1], lambda row: row.actor.p99),
-    _Column("cpu %", lambda row: figure(row.share), lambda row: _or_less(row.share)),
-    _Column("memory", lambda row: amount(row.memory) if row.memory else "", lambda row: row.memory),
-    _Column(
-        "runs", lambda row: runs(row.actor, row.home and row.home.worker), lambda row: len(row.actor.running)
-    ),
-)
 
 
 def _text(value: str) -> Text:
@@ -128,7 +46,7 @@ class _Table(DataTable[Text]):
         Binding("enter", "select_cursor", "describe"),
     ]
 
-    def __init__(self, columns: Sequence[_Column], sort: int, name_of: Callable[[Any], str], id: str) -> None:
+    def __init__(self, columns: Sequence[Column], sort: int, name_of: Callable[[Any], str], id: str) -> None:
         super().__init__(cursor_type="row", id=id)
         self._shown = columns
         self._name_of = name_of
@@ -238,9 +156,9 @@ class Top(App[None]):
         self._head = Static(_text("asking ..."), id="title")
         self._wrong = Static(id="findings")
         self._worker_table = _WorkerTable(
-            _OF_WORKERS, 0, lambda row: f"{row.worker.name} {row.worker.pid}", "workers"
+            WORKER_COLUMNS, 0, lambda row: f"{row.worker.name} {row.worker.pid}", "workers"
         )
-        self._actor_table = _Table(_OF_ACTORS, 3, lambda row: row.actor.actor_id, "actors")
+        self._actor_table = _Table(ACTOR_COLUMNS, 3, lambda row: row.actor.actor_id, "actors")
 
     def compose(self) -> ComposeResult:
         yield self._head
@@ -263,14 +181,14 @@ class Top(App[None]):
     async def _look(self) -> None:
         try:
             self._show(await asyncio.to_thread(self._see, _PARTS))
-        except (RpcError, OSError) as error:  # what was seen last stays
+        except (RpcError, OSError) as error:  # the tables stay as they are
             self._head.update(_text(str(error)))
         finally:
             self._looks = False
 
     def _show(self, pictures: Sequence[Picture]) -> None:
         seen = [each.state for each in pictures]
-        rate, share = rates(self._before, seen), shares(self._before, seen)
+        workers, actors = rows(self._before, seen)
         self._before = seen
         self._head.update(Text("\n").join(_text(each.title) for each in pictures))
         wrong = [each.what for picture in pictures for each in picture.findings if each.wrong]
@@ -278,16 +196,6 @@ class Top(App[None]):
         if len(wrong) > _FINDINGS:
             said.append(f"... and {len(wrong) - _FINDINGS} more: actorrpc status")
         self._wrong.update(Text("\n").join(map(_text, said)))
-        workers: list[_WorkerRow] = []
-        actors: list[_ActorRow] = []
-        for state in seen:
-            homes = {each.name: _WorkerRow(each, share.get((each.name, each.pid))) for each in state.workers}
-            workers += homes.values()
-            actors += [
-                _ActorRow(each, rate.get(each.actor_id), homes.get(each.worker))
-                for each in state.actors
-                if each.state != "DEAD"
-            ]
         self._worker_table.show(workers, len(workers))
         self._actor_table.show(actors, self._most)
 
@@ -312,7 +220,7 @@ class Top(App[None]):
 
     def _stacks(self, name: str) -> list[str]:
         pictures = self._see([*_PARTS, "threads"])
-        # A worker is meant by its process as well: those of several groups may have one name.
+        # By process id: workers of several groups may have the same name.
         found = [each.only(name.rpartition(" ")[2]) for each in pictures]
         lines = separated(each.stack_lines(True) for each in found if each is not None)
         return lines or ["it is not there any more"]

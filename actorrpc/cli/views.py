@@ -7,26 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from actorrpc.cli.activity import rates, shares
+from actorrpc.cli.activity import ACTOR_COLUMNS, WORKER_COLUMNS, Column, rows
 from actorrpc.cli.text import (
     amount,
     count,
-    figure,
     folded,
+    known,
     lapse,
-    latencies,
-    runs,
     say_call,
     span,
     stack_lines,
     table,
 )
 from actorrpc.observe.findings import calls_to, in_order, is_wanted, of_actors, of_workers, remedy_of
-from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
+from actorrpc.observe.model import (
+    Finding,
+    GroupState,
+    ObservedActor,
+    ObservedSegment,
+    ObservedWorker,
+    plain,
+)
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.observe.tracing.trace import TraceSummary
 
-__all__ = ["Picture", "separated", "trace_lines"]
+__all__ = ["Picture", "objects_of", "separated", "trace_lines"]
 
 _STATES: Final = ("PENDING_CREATION", "ALIVE", "RESTARTING", "ENDING", "DEAD", "UNKNOWN")
 _OF_SILENT: Final = (
@@ -44,7 +49,7 @@ _OF_SILENT: Final = (
 )
 _LEAST: Final = 4  # characters of an id that name an actor
 _ROWS: Final = 64  # workers, and classes of actors, that status shows
-_OWNERS: Final = 16  # those who hold memory of others that it shows
+_OWNERS: Final = 16  # rows of memory that is held by others
 _SAID: Final = 1 << 20  # bytes; what holds less is not said
 
 
@@ -79,11 +84,11 @@ def separated(parts: Iterable[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What was seen of a group.
+    """The state of a group, as it was seen in one look.
 
     Attributes:
-        callers: what executions are, in words, by what names them in the group.
-        about_actors: those of the findings that are about actors.
+        callers: the running methods, in words, by their executions.
+        about_actors: the findings about actors.
     """
 
     group: FoundGroup
@@ -93,7 +98,7 @@ class Picture:
 
     @classmethod
     def of(cls, look: GroupLook) -> Picture:
-        """Return the picture that a look has given."""
+        """Return the picture of a look."""
         state = look.state
         callers = {
             call.execution: f"{actor.title}.{call.method}()"
@@ -106,9 +111,9 @@ class Picture:
         return cls(look.group, state, callers, about_actors)
 
     def with_workers(self, look: GroupLook) -> Picture | None:
-        """Return this picture with its workers as a look at them alone has them; None where it is to be looked at whole.
+        """Return this picture with the workers of a later look, which was at workers alone.
 
-        That is where a worker has come or gone, or is not alive, which says something of its actors.
+        None if a worker has come or gone, or is not alive: then the actors have changed, too.
         """
         seen = look.state
         names = [(each.name, each.pid) for each in self.state.workers]
@@ -160,7 +165,7 @@ class Picture:
         return lines + self.finding_lines()
 
     def finding_lines(self) -> list[str]:
-        """Return what is wrong, and what else there is to know, below something else; nothing where there is nothing."""
+        """Return the faults and the notes, with an empty line before each kind; an empty list without any."""
         lines: list[str] = []
         for wrong, head in ((True, "Wrong:"), (False, "To know:")):
             found = [each for each in self.findings if each.wrong is wrong]
@@ -189,7 +194,7 @@ class Picture:
             )
             for worker in self.state.workers
         ]
-        # Those that are not well are shown in any case.
+        # Workers that are not alive are shown in any case.
         if len(rows) > _ROWS:
             rows = sorted(rows, key=lambda row: row[2] == "alive")[:_ROWS]
         head = ("rank", "worker", "state", "pid", "host", "age", "cpu", "memory", "fds", "threads", "actors")
@@ -211,8 +216,8 @@ class Picture:
                 (
                     name,
                     *(states.get(state, 0) for state in used),
-                    _known(sum(each.waiting for each in actors), actors),
-                    _known(sum(len(each.running) for each in actors), actors),
+                    known(sum(each.waiting for each in actors), actors),
+                    known(sum(len(each.running) for each in actors), actors),
                     span(oldest) if oldest else "-",
                 )
             )
@@ -227,7 +232,7 @@ class Picture:
         return [*lines, f"... and {len(rows) - _ROWS} more classes"] if len(rows) > _ROWS else lines
 
     def _holder_lines(self) -> list[str]:
-        """Return who keeps memory of whom: values that are referred to, and shared memory that is lent."""
+        """Return which worker keeps memory of which: values with references, and shared memory that is lent."""
         held: dict[tuple[str, str], list[int]] = {}
         for worker in self.state.workers:
             for each in worker.holders:
@@ -252,21 +257,11 @@ class Picture:
 
     def _object_lines(self) -> list[str]:
         """Return the large objects in shared memory, each once, and who holds them."""
-        holders: dict[str, list[str]] = {}
-        found: dict[str, Any] = {}
-        for worker in self.state.workers:
-            for each in worker.objects:
-                holders.setdefault(each.segment, []).append(worker.name)
-                if each.segment not in found or each.bytes > found[each.segment].bytes:
-                    found[each.segment] = each
-        largest = [
-            each for each in sorted(found.values(), key=lambda each: -each.bytes) if each.bytes >= _SAID
-        ]
+        largest = [each for each in objects_of(self.state.workers) if each[0].bytes >= _SAID]
         if not largest:
             return []
         rows = []
-        for each in largest[:_OWNERS]:
-            names = holders[each.segment]
+        for each, names in largest[:_OWNERS]:
             more = f" and {len(names) - 2} more" if len(names) > 3 else ""
             held = f"{', '.join(names[:2])}{more}" if more else ", ".join(names)
             rows.append((amount(each.bytes), each.label, each.site or "-", held))
@@ -290,7 +285,7 @@ class Picture:
         return self._of([actor])
 
     def _of(self, actors: Sequence[ObservedActor]) -> Picture:
-        """Return the picture of some actors: of their workers, what they run and what is held of them."""
+        """Return the picture of some actors: of their workers, with the threads and held calls of these actors."""
         wanted = {(each.worker, call.thread) for each in actors for call in each.running}
         names, ids = {each.worker for each in actors}, {each.actor_id for each in actors}
         cut = []
@@ -352,7 +347,7 @@ class Picture:
 
         Args:
             with_idle: also threads of the library that wait for work.
-            whole: all frames, also those of the library below the function of it that the user's code has called.
+            whole: all frames, also inner frames of the library.
         """
         workers = self.state.workers
         folds = folded(workers, self.state.actors)
@@ -387,7 +382,7 @@ class Picture:
     def actors_named(self, text: str) -> list[ObservedActor]:
         """Return the actors that a name, a title, a part of an id or a class means.
 
-        Of a class, those that were meant to end are left out where there are others.
+        Of a class, actors that were meant to end are left out if there are others.
         """
         actors = self.state.actors
         exact = [each for each in actors if text in (each.name, each.title, each.actor_id)]
@@ -411,7 +406,7 @@ class Picture:
     def _who_waits(self, actor: ObservedActor) -> list[str]:
         """Return the calls that wait for one of an actor, in words."""
         wanted = f"the call of {actor.class_name}."
-        # What a call waits for is known by class and worker: where there are several, only what runs for it tells.
+        # A call says the class and worker of the actor that it waits for. For several such actors, only the chain of calls tells.
         alike = sum(
             each.class_name == actor.class_name and each.worker == actor.worker for each in self.state.actors
         )
@@ -487,57 +482,44 @@ class Picture:
     # -- top -----------------------------------------------------------------------------------------------------
 
     def top_lines(self, most: int, before: Sequence[Picture]) -> list[str]:
-        """Return what ``top`` prints; ``before``: what was seen the last time."""
-        then = [each.state for each in before]
-        rate, share = rates(then, [self.state]), shares(then, [self.state])
-        lines = [self.title, ""]
-        rows: list[tuple[object, ...]] = []
-        for worker in self.state.workers[:_ROWS]:
-            rows.append(
-                (
-                    worker.name,
-                    worker.state,
-                    figure(share.get((worker.name, worker.pid))),
-                    amount(worker.memory) if worker.memory else "",
-                    worker.descriptors or "",
-                    worker.thread_count or "",
-                    worker.outgoing_count,
-                    worker.pool.get("queued", 0),
-                )
+        """Return what ``top`` prints; ``before``: the pictures before."""
+        workers, actors = rows([each.state for each in before], [self.state])
+        lines = [self.title, "", *_table(WORKER_COLUMNS, workers[:_ROWS])]
+        actors.sort(
+            key=lambda row: (
+                -row.actor.waiting,
+                -row.actor.oldest,
+                -len(row.actor.running),
+                row.actor.actor_id,
             )
-        lines += table(("worker", "state", "cpu %", "memory", "fds", "threads", "calls out", "queued"), rows)
-        living = [each for each in self.state.actors if each.state != "DEAD"]
-        living.sort(key=lambda each: (-each.waiting, -each.oldest, -len(each.running), each.actor_id))
-        rows = []
-        for actor in living[:most]:
-            rows.append(
-                (
-                    actor.title,
-                    actor.worker,
-                    actor.state.lower(),
-                    _known(actor.waiting, [actor]),
-                    span(actor.oldest) if actor.waiting else "-",
-                    figure(rate.get(actor.actor_id)),
-                    *latencies(actor),
-                    runs(actor, self.state.worker(actor.worker)),
-                )
-            )
-        if rows:
-            head = ("actor", "worker", "state", "waiting", "oldest", "calls/s", "p50", "p99", "runs")
-            lines += ["", *table(head, rows)]
-            if len(living) > most:
-                lines.append(f"... and {len(living) - most} more actors")
+        )
+        if actors:
+            columns = [each for each in ACTOR_COLUMNS if not each.is_live]
+            lines += ["", *_table(columns, actors[:most])]
+            if len(actors) > most:
+                lines.append(f"... and {len(actors) - most} more actors")
         for each in self.findings:
             if each.wrong:
                 lines += ["", *_said(each)]
         return lines
 
 
-def _known(number: int, actors: Iterable[ObservedActor]) -> str:
-    """Return a number of calls, and that it is not all of them where the worker of one of the actors does not answer."""
-    if all(each.answered or not each.worker or each.state == "DEAD" for each in actors):
-        return str(number)
-    return f"{number} + ?" if number else "?"
+def objects_of(workers: Iterable[ObservedWorker]) -> list[tuple[ObservedSegment, list[str]]]:
+    """Return the objects in shared memory, the largest first, each with the workers that hold it."""
+    found: dict[str, ObservedSegment] = {}
+    holders: dict[str, list[str]] = {}
+    for worker in workers:
+        for each in worker.objects:
+            holders.setdefault(each.segment, []).append(worker.name)
+            known = found.setdefault(each.segment, each)
+            if each.bytes > known.bytes:  # as the worker that has written it says
+                found[each.segment] = each
+    largest = sorted(found.values(), key=lambda each: -each.bytes)
+    return [(each, holders[each.segment]) for each in largest]
+
+
+def _table(columns: Sequence[Column], rows: Sequence[object]) -> list[str]:
+    return table([each.title for each in columns], ([each.show(row) for each in columns] for row in rows))
 
 
 def _traffic(worker: ObservedWorker) -> tuple[str, str]:

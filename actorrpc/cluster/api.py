@@ -35,10 +35,9 @@ from actorrpc.cluster import page as page_module
 from actorrpc.cluster.driver import Cluster, Directory, Reception
 from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.long_wait import LongWait, some
-from actorrpc.cluster.provisioners import registry
-from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Node
+from actorrpc.cluster.provisioners import ray
+from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
 from actorrpc.cluster.provisioners.local import LocalCluster
-from actorrpc.cluster.scheduler import ResourceHolder
 from actorrpc.cluster.worker_process import Member
 from actorrpc.config import Settings
 from actorrpc.errors import (
@@ -62,8 +61,6 @@ from actorrpc.wire.keys import Key
 
 __all__ = ["ClusterContext", "drain", "init", "scale"]
 
-_GRACE_S: Final = 5.0  # how long a graceful end may take, where no time-out is given
-_LAST_S: Final = 0.5  # how long processes may take at least, however long their actors took
 _TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again
 _SETTINGS: Final = checks_of(Settings)
 _PAGE: Final = "say dashboard=True, or dashboard='127.0.0.1:PORT', for the page of actorrpc dashboard"
@@ -92,7 +89,7 @@ class ClusterContext:
     Attributes:
         name: this worker's name.
         namespace: where actors look for names unless they are told another one.
-        address: where others can join, ``tcp://host:port``; empty where nobody can.
+        address: where others can join, ``tcp://host:port``; empty where other processes cannot join.
     """
 
     def __init__(self, name: str, namespace: str, *, owned: bool, address: str = "") -> None:
@@ -111,7 +108,7 @@ class ClusterContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The one that found it running leaves it running. After Ctrl-C nobody wants to wait for what actors have to do.
+        # A context that found the cluster running leaves it running. After Ctrl-C the user does not want to wait for actors.
         if self._owned:
             api.shutdown(graceful=kind is None or issubclass(kind, Exception))
 
@@ -200,15 +197,7 @@ def init(
     if running is not None:
         return _found_running(running, ignore_reinit_error)
     if address is not None:
-        if page is not None:
-            raise ConfigError(
-                "address= joins a cluster, and its driver has the page: say dashboard= there, or run: "
-                f"actorrpc dashboard --connect {address}"
-            )
-        if listen is not None or engine is not None:
-            raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
-        if modules:
-            raise ConfigError("address= joins a cluster: leave preload= to its driver")
+        _check_joins(address, page is not None, listen is not None or engine is not None, bool(modules))
         _known(settings)
         member = join(address, name=name, means=means, timeout=join_timeout, settings=settings)
         return ClusterContext(member.agent.name, api.namespace(), owned=True, address=address)
@@ -228,34 +217,75 @@ def init(
             "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is none: "
             f"{join_module.VARIABLES} are not set"
         )
-    if isinstance(engine, str) and engine != "local":
-        booked = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
-        engine_options = {
-            "log_to_driver": log_to_driver,
-            **{option: value for option, value in booked.items() if value is not None},
-            **{option: settings.pop(option) for option in list(settings) if option not in _SETTINGS},
-            **(engine_options or {}),
-        }
-    found = registry.find(engine, engine_options or {})
-    if modules and found is not None:
+    booked = {
+        "log_to_driver": log_to_driver,
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "resources": resources,
+    }
+    if modules and engine not in (None, "local"):
         raise ConfigError(
-            f"preload= is for the processes that this driver forks, and engine={found.name!r} starts others: leave it out"
+            f"preload= is for the processes that this driver forks, and engine={getattr(engine, 'name', engine)!r} starts "
+            "others: leave it out"
         )
-    try:
-        context = _drive(
-            listen,
-            found,
-            means,
-            slots_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
-            ignore_reinit_error=ignore_reinit_error,
-            settings=settings,
-            **given,
-        )
-    except BaseException:
-        if found is not None:
-            found.end(False, 0.0)
-        raise
+    found = _engine(engine, engine_options or {}, booked, settings)
+    context = _drive(
+        listen,
+        found,
+        means,
+        slots_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
+        ignore_reinit_error=ignore_reinit_error,
+        settings=settings,
+        **given,
+    )
     return _with_page(context, page)
+
+
+def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> None:
+    """Check that :func:`init` was given no options of a driver beside the address of one.
+
+    Raises:
+        ConfigError: it was.
+    """
+    if has_page:
+        raise ConfigError(
+            "address= joins a cluster, and its driver has the page: say dashboard= there, or run: "
+            f"actorrpc dashboard --connect {address}"
+        )
+    if drives:
+        raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
+    if preloads:
+        raise ConfigError("address= joins a cluster: leave preload= to its driver")
+
+
+def _engine(
+    engine: Engine | str | None,
+    options: Mapping[str, Any],
+    booked: Mapping[str, Any],
+    settings: dict[str, Any],
+) -> Engine | None:
+    """Return the engine of a name, or the engine itself; None for the embedded one.
+
+    Args:
+        booked: further options of an engine that is named, where they are not None.
+        settings: options of :func:`init`; those that are no settings are taken out, for an engine that is named.
+
+    Raises:
+        ConfigError: the name is unknown, Ray is not installed, or the options cannot be used.
+    """
+    if engine is None or engine == "local":
+        if options:
+            raise ConfigError(f"the embedded engine takes no engine_options, not {', '.join(options)}")
+        return None
+    if isinstance(engine, Engine):
+        return engine
+    if not isinstance(engine, str):
+        raise WrongTypeError(f"engine must be a name or an Engine, not {engine!r}")
+    if engine != "ray":
+        raise ConfigError(f"there is no engine {engine!r}; there are: local, ray")
+    own = {option: settings.pop(option) for option in list(settings) if option not in _SETTINGS}
+    given = {option: value for option, value in booked.items() if value is not None}
+    return ray.make(**{**given, **own, **options})
 
 
 def _with_page(context: ClusterContext, page: tuple[str, int] | None) -> ClusterContext:
@@ -366,140 +396,108 @@ def _drive(
     slots_first: bool = False,
     waits: bool = False,
 ) -> ClusterContext:
-    """Make this process the driver of a cluster."""
-    name = "driver" if name is None else name
-    if given is not None and listen is None:
-        # An engine may know better how it is reached.
-        own_host = getattr(given, "host", join_module.own_address)
-        listen = join_module.show(own_host(), 0)
-    host = None if listen is None else join_module.parse(listen, "listen", listen=True)[0]
-    made = _settings(settings, listen)
-    check_name(name)
-    timeout = check_timeout(rpc_timeout, "rpc_timeout")
-    namespace = text("namespace", namespace, none=True) or ""
-    cpus = float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus)
-    num_gpus = means.num_gpus
-    if given is None and num_gpus is not None and num_gpus != int(num_gpus):
-        raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(num_gpus, repr)}")
+    """Make this process the driver of a cluster.
 
-    key_is_made = False
-    if not secret and listen is not None:
-        secret = join_module.given_secret()
-        if not secret and given is None and not group.is_loopback(host or ""):
-            raise ConfigError(
-                f"listen={listen!r} can be reached from other hosts, and there is no key: give the driver and every worker "
-                "the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); make one with: "
-                "python -c 'import secrets; print(secrets.token_hex(32))'"
-            )
-        key_is_made = not secret
-    secret = secret or join_module.new_secret()
+    Args:
+        listen: where others may join; None for this machine alone, or where the engine says.
+        given: an engine; None for the embedded one. If this fails, the engine is ended.
+        settings: the options that :func:`init` does not name itself.
+        secret: the key, where that was agreed on before.
+        slots_first, waits: as for :class:`~actorrpc.cluster.driver.Cluster`.
+    """
+    with undo_on_error(partial(given.end, False, 0.0) if given is not None else bool):
+        if given is not None and listen is None:
+            # An engine may know better how it is reached.
+            listen = join_module.show(getattr(given, "host", join_module.own_address)(), 0)
+        made = _settings(settings, listen)
+        name = check_name("driver" if name is None else name)
+        timeout = check_timeout(rpc_timeout, "rpc_timeout")
+        namespace = text("namespace", namespace, none=True) or ""
+        if not secret and listen is not None:
+            secret = _given_secret(listen, given is None)
+        writes_key = listen is not None and not secret
+        secret = secret or join_module.new_secret()
+        engine = given or _embedded(means, log_to_driver, preload)
     directory = Directory()
-    until = 0.0
-    worker: Worker | None = None
-    cluster: Cluster | None = None
-    local: LocalCluster | None = None
-    key_file = ""
+    workers: list[Worker] = []
 
     def make() -> Group:
         keys.sweep()
         return group.enter(name, 0, directory, settings=made, key=Key.from_text(secret))
 
-    def ready(joined: Worker) -> None:
-        nonlocal cluster, key_file, local, worker
-        agent = joined.agent
+    def ready(worker: Worker) -> None:
+        workers.append(worker)
+        agent = worker.agent
         directory.add(agent.record)
-        for_others = dataclasses.asdict(_for_others(made, agent))
         where = join_module.show(*agent.record.tcp[0]) if agent.record.tcp else ""
-        if where and key_is_made:
-            key_file = join_module.write_secret(secret, agent.record.tcp[0][1])
+        if where and writes_key:
+            path = join_module.write_secret(secret, agent.record.tcp[0][1])
+            api.before_the_end(lambda _graceful: keys.remove_file(path))
         reception = Reception(
-            address=where, secret=secret, settings=for_others, namespace=namespace, timeout=timeout
+            address=where,
+            secret=secret,
+            settings=dataclasses.asdict(_for_others(made, agent)),
+            namespace=namespace,
+            timeout=timeout,
         )
-        if given is None:
-            hello = {
-                "driver": agent.record.to_bytes(),
-                "socket": agent.record.unix_path or "",
-                "key": secret.encode(),
-                "settings": for_others,
-                "namespace": namespace,
-                "timeout": timeout,
-            }
-            local = LocalCluster(
-                agent,
-                directory,
-                hello,
-                num_cpus=cpus,
-                num_gpus=None if num_gpus is None else int(num_gpus),
-                log_to_driver=bool(log_to_driver),
-                preload=preload,
-            )
-        elif isinstance(given, LaunchedEngine):
-            given.attach(agent)
-
-        def nodes() -> list[ResourceHolder]:
-            if local is None:
-                assert given is not None
-                return [ResourceHolder.of_node(each, unbooked=_all(each)) for each in given.nodes()]
-            own = dataclasses.replace(local.nodes()[0], resources=means.resources, labels=means.labels)
-            holder = ResourceHolder.of_node(own, 0, ("CPU", "GPU"))
-            holder.hosts |= {host} if host else frozenset()
-            return [holder]
-
-        cluster = joined.cluster = Cluster(
-            agent,
-            directory,
-            given if given is not None else local,  # type: ignore[arg-type]
-            reception,
-            nodes=nodes,
-            slots_first=slots_first,
-        )
-        worker = joined
-        api.before_the_end(begin)
-        if joined.actors is not None:
-            joined.actors.spawner = cluster
-
-    def begin(graceful: bool) -> None:
-        """Before anything else ends: have others work with what is here, where they do; then the time runs."""
-        nonlocal until
-        if waits and cluster is not None:
-            cluster.wait_for_others(graceful)
-        until = _time.now() + _GRACE_S
+        worker.cluster = Cluster(agent, directory, engine, reception, slots_first=slots_first, waits=waits)
+        api.before_the_end(worker.cluster.begin_end)
+        if worker.actors is not None:
+            worker.actors.spawner = worker.cluster
 
     def stop(graceful: bool, seconds: float) -> None:
-        if key_file:
-            keys.remove_file(key_file)
-        if cluster is not None:
-            # What the actors have taken is gone. Processes whose actors have ended can leave quickly.
-            left = seconds or max(_LAST_S, until - _time.now())
+        for worker in workers:
             try:
-                cluster.end(graceful, left)
+                if worker.cluster is not None:
+                    worker.cluster.end(graceful, seconds)
             finally:
-                if worker is not None:
-                    worker.cluster = None
+                worker.cluster = None
 
-    try:
-        api.install(
-            make,
-            timeout,
-            "the driver of an embedded cluster"
-            if given is None
-            else f"the driver of a cluster ({given.name})",
-            namespace=namespace,
-            ready=ready,
-            stop=stop,
-        )
-    except RuntimeError:
-        running = api.what()  # another thread was faster?
-        if running is None or cluster is not None:
-            raise
-        return _found_running(running, ignore_reinit_error)
-    with undo_on_error(partial(api.shutdown, graceful=False)):
-        assert cluster is not None
-        if local is not None:
-            local.open()
-        elif isinstance(given, LaunchedEngine):
-            given.open(cluster.reception, cluster.joined)
+    what = "the driver of an embedded cluster" if given is None else f"the driver of a cluster ({given.name})"
+    with undo_on_error(partial(engine.end, False, 0.0)):
+        try:
+            api.install(make, timeout, what, namespace=namespace, ready=ready, stop=stop)
+        except RuntimeError:
+            running = api.what()  # another thread was faster?
+            if running is None or workers:
+                raise
+            engine.end(False, 0.0)
+            return _found_running(running, ignore_reinit_error)
+        cluster: Cluster = workers[0].cluster
+        with undo_on_error(partial(api.shutdown, graceful=False)):
+            engine.open(cluster.reception, cluster.joined)
     return ClusterContext(name, namespace, owned=True, address=cluster.reception.address)
+
+
+def _embedded(means: JoinedResources, log_to_driver: bool, preload: Sequence[str]) -> LocalCluster:
+    gpus = means.num_gpus
+    if gpus is not None and gpus != int(gpus):
+        raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(gpus, repr)}")
+    return LocalCluster(
+        num_cpus=float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus),
+        num_gpus=None if gpus is None else int(gpus),
+        resources=means.resources,
+        labels=means.labels,
+        log_to_driver=bool(log_to_driver),
+        preload=preload,
+    )
+
+
+def _given_secret(listen: str, is_embedded: bool) -> str:
+    """Return the key that the environment gives for a driver that listens; empty where it is to make one.
+
+    Raises:
+        ConfigError: there is none, and other hosts reach the address.
+    """
+    secret = join_module.given_secret()
+    host, _ = join_module.parse(listen, "listen", listen=True)
+    if not secret and is_embedded and not group.is_loopback(host):
+        raise ConfigError(
+            f"listen={listen!r} can be reached from other hosts, and there is no key: give the driver and every worker "
+            "the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); make one with: "
+            "python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+    return secret
 
 
 def _modules(preload: Sequence[str]) -> tuple[str, ...]:
@@ -526,11 +524,6 @@ def _modules(preload: Sequence[str]) -> tuple[str, ...]:
     return tuple(preload)
 
 
-def _all(node: Node) -> tuple[str, ...]:
-    """The names of all that an engine books itself."""
-    return ("CPU", "GPU", *node.resources)
-
-
 def _for_others(made: Settings, agent: Agent) -> Settings:
     """Return the settings of the processes that the driver starts: each has a port of its own."""
     if not agent.record.tcp:
@@ -539,10 +532,10 @@ def _for_others(made: Settings, agent: Agent) -> Settings:
 
 
 def _known(given: dict[str, Any]) -> None:
-    """Check that there are such options.
+    """Check the names of options.
 
     Raises:
-        ConfigError: there is none of a name.
+        ConfigError: a name is unknown.
     """
     for option in given:
         if option in _OF_RAY:
@@ -595,7 +588,7 @@ context_module.set_autostart(_autostart)
 
 
 def _after_fork(worker: Worker) -> None:
-    """In a forked child of the driver: let go of what is the driver's."""
+    """Close the driver's descriptors in a forked child."""
     if worker.cluster is not None:
         worker.cluster.abandon()
 
@@ -632,15 +625,15 @@ def scale(
     processes that actors have to themselves. Only on the driver; thread-safe, but meant for one thread.
 
     Args:
-        count: how many there are to be.
+        count: how many there will be.
         num_cpus, num_gpus, labels: what each new one has; default one processor. Workers of an engine's pool
             (``init("ray", num_workers=...)``) all have what that says.
         timeout: for all of it, in seconds.
 
     Raises:
-        ConfigError: this is not the driver, or the engine cannot start what is asked for.
+        ConfigError: this is not the driver, or the engine cannot start such workers.
         PlacementError: the engine has no place for so many.
-        RpcTimeoutError: not all were there in time; those that came stay.
+        RpcTimeoutError: not all joined in time; the others stay.
         PeerDiedError: one could not be started.
     """
     integer("count", count, least=0, right="a number of workers of at least 0", error=WrongTypeError)
@@ -696,50 +689,59 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     if peer.state != "alive":
         return
     cluster.stop_placing(peer.name)
+    try:
+        _hand_over(cluster, peer, until)
+        while _runs(agent, peer, _left(until)) > 1:  # this very call is one
+            _pause(until)
+        cluster.let_go(peer.name)
+        while peer.state == "alive":
+            _pause(until)
+    except PeerDiedError:
+        return
+    except RpcTimeoutError:  # also of a question: it has no thread left to answer with, or is out of reach
+        raise RpcTimeoutError(
+            f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
+            "Call drain() again to go on waiting",
+            worker=peer.name,
+        ) from None
 
-    def left() -> float:
-        return max(0.1, until - _time.now())
 
+def _left(until: float) -> float:
+    return max(0.1, until - _time.now())
+
+
+def _pause(until: float) -> None:
+    if _time.now() >= until:
+        raise RpcTimeoutError("the time is over")
+    time.sleep(_LOOK_S)
+
+
+def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
+    """Have all supervisors move their actors away from one worker, and wait until that is done.
+
+    Raises:
+        RpcTimeoutError: not all have done so in time.
+    """
+    agent = cluster.agent
     why = f"its worker {peer.name!r} is drained"
     asked: list[Future[Any]] = []
     for record in cluster.directory.members():
         future: Future[Any] = Future()
         future.add_done_callback(Future.acknowledge)
+        arguments = (peer.record.rank, peer.record.incarnation, why)
         try:
-            other = agent.peer(record.name)
-            agent.call(
-                other, hand_over, (peer.record.rank, peer.record.incarnation, why), {}, left(), future=future
-            )
+            agent.call(agent.peer(record.name), hand_over, arguments, {}, _left(until), future=future)
         except RpcError:
-            continue  # it is gone, and its actors with it
+            continue  # it has ended, and its actors with it
         asked.append(future)
     agent.flush()
-    late = RpcTimeoutError(
-        f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
-        "Call drain() again to go on waiting",
-        worker=peer.name,
-    )
     for future in asked:
         try:
-            future.wait(left())
+            future.wait(_left(until))
         except RpcTimeoutError:
-            raise late from None
+            raise
         except RpcError:
-            pass  # the worker that looked after them is gone
-    try:
-        while _runs(agent, peer, left()) > 1:  # this very call is one
-            if _time.now() >= until:
-                raise late
-            time.sleep(_LOOK_S)
-        cluster.let_go(peer.name)
-        while peer.state == "alive":
-            if _time.now() >= until:
-                raise late
-            time.sleep(_LOOK_S)
-    except PeerDiedError:
-        return
-    except RpcTimeoutError:  # of that question: it has no thread left to answer with, or is out of reach
-        raise late from None
+            pass  # the worker with these supervisors has ended
 
 
 def _runs(agent: Agent, peer: Peer, limit: float) -> int:

@@ -1,18 +1,16 @@
 """The cluster as its driver sees it: who is in it, what they have, and where the next actor goes.
 
-:class:`Cluster` is the driver's ``Spawner``. Processes of their own it gets from its engine; workers that have joined
-(by hand, from a launcher, or from :meth:`Cluster.scale`) take actors beside each other.
+:class:`Cluster` is the driver's ``Spawner``. Its engine starts processes for single actors; workers that have joined
+(by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
 
 ``_lock`` guards the tables and the book. It is re-entrant, because the collector may run a finaliser that spawns or
 releases on the thread that has it. The engine's own lock may be taken under it, never the other way round; no user code
-runs under it, and nobody waits.
-
-:class:`Directory` is the driver's list of who is in the cluster. Thread-safe; its ``_lock`` guards all of it and is a leaf,
-re-entrant as the collector may run a finaliser on the thread that has it.
+runs under it, and nothing waits under it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import threading
@@ -22,6 +20,7 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
+from actorrpc._undo import undo_on_error
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
@@ -31,82 +30,44 @@ from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchReq
 from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
 from actorrpc.futures import Future
-from actorrpc.transport.signals import uninterruptible
+from actorrpc.group.group import MemberDirectory
 from actorrpc.wire import keys
 from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
 
 __all__ = ["VISITOR", "Cluster", "Directory", "Reception"]
 
 
-class Directory:
-    """The workers of the cluster by name and rank. Ranks grow and are never given twice."""
+class Directory(MemberDirectory):
+    """The workers of the cluster, as the driver knows them. Ranks grow and are never given twice."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._names: dict[str, WorkerRecord] = {}
-        self._ranks: dict[int, WorkerRecord] = {}
-        self._next = 1  # the driver is 0
+        super().__init__()
+        self._ranks = itertools.count(1)  # the driver is 0
 
     def new_rank(self) -> int:
-        """Return a rank that nobody has had."""
-        with self._lock:
-            rank = self._next
-            self._next += 1
-            return rank
-
-    def add(self, record: WorkerRecord) -> None:
-        """Put a worker on the list."""
-        with self._lock:
-            self._names[record.name] = record
-            self._ranks[record.rank] = record
-
-    def remove(self, name: str) -> None:
-        """Take a worker off the list."""
-        with self._lock:
-            record = self._names.pop(name, None)
-            if record is not None:
-                self._ranks.pop(record.rank, None)
-
-    def resolve(self, to: str | int) -> WorkerRecord | None:
-        """Return the record of a worker by name or rank; None if there is none."""
-        with self._lock:
-            return self._names.get(to) if isinstance(to, str) else self._ranks.get(to)
-
-    def members(self) -> list[WorkerRecord]:
-        """Return the records of all workers."""
-        with self._lock:
-            return list(self._names.values())
-
-    def leave(self) -> None:
-        """Do nothing: the list ends with the driver."""
-
-    def close(self) -> None:
-        """Do nothing: the list ends with the driver."""
-
-    def release(self) -> None:
-        """Do nothing: the list ends with the driver."""
+        """Return a rank that no worker has had."""
+        return next(self._ranks)
 
 
 _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
-"""What the name of a process begins with that asks whether it may join: no worker may be called that."""
+"""The prefix of the names under which processes ask whether they may join; names of workers must not begin with it."""
 
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
-_RESERVED_S: Final = 60.0  # how long a name is kept for one who has been admitted
+_RESERVED_S: Final = 60.0  # how long a name is kept for a process that was admitted
 _BUSY_S: Final = 10.0  # how long an actor waits for what others have at present: they may be ending
-_LEAVE_S: Final = 5.0
-_LAST_S: Final = (
-    0.5  # what those that the engine has started get of an end, at most, however long others took
-)
+_LEAVE_S: Final = 5.0  # how long a worker may take to leave
+_LOOK_S: Final = 60.0
+_LAST_S: Final = 0.5  # how much of an end the engine gets at most, however long the workers took to leave
 _AT_LEAST_S: Final = 0.001  # an engine takes 0 for its own default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reception:
-    """What those are told who join.
+    """What a process is told that joins.
 
     Attributes:
-        address: where the driver listens, ``tcp://host:port``; empty where nobody can join.
+        address: where the driver listens, ``tcp://host:port``; empty where other processes cannot join.
         secret: the key, for workers that the engine starts.
         settings, namespace, timeout: as for the processes of the driver's own.
     """
@@ -123,7 +84,7 @@ class _Wish:
     """An actor that waits for a place."""
 
     spec: ProcessSpec
-    creator: str
+    creator: str  # as for Cluster.spawn
     future: Future[WorkerInfo]
     timer: Any = None
 
@@ -135,9 +96,9 @@ class Cluster:
         agent: the driver's.
         directory: the list of workers that it answers for.
         engine: starts processes.
-        reception: what those are told who join.
-        nodes: the machines of the engine, as they are booked.
-        slots_first: actors that do not say where go to workers that are there, rather than into new processes.
+        reception: what a process is told that joins.
+        slots_first: actors without a wish for a place go to existing workers rather than into new processes.
+        waits: a graceful end waits for the workers that joined by themselves.
     """
 
     def __init__(
@@ -147,36 +108,43 @@ class Cluster:
         engine: Engine,
         reception: Reception,
         *,
-        nodes: Callable[[], list[ResourceHolder]],
         slots_first: bool = False,
+        waits: bool = False,
     ) -> None:
         self.agent = agent
         self.directory = directory
         self.engine = engine
         self.reception = reception
-        self._nodes = nodes
         self.slots_first = slots_first
         self._lock = threading.RLock()
         self.book = ResourceTable()
-        self._joined: dict[str, WorkerRecord] = {}
+        self._started: dict[
+            str, tuple[ProcessSpec, str]
+        ] = {}  # what the engine was asked for, and by which worker
         self._reserved: dict[str, float] = {}
-        self._scaled: set[str] = set()
         self._wishes: list[_Wish] = []
         self._owners: dict[int, str] = {}
-        self._count = 0
+        self._count = itertools.count(1)
+        self._waits = waits
+        self._end_by = 0.0  # where no time-out is given
         self._closing = False
-        self._gone = threading.Event()
-        self.on_arrival: list[Callable[[], None]] = []
+        self._gone = threading.Event()  # set when a worker has ended
+        self.is_local = engine.name == "local"
+        engine.attach(agent)
+        engine.reception = reception
+        engine.on_end = self._process_ended
         agent.on_peer_end.append(self._peer_ended)
-        if reception.address and not (slots_first and self._is_local):  # a launcher's ranks have the script
+        if reception.address and not (slots_first and self.is_local):  # a launcher's ranks have the script
             user_code.watch()
 
     @property
     def num_cpus(self) -> float:
-        """How many processors there are for new processes: what tasks go by."""
-        return float(getattr(self.engine, "num_cpus", 0.0)) or max(
-            (each.totals["CPU"] for each in self._nodes()), default=1.0
-        )
+        """How many processors there are for new processes, and so for tasks."""
+        return max((each.num_cpus for each in self.engine.nodes()), default=1.0)
+
+    def specs(self) -> list[ProcessSpec]:
+        """Return what the processes of the engine were asked for."""
+        return [spec for spec, _ in list(self._started.values())]
 
     def resources(self) -> list[ResourceHolder]:
         """Return what machines and workers have, and what of it is booked, as it is now: a copy."""
@@ -195,11 +163,9 @@ class Cluster:
             there: Future[WorkerInfo] = Future()
             self._take_slot(there, spec, spec.rank, 0)
             return there
-        plain = self._is_plain(spec)
-        simple = not self.book.workers and not spec.is_picky and not spec.wait_s and self._is_local
-        if plain or (simple and self._is_possible(spec)):
-            return self._start(spec, creator)
-        wish = _Wish(spec, creator or self.agent.name, Future())
+        if self._is_plain(spec):
+            return self.start(spec, creator)
+        wish = _Wish(spec, creator, Future())
         wish.future.label = f"the placement of {spec.label}"
         with self._lock:
             self._place(wish, first=True)
@@ -209,19 +175,15 @@ class Cluster:
         """Say whether an actor gets a process of its own without a place being looked for."""
         return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
-    @property
-    def _is_local(self) -> bool:
-        return self.engine.name == "local"
-
-    def _start(self, spec: ProcessSpec, creator: str) -> Future[WorkerInfo]:
-        if self._is_local:
-            return self.engine.start(LaunchRequest(name="", address="", spec=spec), creator)
-        with self._lock:
-            self._count += 1
-            label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
-            name = f"{label}-{self.engine.name}-{self._count}"
+    def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
+        """Start a process of its own, wherever the engine puts it; the arguments are as for :meth:`spawn`."""
+        label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
+        rank = self.directory.new_rank() if self.is_local else -1
+        name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
+        self._started[name] = spec, creator or self.agent.name
         order = LaunchRequest(
             name=name,
+            rank=rank,
             address=self.reception.address,
             spec=spec,
             resources=spec.resources,
@@ -230,7 +192,7 @@ class Cluster:
             spread=spec.spread,
             secret=self.reception.secret,
         )
-        return self.engine.start(order, creator)
+        return self.engine.start(order)
 
     def _place(self, wish: _Wish, first: bool) -> bool:
         """Find a place for a wish, or have it wait, or fail it; say whether it is settled. Under the lock."""
@@ -257,8 +219,8 @@ class Cluster:
     def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
         """Return who is to hold this. Under the lock.
 
-        Not a worker that is known to be dead: those who look after its actors may hear of its end before this cluster does,
-        and ask at once where else they can go.
+        Not a worker that is known to be dead: the supervisors of its actors may be told of its end before this cluster is, and
+        ask at once for another place.
         """
         while True:
             holder = self.book.choose(spec, self.slots_first)
@@ -273,17 +235,30 @@ class Cluster:
             return False
 
     def _refresh(self) -> None:
-        """Take up the machines of the engine as they are now; what is booked stays booked."""
+        """Read the machines of the engine anew; bookings stay."""
         known = {each.hosts: each for each in self.book.nodes}
-        self.book.nodes = []
-        for node in self._nodes():
-            before = known.get(node.hosts)
+        self.book.nodes = self._nodes()
+        for holder in self.book.nodes:
+            before = known.get(holder.hosts)
             if before is not None:
-                node.bookings = before.bookings
-            self.book.nodes.append(node)
+                holder.bookings = before.bookings
+
+    def _nodes(self) -> list[ResourceHolder]:
+        """Return the machines of the engine. It books processors and devices itself, and one on a scheduler all else, too."""
+        if not self.is_local:
+            return [
+                ResourceHolder.of_node(each, unbooked=("CPU", "GPU", *each.resources))
+                for each in self.engine.nodes()
+            ]
+        (here,) = self.engine.nodes()
+        holder = ResourceHolder.of_node(here, 0, ("CPU", "GPU"))
+        bind = self.agent.settings.bind
+        if bind and self.reception.address:
+            holder.hosts |= {bind}
+        return [holder]
 
     def _slot(self, wish: _Wish, holder: ResourceHolder) -> None:
-        """Give a wish its place. Under the lock."""
+        """Book the place of a wish, and complete it. Under the lock."""
         spec = wish.spec
         if wish in self._wishes:
             self._wishes.remove(wish)
@@ -291,7 +266,7 @@ class Cluster:
             wish.timer.cancel()
         if spec.booking and (spec.is_picky or not holder.starts):
             holder.bookings[spec.booking] = needs_of(spec)
-            self._owners[spec.booking] = wish.creator
+            self._owners[spec.booking] = wish.creator or self.agent.name
         if spec.rank is not None or not holder.starts:
             self._take_slot(wish.future, spec, holder.rank, spec.booking)
             return
@@ -301,10 +276,10 @@ class Cluster:
                 self.give_back(spec.booking)
             wish.future.follow(done, submit=self.agent.submit)
 
-        self._start(spec, wish.creator).add_done_callback(started)
+        self.start(spec, wish.creator).add_done_callback(started)
 
     def _keeps(self, rank: int) -> bool:
-        """Say whether books are kept of a worker: not of a process that an actor has to itself."""
+        """Say whether bookings are kept for a worker; they are not for the process of a single actor."""
         with self._lock:
             self._refresh()
             return any(each.rank == rank for each in self.book.all())
@@ -339,7 +314,7 @@ class Cluster:
                 self._fail(wish, self._lacking(wish.spec, waited))
 
     def _try_all(self) -> None:
-        """Look whether there is a place for those that wait. On a pool thread."""
+        """Place the wishes that wait, as far as there is room now. On a pool thread."""
         with self._lock:
             for wish in list(self._wishes):
                 self._place(wish, first=False)
@@ -353,10 +328,13 @@ class Cluster:
             self.agent.submit(self._try_all)
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, once nothing that lives in it is referenced any more."""
-        if worker in self._joined and self.engine.owns(worker):
-            self.agent.submit(partial(self._ask, worker, leave_when_idle))
-        self.engine.release(worker)
+        """Let a process end by itself, as soon as no value and no actor in it is referenced."""
+        if not self.engine.owns(worker):
+            return
+        if self.directory.resolve(worker) is None:
+            self.engine.give_up(worker)
+        else:
+            self.agent.submit(partial(self._ask, worker, leave_when_idle, lambda _: self._end_soon(worker)))
 
     def kill(self, worker: str) -> None:
         """End a process at once, and what it has started. Workers that joined by themselves are not ours to kill."""
@@ -371,42 +349,44 @@ class Cluster:
         return self.engine.owns(worker)
 
     def leaving(self, worker: str) -> None:
-        """Record that a worker has begun to leave by itself."""
-        with self._lock:
-            holder = self.book.workers.get(worker)
-            if holder is not None:
-                holder.draining = True
-        self.engine.leaving(worker)
+        """Record that a worker has begun to leave by itself: it gets some seconds for that."""
+        self.stop_placing(worker)
+        self._end_soon(worker)
+
+    def _end_soon(self, worker: str) -> None:
+        self.agent.clock.after(_LEAVE_S, partial(self.kill, worker))
 
     def check(self, spec: ProcessSpec) -> None:
-        """Look, before anything is made, whether there can be a place for an actor.
+        """Check, before an actor is made, that there can be a place for it.
 
         Raises:
-            PlacementError: nobody has what it needs, and it does not want to wait for one who has.
+            PlacementError: no machine and no worker has what it needs, and it is not to wait for one.
         """
-        if spec.num_cpus is None and spec.rank is None and self._is_local and self._is_plain(spec):
-            # It books no processor, and its process uses one: the engine would refuse it later.
-            counted = replace(spec, num_cpus=1.0)
-            with self._lock:
-                self._refresh()
-                if not any(each.suits(counted) for each in self.book.nodes):
-                    raise self._lacking(counted, 0.0)
-        asks = spec.is_picky or self.book.workers or (self._is_local and needs_of(spec))
-        if spec.wait_s or not asks:
+        is_plain = self.is_local and spec.num_cpus is None and spec.rank is None and self._is_plain(spec)
+        asks = not spec.wait_s and (spec.is_picky or self.book.workers or (self.is_local and needs_of(spec)))
+        if not (is_plain or asks):
             return
         with self._lock:
-            if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
+            self._refresh()
+            # A plain process books no processor, and uses one: the engine would refuse it later.
+            counted = replace(spec, num_cpus=1.0)
+            if is_plain and not any(each.suits(counted) for each in self.book.nodes):
+                raise self._lacking(counted, 0.0)
+            if not asks or (spec.rank is not None and not spec.resources and not self._keeps(spec.rank)):
                 return
-            if not self._is_possible(spec):
+            if not self.book.candidates(spec):
                 raise self._lacking(spec, 0.0)
 
-    def _is_possible(self, spec: ProcessSpec) -> bool:
-        """Say whether anybody could ever hold this."""
-        with self._lock:
-            self._refresh()
-            return bool(self.book.candidates(spec))
+    def lookup(self, to: str | int) -> bytes | None:
+        """Return the record of a worker by name or rank, packed; None if there is none."""
+        record = self.directory.resolve(to)
+        return None if record is None else record.to_bytes()
 
-    # -- those who join --------------------------------------------------------------------------------------
+    def listing(self) -> list[bytes]:
+        """Return the records of all workers, packed."""
+        return [record.to_bytes() for record in self.directory.members()]
+
+    # -- joining --------------------------------------------------------------------------------------------
 
     def admit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Say whether a process may join that asks under another name, and tell it what it needs to know.
@@ -455,33 +435,29 @@ class Cluster:
             return True
         return peer.record.incarnation == record.incarnation and peer.state != "alive"
 
-    def register(self, record: WorkerRecord, facts: Mapping[str, Any] | None = None) -> None:
-        """Take up a worker that has come: a process of the engine, or (with ``facts``) one that has joined.
+    def register(self, packed: bytes, facts: Mapping[str, Any] | None = None) -> None:
+        """Add a worker: a process of the engine, or (with ``facts``) one that has joined over the network.
 
         Raises:
-            ShutdownError: nobody waits for it any more.
+            ShutdownError: the worker was given up before it came.
             PeerDiedError: it has died since it asked.
         """
-        if facts is None:
-            self.engine.register(record)
-            return
+        record = WorkerRecord.from_bytes(packed)
+        owned = self.engine.owns(record.name)
         with self._lock:
             self._reserved.pop(record.name, None)
             if self._closing:
                 raise ShutdownError("the cluster is shutting down", maybe_executed=False)
-            owned = self.engine.owns(record.name)
-            self._joined[record.name] = record
             self.directory.add(record)
-            if not owned:
+            if facts is not None and not owned:
                 self.book.workers[record.name] = ResourceHolder(
                     name=record.name,
                     rank=record.rank,
                     hosts=frozenset(str(each) for each in facts["hosts"]),
                     totals=totals_of(facts["num_cpus"], facts["num_gpus"], facts["resources"]),
                     labels=dict(facts["labels"]),
+                    scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
                 )
-                if isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool:
-                    self._scaled.add(record.name)  # the engine has started it, for any number of actors
         if not self._is_alive(record.name):  # that was told before there was anything to take off the lists
             with self._lock:
                 self._drop(record)
@@ -490,59 +466,69 @@ class Cluster:
                 maybe_executed=False,
                 worker=record.name,
             )
-        if owned:
-            self.engine.register(record)
-        _log.info("worker %r (rank %d) has joined", record.name, record.rank)
-        self.agent.submit(self._try_all)
-        for tell in self.on_arrival:
-            self.agent.submit(tell)
+        if owned or facts is None:
+            with undo_on_error(partial(self._drop, record)):
+                self.engine.register(record)
+        if facts is not None:
+            _log.info("worker %r (rank %d) has joined", record.name, record.rank)
+            self.agent.submit(self._try_all)
 
     def _peer_ended(self, peer: Peer) -> None:
         if peer.record.is_visitor:
             self.agent.peer_table.forget(peer)
             return
+        self._drop(peer.record)
+        owned = self.engine.owns(peer.name)
+        if self._closing or (owned and self.is_local):
+            return  # everything ends, or the fork server says how the process ends
+        if owned:
+            self._end_soon(peer.name)
+        self._end_creations(peer.name)
+
+    def _process_ended(self, worker: str, report: DeathReport) -> None:
+        """Record that a process of the engine has ended."""
+        record = self.directory.resolve(worker)
+        if record is not None:
+            self._drop(record)
+        self._started.pop(worker, None)
+        self._end_creations(worker, report.exit_code == 0)
+
+    def _end_creations(self, creator: str, gently: bool = False) -> None:
+        """End the processes that a worker had asked for which has ended: their actors have no supervisor now."""
+        for name in [name for name, (_, by) in list(self._started.items()) if by == creator]:
+            if gently:
+                self.release(name)  # it may be at its end already: some seconds for that
+                self._end_soon(name)
+            else:
+                self.kill(name)
+
+    def _drop(self, ended: WorkerRecord) -> None:
+        """Remove a worker that has ended from all tables, with its bookings."""
         with self._lock:
-            if peer.name in self._scaled:
-                self._scaled.discard(peer.name)
-                self.book.workers.pop(peer.name, None)
-            record = self._drop(peer.record)
+            record = self.directory.resolve(ended.name)
+            if record is not None and record.incarnation == ended.incarnation:
+                self.directory.remove(record)
+                self.book.workers.pop(ended.name, None)
+                if record.unix_path is not None and record.host == self.agent.record.host:
+                    keys.remove_file(record.unix_path)  # it may have been killed
             for booking, owner in list(self._owners.items()):
-                if owner == peer.name:  # nobody looks after it any more
+                if owner == ended.name:
                     del self._owners[booking]
                     self.book.give_back(booking)
-            waiting = bool(self._wishes)
-        if record is not None:
-            if record.unix_path is not None and record.host == self.agent.record.host:
-                keys.remove_file(record.unix_path)  # it may have been killed
-            forsaken = getattr(self.engine, "forsaken", None)
-            if forsaken is not None and not self._closing:
-                forsaken(peer.name)
-        if waiting:
-            self.agent.submit(self._try_all)
-
-    def _drop(self, ended: WorkerRecord) -> WorkerRecord | None:
-        """Take a worker that has joined off the lists; return what was known of it. Under the lock."""
-        record = self._joined.get(ended.name)
-        if record is not None and record.incarnation == ended.incarnation:
-            del self._joined[ended.name]
-            self.directory.remove(ended.name)
-            self.book.workers.pop(ended.name, None)
-        if not self._joined:
             self._gone.set()
-        return record
+            if self._wishes:
+                self.agent.submit(self._try_all)
 
     def joined(self) -> list[WorkerRecord]:
-        """Return the workers that have joined, by rank."""
-        with self._lock:
-            return sorted(self._joined.values(), key=lambda each: each.rank)
+        """Return the records of all workers but the driver, by rank."""
+        return [each for each in self.directory.members() if each.name != self.agent.name]
 
     # -- more and fewer ---------------------------------------------------------------------------------------
 
     def scaled(self) -> list[str]:
         """Return the workers that take several actors and were started by the engine, the fullest first."""
         with self._lock:
-            found = [self.book.workers[name] for name in self._scaled if name in self.book.workers]
-        found = [each for each in found if not each.draining]
+            found = [each for each in self.book.workers.values() if each.scaled and not each.draining]
         return [each.name for each in sorted(found, key=lambda each: (-len(each.bookings), each.rank))]
 
     def add_worker(self, spec: ProcessSpec) -> Future[WorkerInfo]:
@@ -553,29 +539,28 @@ class Cluster:
             worker = done.value_or_none
             record = None if worker is None else self.directory.resolve(worker.name)
             if record is not None:
-                node = next(iter(self._nodes()), None)
+                node = self._nodes()[0] if self.is_local else None
+                own: frozenset[str] = frozenset() if node is None else node.hosts
+                labels = {**({} if node is None else node.labels), **spec.labels}
                 with self._lock:
-                    known = self._joined.get(record.name)
-                    own = node.hosts if node is not None and known is None else frozenset()
-                    labels = {**(node.labels if node is not None and known is None else {}), **spec.labels}
-                    self._scaled.add(record.name)
                     self.book.workers[record.name] = ResourceHolder(
                         name=record.name,
                         rank=record.rank,
                         hosts=own | frozenset(host for host, _ in record.tcp),
                         totals=totals_of(spec.num_cpus or 0.0, spec.num_gpus or 0.0, {}),
                         labels=labels,
+                        scaled=True,
                     )
                 self.agent.submit(self._try_all)
             future.follow(done, submit=self.agent.submit)
 
-        start = self._start(replace(spec, labels={}), self.agent.name)
+        start = self.start(replace(spec, labels={}))
         future.label = start.label
         start.add_done_callback(started)
         return future
 
     def stop_placing(self, worker: str) -> None:
-        """Place nothing on a worker any more."""
+        """Place nothing on a worker from now on."""
         with self._lock:
             holder = self.book.workers.get(worker)
             if holder is not None:
@@ -583,10 +568,18 @@ class Cluster:
 
     # -- ends --------------------------------------------------------------------------------------------------
 
-    def _ask(self, worker: str, what: Callable[[], None]) -> None:
-        """Ask a worker that has joined to leave. Runs on the pool."""
+    def _ask(
+        self, worker: str, what: Callable[[], None], failed: Callable[[Future[None]], object] = lambda _: None
+    ) -> None:
+        """Ask a worker to leave. Runs on the pool."""
         asked: Future[None] = Future()
-        asked.add_done_callback(Future.acknowledge)
+
+        def answered(done: Future[None]) -> None:
+            if done.error is not None:
+                done.acknowledge()
+                failed(done)
+
+        asked.add_done_callback(answered)
         try:
             self.agent.call(self.agent.peer(worker), what, (), {}, _LEAVE_S, future=asked)
             self.agent.flush()
@@ -597,60 +590,61 @@ class Cluster:
         """Ask a worker to leave now."""
         self.agent.submit(partial(self._ask, worker, leave))
 
-    def wait_for_others(self, graceful: bool) -> None:
-        """Wait, at a graceful end, until all who have joined have left, or its time is over. Interruptible."""
-        while graceful and self._joined and (left := self.agent.leave_by - _time.now()) > 0:
+    def begin_end(self, graceful: bool) -> None:
+        """Called before anything else ends: serve the workers of a launch until they have left; then the time-out begins."""
+        if graceful and self._waits:
+            self._wait(
+                lambda: all(self.engine.owns(each.name) for each in self.joined()), self.agent.leave_by
+            )
+        self._end_by = _time.now() + _LEAVE_S
+
+    def _is_alone(self) -> bool:
+        records = self.directory.records
+        return len(records) <= 2 * (self.agent.name in records)  # by name and by rank
+
+    def _wait(self, done: Callable[[], bool], until: float) -> None:
+        """Wait for ``done()``, which is asked whenever a worker has ended, but not longer than until a moment. Interruptible."""
+        while (left := until - _time.now()) > 0:
             self._gone.clear()
-            if self._joined:
-                self._gone.wait(min(_LEAVE_S, left))
+            if done():
+                return
+            self._gone.wait(min(left, _LOOK_S))
 
     def end(self, graceful: bool, timeout: float) -> None:
         """End all that belongs to the cluster. Bounded; idempotent.
 
         Args:
             graceful: ask the workers first.
-            timeout: how long they may take, those that have joined and those that the engine has started together, in
-                seconds; 0 for 5 s.
+            timeout: how long all workers together may take, in seconds; 0 for 5 s from :meth:`begin_end` on, and 0.5 s at least.
         """
-        seconds = timeout or _LEAVE_S
-        until = _time.now() + seconds
-        names = self._begin_end()
-        if names is None:
+        if self._closing:
             return
+        # The actors may have used up a part of the time. Processes whose actors have ended can leave quickly.
+        seconds = timeout or (max(_LAST_S, self._end_by - _time.now()) if self._end_by else _LEAVE_S)
+        until = _time.now() + seconds
+        interrupted = True
         try:
-            if graceful and names:
+            with self._lock:
+                self._closing = True
+                wishes, self._wishes = self._wishes, []
+                names = [each.name for each in self.joined()]
+            for wish in wishes:
+                if wish.timer is not None:
+                    wish.timer.cancel()
+                self._fail(wish, ShutdownError("the cluster is shutting down", maybe_executed=False))
+            if graceful:
                 for name in names:
                     self.let_go(name)
-                self._gone.wait(seconds - min(_LAST_S, seconds / 4))
-        except BaseException:  # after Ctrl-C nobody wants to wait
-            graceful = False
-            raise
+                self._wait(self._is_alone, until - min(_LAST_S, seconds / 4))
+            interrupted = False
         finally:
             user_code.unwatch()
-            self.engine.end(graceful, max(_AT_LEAST_S, until - _time.now()))
-
-    @uninterruptible
-    def _begin_end(self) -> list[str] | None:
-        """Place no more; return who has joined, or None where the end has begun before. From here on, Ctrl-C leaves nothing."""
-        with self._lock:
-            if self._closing:
-                return None
-            self._closing = True
-            wishes, self._wishes = self._wishes, []
-            names = list(self._joined)
-            if not names:
-                self._gone.set()
-            else:
-                self._gone.clear()
-        for wish in wishes:
-            if wish.timer is not None:
-                wish.timer.cancel()
-            self._fail(wish, ShutdownError("the cluster is shutting down", maybe_executed=False))
-        return names
+            # After Ctrl-C the user does not want to wait.
+            self.engine.end(graceful and not interrupted, max(_AT_LEAST_S, until - _time.now()))
 
     def abandon(self) -> None:
-        """Let go of everything in a forked child of the driver. Takes no lock."""
-        self.engine.abandon()
+        """Close the engine's descriptors in a forked child of the driver. Takes no lock."""
+        self.engine.lose()
 
     def _fail(self, wish: _Wish, error: BaseException) -> None:
         wish.future.try_fail(error, self.agent.submit)

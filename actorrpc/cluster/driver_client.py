@@ -1,12 +1,11 @@
 """The cluster as its worker processes see it: they ask the driver, by RPC.
 
-Nobody asks under a lock. What was learned of workers is kept until they end; the driver itself is known from the
-start.
+Nothing here waits for an answer under a lock. What was learned of workers is kept until they end; the driver itself is known
+from the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
@@ -16,6 +15,7 @@ from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc
 from actorrpc.errors import PlacementError, RpcError
 from actorrpc.futures import WAITING, Future
+from actorrpc.group.group import MemberDirectory
 from actorrpc.serialization import exceptions
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 
@@ -24,42 +24,39 @@ __all__ = ["RemoteDirectory", "RemoteSpawner"]
 _ASK_S: Final = 30.0
 
 
-class RemoteDirectory:
-    """Who is in the cluster, as the driver says. Thread-safe: its dict is used by single, atomic steps.
+class RemoteDirectory(MemberDirectory):
+    """Who is in the cluster, as the driver says.
 
     Attributes:
         driver: the driver's record.
     """
 
     def __init__(self, driver: WorkerRecord) -> None:
+        super().__init__()
         self.driver = driver
-        self._known: dict[str | int, WorkerRecord] = {}
-        self._keep(driver)
+        self.add(driver)
         self._agent: Agent | None = None
 
     def attach(self, agent: Agent) -> None:
         """Ask through this agent from now on."""
         self._agent = agent
-        self._keep(agent.record)
+        self.add(agent.record)
         agent.on_peer_end.append(self._ended)
-
-    def _keep(self, record: WorkerRecord) -> None:
-        self._known[record.name] = self._known[record.rank] = record
 
     def _ended(self, peer: Peer) -> None:
         if peer.name != self.driver.name:
-            self._known.pop(peer.name, None)
-            self._known.pop(peer.record.rank, None)
+            self.remove(peer.record)
 
-    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         agent = self._agent
         assert agent is not None
-        # A thread that waits for an answer may be given up: what is learned is of use to others.
+        # Not cancelled with the call that runs here: other threads use the answer as well.
         token = CURRENT.set(None)
-        # A question of ours, in whatever the user does here: no wait of the method that leads to it.
+        # Not counted as a wait of the method that runs here.
         runner, WAITING.runner = WAITING.runner, None
         try:
-            return agent.ask(agent.peer(self.driver.name), function, args, {}, _ASK_S)
+            peer = agent.peer(self.driver.name)
+            return agent.ask(peer, driver_rpc.ask, (method, *arguments), {}, _ASK_S)
         finally:
             WAITING.runner = runner
             CURRENT.reset(token)
@@ -70,12 +67,12 @@ class RemoteDirectory:
         Raises:
             RpcError: the driver does not answer.
         """
-        found = self._known.get(to)
+        found = super().resolve(to)
         if found is None and self._agent is not None:
-            packed = self._ask(driver_rpc.lookup, to)
+            packed = self._ask("lookup", to)
             if packed is not None:
                 found = WorkerRecord.from_bytes(packed)
-                self._keep(found)
+                self.add(found)
         return found
 
     def members(self) -> list[WorkerRecord]:
@@ -84,16 +81,7 @@ class RemoteDirectory:
         Raises:
             RpcError: the driver does not answer.
         """
-        return [WorkerRecord.from_bytes(packed) for packed in self._ask(driver_rpc.listing)]
-
-    def leave(self) -> None:
-        """Do nothing: the driver sees that this process ends."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
-        """Do nothing."""
+        return [WorkerRecord.from_bytes(packed) for packed in self._ask("listing")]
 
 
 class RemoteSpawner:
@@ -103,11 +91,12 @@ class RemoteSpawner:
         self._agent = agent
         self._driver = driver
 
-    def _ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def _ask(self, method: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
         token = CURRENT.set(None)
         try:
-            self._agent.call(self._agent.peer(self._driver), function, args, {}, 0.0, future=future)
+            peer = self._agent.peer(self._driver)
+            self._agent.call(peer, driver_rpc.ask, (method, *arguments), {}, 0.0, future=future)
             self._agent.flush()
         except RpcError as error:
             future.try_fail(error)
@@ -115,12 +104,16 @@ class RemoteSpawner:
             CURRENT.reset(token)
         return future
 
+    def _tell(self, method: str, *arguments: Any) -> None:
+        # A failure means that the driver has ended, and all processes with it.
+        self._ask(method, *arguments).add_done_callback(Future.acknowledge)
+
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
         """Start a process; the future completes when it has joined the group, or fails saying why."""
-        return self._ask(driver_rpc.spawn, spec, self._agent.name)
+        return self._ask("spawn", spec, self._agent.name)
 
     def check(self, spec: ProcessSpec) -> None:
-        """Ask whether there can be a place for an actor that wants a certain one, or a part of something.
+        """Ask whether there can be a place for an actor that names one, or needs processors, devices or other amounts.
 
         Raises:
             PlacementError: there is none.
@@ -128,37 +121,28 @@ class RemoteSpawner:
         if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
             return
         try:
-            self._ask(driver_rpc.check, spec).wait(_ASK_S)
+            self._ask("check", spec).wait(_ASK_S)
         except PlacementError as error:
             raise exceptions.original(error) from None
-        except RpcError:  # the driver is gone, or too busy: the making of the actor tells
+        except RpcError:  # the driver has ended, or is too busy: making the actor will tell
             pass
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, once nothing that lives in it is referenced any more."""
-        _unseen(self._ask(driver_rpc.release, worker))
+        """Let a process end by itself, as soon as no value and no actor in it is referenced."""
+        self._tell("release", worker)
 
     def kill(self, worker: str) -> None:
         """End a process at once (SIGKILL)."""
-        _unseen(self._ask(driver_rpc.kill, worker))
+        self._tell("kill", worker)
 
     def give_back(self, booking: int) -> None:
         """Give a slot back."""
-        _unseen(self._ask(driver_rpc.give_back, booking))
+        self._tell("give_back", booking)
 
     def report(self, worker: str) -> Future[DeathReport]:
         """Return how a process ended; completes when it has."""
-        return self._ask(driver_rpc.report, worker)
+        return self._ask("report", worker)
 
     def owns(self, worker: str) -> bool:
         """Say whether the cluster has started the worker: all but the driver."""
         return worker != self._driver
-
-
-def _unseen(future: Future[Any]) -> None:
-    """Let a failure pass: it means that the driver is gone, and all processes with it."""
-
-    def look(done: Future[Any]) -> None:
-        done.acknowledge()
-
-    future.add_done_callback(look)

@@ -1,34 +1,24 @@
-"""What the workers ask of the driver, by RPC: who is there, and processes for the actors that they create.
-
-These functions run on the driver. Thread-safe.
-"""
+"""What the workers ask of the driver, by RPC: :func:`ask` carries all of it. It runs on the driver. Thread-safe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Later
 from actorrpc.cluster.driver import Cluster
 from actorrpc.errors import ShutdownError
-from actorrpc.wire.identity import WorkerRecord
+from actorrpc.futures import Future
 
-__all__ = [
-    "admit",
-    "check",
-    "current",
-    "give_back",
-    "kill",
-    "leaving",
-    "listing",
-    "lookup",
-    "register",
-    "release",
-    "report",
-    "spawn",
-]
+__all__ = ["ask", "current"]
+
+#: the methods of :class:`~actorrpc.cluster.driver.Cluster` that are for other workers
+_ASKED: Final = frozenset(
+    {
+        *("admit", "register", "leaving", "lookup", "listing"),
+        *("check", "spawn", "release", "kill", "report", "give_back"),
+    }
+)
 
 
 def current() -> Cluster | None:
@@ -37,71 +27,21 @@ def current() -> Cluster | None:
     return None if worker is None else worker.cluster
 
 
-def _here() -> Cluster:
+def ask(method: str, *arguments: Any) -> Any:
+    """Call a method of this driver's cluster, and answer with what it returns, or with what the returned future gives.
+
+    Raises:
+        ShutdownError: this worker is no driver, or its cluster has ended.
+        AttributeError: there is no such method for other workers.
+    """
     cluster = current()
     if cluster is None:
-        raise ShutdownError("the driver of the cluster has shut down", maybe_executed=False)
-    return cluster
-
-
-def lookup(to: str | int) -> bytes | None:
-    """Return the record of a worker, packed."""
-    record = _here().directory.resolve(to)
-    return None if record is None else record.to_bytes()
-
-
-def listing() -> list[bytes]:
-    """Return the records of all workers, packed."""
-    return [record.to_bytes() for record in _here().directory.members()]
-
-
-def admit(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Say whether one may join the cluster; see ``Cluster.admit``."""
-    cluster = current()
-    if cluster is None:
-        return {
-            "error": "this worker drives no cluster: name the address of the process that has called actorrpc.init()"
-        }
-    return cluster.admit(request)
-
-
-def register(record: bytes, facts: Mapping[str, Any] | None = None) -> None:
-    """Say that a worker has joined; ``facts`` where it has come by itself."""
-    _here().register(WorkerRecord.from_bytes(record), facts)
-
-
-def give_back(booking: int) -> None:
-    """Give back what an actor has booked."""
-    if (cluster := current()) is not None:
-        cluster.give_back(booking)
-
-
-def leaving(worker: str) -> None:
-    """Say that a process has begun to leave by itself."""
-    if (cluster := current()) is not None:
-        cluster.leaving(worker)
-
-
-def check(spec: ProcessSpec) -> None:
-    """Look whether there can be a place for an actor that another worker makes."""
-    _here().check(spec)
-
-
-def spawn(spec: ProcessSpec, creator: str) -> Later:
-    """Start a process for another worker."""
-    return Later(_here().spawn(spec, creator))
-
-
-def release(worker: str) -> None:
-    """Release a process."""
-    _here().release(worker)
-
-
-def kill(worker: str) -> None:
-    """Kill a process."""
-    _here().kill(worker)
-
-
-def report(worker: str) -> Later:
-    """Report how a process ended."""
-    return Later(_here().report(worker))
+        raise ShutdownError(
+            "this worker drives no cluster, or that has been shut down: name the address of the process that has called "
+            "actorrpc.init()",
+            maybe_executed=False,
+        )
+    if method not in _ASKED:
+        raise AttributeError(f"other workers cannot call Cluster.{method}")
+    found = getattr(cluster, method)(*arguments)
+    return Later(found) if isinstance(found, Future) else found

@@ -1,4 +1,4 @@
-"""How a worker process of the cluster comes to its end: told by the driver, or by itself when nobody needs it.
+"""How a worker process of the cluster ends: the driver tells it to, or it was released and holds nothing that others use.
 
 The main thread of a worker waits in :meth:`Leaver.wait`; everything else happens on other threads. No lock: the
 decision to leave is an assignment and an event.
@@ -25,12 +25,12 @@ class Leaver:
     """Decides when this process ends. Thread-safe.
 
     Args:
-        agent, references: what is in force here.
+        agent, references: of this process.
         announce: called before this process leaves by itself, on a pool thread.
 
     Attributes:
-        graceful: whether there is anybody left to say goodbye to.
-        bereft: why this process ends, where that is the death of its driver; else empty.
+        graceful: whether the driver lives, so that this process says goodbye to it.
+        bereft: how the driver died, if this process ends for that reason; else empty.
     """
 
     def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class Leaver:
         self._over.set()
 
     def leave_when_idle(self) -> None:
-        """End this process as soon as nothing that lives here is referenced and nothing runs."""
+        """End this process as soon as no value in it is referenced and no call runs."""
         if not self._looking:
             self._looking = True
             self._look(_FIRST_S, False)
@@ -84,7 +84,7 @@ def leave() -> None:
 
 
 def leave_when_idle() -> None:
-    """End the process in which this is called, by RPC, once nobody needs it."""
+    """End the process in which this is called, by RPC, as soon as others use nothing in it."""
     worker = current_worker()
     if worker is not None and worker.leaver is not None:
         worker.leaver.leave_when_idle()

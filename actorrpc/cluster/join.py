@@ -1,8 +1,8 @@
 """Joining: how a process anywhere becomes a worker of a cluster that runs, given its driver's address and key.
 
-It shakes hands with the process that listens there (so a wrong key or version is known before anything is sent), asks, under a
-name that nobody else has, whether it may come under the one it wants, and is told its rank and the cluster's settings. Then it
-enters, and is a member as any other. All of it within one time-out; what fails leaves nothing running.
+1. The process shakes hands with the process that listens there, so that a wrong key or version is known before anything is sent.
+2. Under a random name, it asks whether it may join under its own name, and is told its rank and the cluster's settings.
+3. It enters the group. One time-out covers all of it; a failure leaves nothing running.
 
 ``python -m actorrpc.worker`` is :func:`serve` on a command line; :func:`serve_order` is for processes that an engine starts.
 
@@ -61,7 +61,7 @@ from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment
 from actorrpc.group.store import StoreMeeting, poll
 from actorrpc.rpc import api
-from actorrpc.transport.tls import Stream, Tls, explain
+from actorrpc.transport.tls import Tls, connect, explain, shake_hands
 from actorrpc.validation import amounts, check_fields, number, option, words
 from actorrpc.wire import keys
 from actorrpc.wire.handshake import Dialler
@@ -130,9 +130,9 @@ def show(host: str, port: int) -> str:
 
 
 def own_address(host: str = "") -> str:
-    """Return an address of this host: the one that packets to ``host`` would leave from. Nothing is sent.
+    """Return the address of this host from which packets to ``host`` are sent. This function sends no packet.
 
-    Without ``host``, the one towards other networks; the loopback where there is no network.
+    Without ``host``: the address towards other networks, or the loopback on a host without network.
     """
     targets = [host] if host else ["192.0.2.1", "2001:db8::1"]
     for target in targets:
@@ -244,7 +244,7 @@ class LaunchMeeting:
         return bytes(self._store.get(key)).decode("utf-8", "replace")
 
     def _agree(self) -> str:
-        """Agree on the key; nothing of it goes through the store."""
+        """Agree on the key, which is not sent through the store."""
         given = given_secret()
         if self._launch.rank == 0:
             if given:
@@ -371,10 +371,10 @@ def seconds(timeout: Any) -> float:
 
 
 def check_takes_code(settings: Settings) -> None:
-    """Refuse to be a process of a cluster that takes nothing but data.
+    """Check that the settings let a process of a cluster take code.
 
     Raises:
-        ConfigError: it is to be one.
+        ConfigError: they allow data only.
     """
     if settings.data_only:
         raise ConfigError(
@@ -432,7 +432,7 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     """Shake hands with the process that listens at an address, and hang up.
 
     Raises:
-        RendezvousError: nobody answers there in time, or not as a worker does.
+        RendezvousError: there is no answer in time, or the answer is not a worker's.
         AuthenticationError, VersionError: it does not share the key, or a version of the protocol.
     """
     where = show(host, port)
@@ -445,27 +445,18 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
         try:
             plain = socket.create_connection((host, port), limit)
             limit = min(deadline, _time.now() + settings.handshake_timeout)
-            secured = None if tls is None else tls.dial(plain, limit)
-            sock: Stream = plain if secured is None else secured
-            with contextlib.closing(sock):
+            with contextlib.closing(connect(plain, tls, limit)) as stream:
                 dialler = Dialler(
                     name=VISITOR + secrets.token_hex(4),
                     incarnation=new_incarnation(),
                     key=key.reveal(),
-                    binding=b"" if secured is None else secured.binding,
+                    binding=stream.binding,
                     seals=settings.frame_integrity and tls is None,
                 )
-                data = dialler.start()
-                while not dialler.done:
-                    sock.settimeout(max(0.05, limit - _time.now()))
-                    if data:
-                        sock.sendall(data)
-                    data = sock.recv(4096)
-                    if not data:
-                        raise ConnectionResetError("it closed the connection during the handshake")
-                    data = dialler.feed(data)
-                result = dialler.result
-                found.append(_Found(result.peer_name, result.peer_incarnation, str(sock.getsockname()[0])))
+                result = shake_hands(stream, dialler, limit)
+                found.append(
+                    _Found(result.peer_name, result.peer_incarnation, str(stream.sock.getsockname()[0]))
+                )
         except ssl.SSLError as error:
             raise explain(error, f"the driver at {where}") from error
         except OSError as error:
@@ -490,16 +481,23 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
 
 
 def _ask(
-    driver: WorkerRecord, key: Key, request: dict[str, Any], settings: Settings, deadline: float
+    found: _Found, where: tuple[str, int], name: str, key: Key, settings: Settings, deadline: float
 ) -> dict[str, Any]:
-    """Ask the driver whether this process may join."""
+    """Ask the driver whether this process may join under a name; return what it says.
+
+    Raises:
+        RendezvousError: it may not, or the driver does not answer.
+    """
+    shown, left = show(*where), max(0.1, deadline - _time.now())
+    driver = WorkerRecord(
+        name=found.name, rank=0, incarnation=found.incarnation, host="unknown", tcp=(where,)
+    )
     record = WorkerRecord(
         name=VISITOR + secrets.token_hex(8),
         rank=FIRST_VISITOR + secrets.randbits(29),
         incarnation=new_incarnation(),
         host=f"visitor-{secrets.token_hex(8)}",
     )
-    left = max(0.1, deadline - _time.now())
     agent = Agent(
         record,
         settings=dataclasses.replace(settings, transport="tcp", connect_timeout=left, data_only=False),
@@ -509,10 +507,19 @@ def _ask(
     )
     try:
         agent.start([])
-        answer: dict[str, Any] = agent.ask(agent.peer(driver.name), driver_rpc.admit, (request,), {}, left)
-        return answer
+        request = {"name": name}
+        answer: dict[str, Any] = agent.ask(
+            agent.peer(driver.name), driver_rpc.ask, ("admit", request), {}, left
+        )
+    except RpcTimeoutError as error:
+        raise RendezvousError(f"the driver at {shown} has not answered within {left:.3g} s") from error
+    except (OSError, RpcError) as error:
+        raise RendezvousError(f"the driver at {shown} could not be asked: {error}") from error
     finally:
         agent.close()
+    if "error" in answer:
+        raise RendezvousError(f"cannot join the cluster at {shown} as {name!r}: {answer['error']}")
+    return answer
 
 
 def join(
@@ -538,7 +545,7 @@ def join(
 
     Raises:
         ConfigError: an argument cannot be used.
-        RendezvousError: nobody answers there, it is no driver, or the name is taken.
+        RendezvousError: there is no answer, the answer is not a driver's, or the name is taken.
         AuthenticationError: there is no key, or it is not the driver's.
         VersionError: the two speak different versions of the protocol.
         RuntimeError: this process is in a group already.
@@ -552,26 +559,13 @@ def join(
     found_key = find_key(host, port) if key is None else key
     here = Settings.from_environment(**(settings or {}))
     found = _knock(host, port, found_key, here, deadline)
-    first = WorkerRecord(
-        name=found.name, rank=0, incarnation=found.incarnation, host="unknown", tcp=((host, port),)
-    )
-    try:
-        answer = _ask(first, found_key, {"name": own_name}, here, deadline)
-    except RpcTimeoutError as error:
-        raise RendezvousError(f"the driver at {where} has not answered within {timeout:g} s") from error
-    except (OSError, RpcError) as error:
-        raise RendezvousError(f"the driver at {where} could not be asked: {error}") from error
-    if "error" in answer:
-        raise RendezvousError(f"cannot join the cluster at {where} as {own_name!r}: {answer['error']}")
+    answer = _ask(found, (host, port), own_name, found_key, here, deadline)
     driver = WorkerRecord.from_bytes(answer["driver"])
     # The way that has worked goes first: what it advertises may be for others.
     tcp = tuple(dict.fromkeys(((host, port), *driver.tcp)))
     driver = dataclasses.replace(driver, tcp=tcp)
     made = _settings(answer["settings"], found.own, settings or {})
-    has_code = user_code.has_code(answer["script"])
-    place = answer["directory"]
-    if has_code and place is not None and place not in sys.path:
-        sys.path.append(place)
+    user_code.use(answer["script"], answer["directory"])
     directory = RemoteDirectory(driver)
     shown = made.advertise or found.own
     facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, found.own}))
@@ -584,7 +578,7 @@ def join(
             timeout=answer["timeout"],
             what=f"worker {own_name!r} of the cluster at {where}",
             namespace=answer["namespace"],
-            facts={**facts, "has_code": has_code, "host": host_identity()},
+            facts=facts,
             limit=max(0.1, deadline - _time.now()),
         )
     except RpcError as error:

@@ -1,7 +1,7 @@
 """What processes print: taken from their pipes, marked, folded, and shown on the driver's own output.
 
-One thread, ``actorrpc-logs``, reads all pipes. Each line is shown as ``(Counter pid=123) line``; a process may change what
-stands for ``Counter``, by what it writes itself (:class:`Labels`). A line that another
+One thread, ``actorrpc-logs``, reads all pipes. Each line is shown as ``(Counter pid=123) line``; a process may change its
+label, here ``Counter``, by writing a line with the new one (:class:`Labels`). A line that another
 process has shown within the last second is counted instead, and shown once more with ``[repeated 7x across
 processes]``. The last lines that each process wrote to its standard error are kept for its death report, and the last ones of all
 in a :class:`History`.
@@ -38,7 +38,7 @@ _LINE_COST: Final = 100  # what a line takes besides its text
 _WINDOW_S: Final = 1.0  # equal lines of several processes within this time are folded
 _FOLDS: Final = 2_000  # lines that are remembered for that
 _REST_S: Final = (
-    0.5  # how long the pipes of a process that has ended may stay open (its own children have them)
+    0.5  # how long pipes may stay open after their process has ended (its own children have them)
 )
 
 
@@ -66,14 +66,14 @@ class Labels:
         self._pipes = {fd: _identity(fd) for fd in (1, 2)}
 
     def change(self, label: str) -> None:
-        """Have what is written from now on shown under another label. What the program has redirected is left alone."""
+        """Show all later output under another label. Streams that the program has redirected are left alone."""
         data = _LABEL + label.encode("utf-8", "replace") + b"\n"
         for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
             try:
                 stream.flush()
                 if _identity(fd) == self._pipes[fd]:
                     os.write(fd, data)
-            except (OSError, ValueError, AttributeError):  # closed, or somebody's own object
+            except (OSError, ValueError, AttributeError):  # closed, or an object of the program
                 pass
 
 
@@ -123,7 +123,7 @@ class _Pipe:
         begun = b""
         for line in lines:
             begun, found, label = (begun + line).partition(_LABEL)
-            if found:  # what stands before it is the beginning of the next line
+            if found:  # the text before it is the beginning of the next line
                 self.label = label.decode("utf-8", "replace")
                 continue
             whole.append((self.label, _text(begun, self.cut)))
@@ -137,7 +137,7 @@ class _Pipe:
         return whole
 
     def last(self) -> list[tuple[str, str]]:
-        """Return what is left, at the end of the stream, behind its label."""
+        """Return the incomplete last line, at the end of the stream, behind its label."""
         rest, self.rest = self.rest, b""
         return [(self.label, _text(rest, self.cut))] if rest else []
 
@@ -166,10 +166,10 @@ class _Fold:
 
 
 class History:
-    """The last lines of all processes, those that have ended too, for who wants to read them later. Thread-safe.
+    """The last lines of all processes, also of processes that have ended, for later readers. Thread-safe.
 
-    All of them together have ``HISTORY_BYTES`` at most. Where there is no room left, the process that has the most lines loses
-    its oldest ones: one that prints a lot does not push out what the others have said. ``_lock`` guards everything here; it is a
+    All lines together take ``HISTORY_BYTES`` at most. When that is full, the process with the most lines loses its oldest ones:
+    a process that prints a lot does not displace the lines of others. ``_lock`` guards everything here; it is a
     leaf.
     """
 
@@ -198,7 +198,7 @@ class History:
                 self._drop()
 
     def _drop(self) -> None:
-        """Let go of a part of what the largest has. Under the lock."""
+        """Remove the oldest lines of the process that has the most. Under the lock."""
         pid = max(self._sizes, key=self._sizes.__getitem__)
         kept, goal = self._lines[pid], self._sizes[pid] - max(1, HISTORY_BYTES // 64)
         while kept and self._sizes[pid] > goal:
@@ -209,7 +209,7 @@ class History:
             del self._lines[pid], self._sizes[pid], self._workers[pid]
 
     def workers(self) -> list[tuple[int, str]]:
-        """Return the processes of which lines are kept, each with the name of its worker: those that have ended, too."""
+        """Return the processes with lines here, each with the name of its worker; also processes that have ended."""
         with self._lock:
             return [(pid, name) for pid, name in self._workers.items() if name]
 
@@ -217,11 +217,11 @@ class History:
         """Return lines from a number on, in order: ``[number, time, pid, label, is_error, text]``.
 
         Args:
-            number: of the first one; those that have gone since are left out.
+            number: of the first line; lines that were removed since are left out.
             most: lines at most, and ``nbytes`` about.
 
         Returns:
-            The lines, the number of the one that follows them, and whether it is there.
+            The lines, the number of the next line, and whether that exists already.
         """
         with self._lock:
             found: list[Any] = sorted(
@@ -291,7 +291,7 @@ class Logs:
         self._order(order)
 
     def close(self, timeout: float = 2.0) -> None:
-        """Show what is there, and end: all processes have ended. Idempotent."""
+        """Show all that was written, and end: all processes have ended. Idempotent."""
         if self._closed:
             return
         if self._thread.ident is None:  # it was broken off before the start: no thread closes the descriptors
@@ -426,7 +426,7 @@ class Logs:
         self._emit(pipe.is_error, shown)
 
     def _unfold(self, now: float) -> None:
-        """Show how often lines were repeated whose time is over."""
+        """Show how often lines were repeated, once their second has passed."""
         shown: dict[bool, list[str]] = {}
         for key, fold in list(self._folds.items()):
             if fold.due > now and len(self._folds) <= _FOLDS:
@@ -445,7 +445,7 @@ class Logs:
             stream.write("".join(lines))
             stream.flush()
         except BaseException:
-            # Closed, or its reader is gone, or it is somebody's own object: the driver goes on.
+            # It is closed, or has no reader, or is an object of the program that raises: the driver must not fail for that.
             pass
 
 

@@ -1,7 +1,7 @@
 """The page for the browser that ``init(dashboard=True)`` starts: ``actorrpc dashboard`` as a child of the driver.
 
-It looks in from outside, as it does where a user starts it: the driver has no port and no thread for it. It ends with the
-cluster, and by itself when the driver is gone, whose pidfd it watches: a pipe would stay open in whatever the driver has forked.
+The child reads the state of the group from outside, as if a user had started it: the driver has no port and no thread for it. It
+ends with the cluster, and by itself when the driver ends, whose pidfd it watches: a pipe would stay open in forks of the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from actorrpc.validation import text
 
 __all__ = ["listens_at", "start"]
 
-_END_S: Final = 0.5  # for the last event to those who have the page open
+_END_S: Final = 0.5  # for the last event to open pages
 # `-m` would look for this package on a path that may not have it.
 _BOOT: Final = """
 import json, sys
@@ -33,10 +33,10 @@ sys.exit(main())
 
 
 def listens_at(dashboard: bool | str) -> tuple[str, int] | None:
-    """Return where the page is to be served, with 0 for any port; None where there is to be none.
+    """Return the address and port of the page, with 0 for any port; None if no page is wanted.
 
     Raises:
-        ConfigError: it can be none of this host's own addresses, or what serves it is not installed.
+        ConfigError: other hosts reach the address, or the server's packages are not installed.
     """
     if dashboard is False:
         return None

@@ -1,7 +1,7 @@
 """What the machines of a cluster have, and what of it is free.
 
-The books are those of the driver, which other processes ask. Processors are shared, and not booked: what is shown as taken is
-what the actors that live now have asked for. Names and keys are Ray's. Thread-safe.
+The driver keeps the books; other processes ask it. Processors are shared, and not booked: the shown use is the sum of what the
+living actors have asked for. Names and keys are as in Ray. Thread-safe.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def _book() -> list[dict[str, Any]]:
 def book(running: Cluster) -> list[dict[str, Any]]:
     """Return the machines of a cluster: their names, what they have, and what of it is free. On the driver."""
     taken: dict[str, float] = {}
-    if running.engine.name == "local":
-        for spec in running.engine.specs():  # type: ignore[attr-defined]
-            if spec.label == TASKS:  # they stay when their tasks are over
+    if running.is_local:
+        for spec in running.specs():
+            if spec.label == TASKS:  # these processes stay when their tasks have ended
                 continue
             for name, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)):
                 taken[name] = taken.get(name, 0.0) + float(amount or 0.0)

@@ -1,6 +1,6 @@
-"""Placement: what the workers and machines of a cluster have, what of it is taken, and who suits a wish.
+"""Placement: what the workers and machines of a cluster have, what of it is booked, and which of them suits an actor.
 
-Pure bookkeeping, as with any scheduler's: nobody is kept from using more than was booked. Not thread-safe: the cluster's
+Pure bookkeeping: actors are not kept from using more than was booked. Not thread-safe: the cluster's
 lock guards it.
 """
 
@@ -20,7 +20,7 @@ _SHOWN: Final = 8
 
 
 def needs_of(spec: ProcessSpec) -> dict[str, float]:
-    """Return what an actor books: amounts by the names ``CPU``, ``GPU`` and those of ``resources``."""
+    """Return what an actor books: amounts by the names ``CPU``, ``GPU`` and the names of ``resources``."""
     needs = {name: float(amount) for name, amount in spec.resources.items() if amount}
     if spec.num_cpus:
         needs["CPU"] = float(spec.num_cpus)
@@ -41,9 +41,10 @@ class ResourceHolder:
     Attributes:
         hosts: the names and addresses under which ``host=`` finds it.
         totals: what it has; ``used`` what of that is booked.
-        unbooked: of what nothing is booked here, since somebody else books it.
+        unbooked: the names of amounts that the engine books, and that are not booked here.
         bookings: what each actor in it has booked.
-        starts: it is an engine's machine: actors get processes of their own there.
+        starts: it is a machine of an engine, where actors get processes of their own.
+        scaled: it is a worker that the engine has started for several actors.
         draining: nothing new is placed there.
     """
 
@@ -53,6 +54,7 @@ class ResourceHolder:
     totals: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
     starts: bool = False
+    scaled: bool = False
     draining: bool = False
     unbooked: frozenset[str] = frozenset()
     bookings: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class ResourceHolder:
         return self.totals.get(name, 0.0) - sum(each.get(name, 0.0) for each in self.bookings.values())
 
     def suits(self, spec: ProcessSpec) -> bool:
-        """Say whether it could ever hold what is wished for."""
+        """Say whether it could ever hold such an actor."""
         if spec.own and not self.starts:
             return False
         if spec.rank is not None and spec.rank != self.rank:
@@ -116,14 +118,14 @@ class ResourceTable:
         return [*self.nodes, *self.workers.values()]
 
     def candidates(self, spec: ProcessSpec) -> list[ResourceHolder]:
-        """Return who could ever hold this."""
+        """Return the holders that could ever hold this."""
         return [each for each in self.all() if not each.draining and each.suits(spec)]
 
     def choose(self, spec: ProcessSpec, slots_first: bool) -> ResourceHolder | None:
-        """Return who is to hold this; None where nobody has room.
+        """Return the holder for an actor; None where no holder has room.
 
         Args:
-            slots_first: workers that are there go before new processes.
+            slots_first: prefer existing workers to new processes.
         """
         found = [each for each in self.candidates(spec) if each.has_room(spec)]
         if not found:
@@ -138,7 +140,7 @@ class ResourceTable:
 
 
 def lacking(spec: ProcessSpec, book: ResourceTable) -> str:
-    """Say in words what is wished for and what there is."""
+    """Say in words what an actor needs, and what the holders have."""
     wishes = [f"{name} {amount:g}" for name, amount in needs_of(spec).items()]
     if spec.rank is not None:
         wishes.append(f"worker {spec.rank}")

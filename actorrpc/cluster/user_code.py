@@ -1,9 +1,8 @@
 """The program's own code, as workers get it that cannot import it.
 
-Functions and classes travel by name where both sides can import them, else by value. What stands beside the script (its
-directory is on the path of this process alone) can only be imported where that directory is: with a driver that others
-can join these modules travel by value, those that are imported when it starts, and those that are imported later, until
-it ends. Thread-safe.
+Functions and classes are sent by name where both sides can import them, else by value. Modules in the directory of the script
+(which is on the path of this process alone) cannot be imported on other hosts. Therefore a driver that other processes can join
+sends these modules by value: the modules that are imported when it starts, and all later ones until it ends. Thread-safe.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Final
 
 from actorrpc.serialization.by_value import modules
 
-__all__ = ["by_value", "directory", "fingerprint", "has_code", "unwatch", "watch"]
+__all__ = ["by_value", "directory", "fingerprint", "unwatch", "use", "watch"]
 
 _OURS: Final = "actorrpc"
 
@@ -43,16 +42,19 @@ def fingerprint() -> tuple[str, int, int] | None:
     return os.path.realpath(path), found.st_size, found.st_mtime_ns
 
 
-def has_code(mark: tuple[str, int, int] | list[object] | None) -> bool:
-    """Say whether the script of which this is the fingerprint is here, too."""
-    if mark is None:
-        return True
-    path, size, when = mark
-    try:
-        found = os.stat(str(path))
-    except OSError:
-        return False
-    return (found.st_size, found.st_mtime_ns) == (size, when)
+def use(mark: tuple[str, int, int] | list[object] | None, directory: str | None) -> None:
+    """Add the directory of the driver's script to ``sys.path``, if this host has the script with this fingerprint."""
+    if directory is None or directory in sys.path:
+        return
+    if mark is not None:
+        path, size, when = mark
+        try:
+            found = os.stat(str(path))
+        except OSError:
+            return
+        if (found.st_size, found.st_mtime_ns) != (size, when):
+            return
+    sys.path.append(directory)
 
 
 class _OurName(str):
@@ -62,22 +64,22 @@ class _OurName(str):
 
 
 def _register(name: str) -> None:
-    """Have a module travel by value, whether or not it is there yet: ``cloudpickle``'s own function wants to see it."""
-    # Where the program was first, this changes nothing, and what is there stays its own.
+    """Send a module by value, imported or not; ``cloudpickle``'s own function takes only imported modules."""
+    # If the program has registered the name itself, this changes nothing, and the entry stays the program's.
     modules.add(_OurName(name))
 
 
 def by_value() -> None:
-    """Have the modules beside the script travel by value, those that are imported by now."""
+    """Send the modules in the directory of the script by value, as far as they have been imported."""
     place = directory()
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if place is not None and isinstance(path, str) and _is_the_programs(name, path, place):
-            _register(str(module.__name__))  # what cloudpickle goes by
+            _register(str(module.__name__))  # the name that cloudpickle looks up
 
 
 class _ModuleWatch(MetaPathFinder):
-    """Finds nothing, but sees what is imported: what is beside the script travels by value."""
+    """Finds no module. It is asked before each import, and registers the modules in the directory of the script."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -101,14 +103,14 @@ _watch: Final = _ModuleWatch()
 
 
 def watch() -> None:
-    """Do as :func:`by_value`, and so for what is imported from now on. Idempotent."""
+    """Do as :func:`by_value`, and the same for all later imports. Idempotent."""
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
     by_value()
 
 
 def unwatch() -> None:
-    """Look at no further imports, and have what we registered travel by name again. Idempotent.
+    """Register no further imports, and send the registered modules by name again. Idempotent.
 
     What the program registered itself stays so, unless it did so while we had it registered: that cannot be seen.
     """
@@ -124,7 +126,7 @@ def _forget() -> None:
 
 
 def _is_the_programs(name: str, path: str, place: str) -> bool:
-    """Whether a module is beside the script, and no part of an installation that happens to lie there, or of this package."""
+    """Whether a module is in the directory of the script, and not in an installation below it, nor in this package."""
     if name.partition(".")[0] in ("__main__", _OURS):
         return False
     real = os.path.realpath(path)

@@ -2,12 +2,13 @@
 
 :func:`main` runs on the main thread of a process that was forked a moment ago. It dresses the process (seeds, variables,
 directory), joins the group, and waits for the end. The user's ``__main__`` is not imported here. From :func:`enter` on, forked
-processes and those that joined over the network (``join.py``) are the same. No lock.
+processes and processes that joined over the network (``join.py``) do the same. No lock.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -17,7 +18,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -90,7 +91,7 @@ def _work(job: dict[str, Any]) -> None:
             dress=lambda: _dress(job),
         )
     except (PeerDiedError, ShutdownError):
-        return  # the last handle of its actor is gone, or the program is over, before this process was there
+        return  # the last handle of its actor was deleted, or the program ended, before this process had joined
     try:
         member.wait()
     finally:
@@ -104,7 +105,7 @@ def _freeze() -> None:
 
 
 def _reseed() -> None:
-    """Give every process random numbers of its own: a fork goes on with those of its parent."""
+    """Give every process random numbers of its own: a fork would continue the sequence of its parent."""
     random.seed()
     torch.default_generator.seed()
     numpy: Any = sys.modules.get("numpy")
@@ -130,14 +131,11 @@ def exit_process(code: int) -> NoReturn:
     """
     try:
         atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:
-            pass
-    os._exit(code)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 _JOIN_S: Final = 30.0
@@ -150,14 +148,11 @@ class Member:
 
     Attributes:
         agent: its agent.
-        driver: the name of the driver.
         leaver: decides when it ends.
     """
 
     agent: Agent
-    driver: str
     leaver: Leaver
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def wait(self) -> None:
         """Serve until it is released, the driver ends, or it leaves; then leave. Interruptible."""
@@ -182,12 +177,12 @@ def enter(
     Args:
         timeout: the default time-out of calls.
         what: what this process is, in words.
-        facts: what the driver is told beside the record; None for a process that it has started itself.
+        facts: what the driver is told in addition to the record; None for a process that it has forked.
         dress: called when the sockets are there, before anything is served.
         limit: how long the driver may take to answer, in seconds.
 
     Raises:
-        RpcError: the driver does not want it, or does not answer. Nothing is in force then, and the group is closed.
+        RpcError: the driver refuses it, or does not answer. No group is in force then, and the group is closed.
     """
     agent = group.agent
     directory.attach(agent)
@@ -218,16 +213,16 @@ def enter(
         dress()
         api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
     with undo_on_error(partial(api.shutdown, False)):
-        arguments = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
-        agent.ask(agent.peer(driver.name), driver_rpc.register, arguments, {}, limit)
-    return Member(agent, driver.name, leavers[0], facts or {})
+        told = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
+        agent.ask(agent.peer(driver.name), driver_rpc.ask, ("register", *told), {}, limit)
+    return Member(agent, leavers[0])
 
 
 def _announce(agent: Agent, driver: str) -> None:
     token = CURRENT.set(None)
     try:
-        agent.ask(agent.peer(driver), driver_rpc.leaving, (agent.name,), {}, _LEAVE_S)
+        agent.ask(agent.peer(driver), driver_rpc.ask, ("leaving", agent.name), {}, _LEAVE_S)
     except RpcError:
-        pass  # it is gone, or very busy: this process ends all the same
+        pass  # the driver has ended, or is very busy: this process ends all the same
     finally:
         CURRENT.reset(token)

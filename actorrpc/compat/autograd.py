@@ -1,4 +1,4 @@
-"""What stands in the place of ``torch.distributed.autograd``: the public names, and the private ones that are in use."""
+"""Replaces ``torch.distributed.autograd``: its public names, and the private names that are in use."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Send:
 
 
 class DistAutogradContext:
-    """A look at a context, with the private names of torch's."""
+    """A view of a context, with torch's private names."""
 
     def __init__(self, found: Context) -> None:
         self._context = found

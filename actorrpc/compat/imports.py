@@ -1,7 +1,6 @@
-"""Doing something when a module has been imported, by any code.
+"""Hooks for imports: callbacks after the import of a module, and modules under other names.
 
-This module is also loaded by itself when an interpreter starts (``site/sitecustomize.py``), before there is any need for
-torch: it imports nothing but the standard library, and nothing of this package.
+``site/sitecustomize.py`` loads this module alone when an interpreter starts. Therefore it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["after_import", "alias", "alias_package", "forget"]
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module as another loader does, and says so."""
+    """Loads a module with another loader, and calls a function after that."""
 
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
@@ -32,14 +31,14 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
         if spec is not None:
-            spec.loader = self._loader  # what it looks like from now on
+            spec.loader = self._loader  # from now on, the module shows its own loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._then(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, once, by way of those that find it otherwise."""
+    """Finds one module, once, with the other finders."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -58,10 +57,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> _Finder | None:
-    """Call ``then(module)`` when a module has been imported; at once if it has been.
+    """Call ``then(module)`` when a module has been imported; at once if it is imported already.
 
     Returns:
-        What :func:`forget` takes, if it is still to be imported.
+        The argument for :func:`forget`, or None if the module is imported already.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -73,7 +72,7 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> _Finder | Non
 
 
 class _Other(importlib.abc.Loader):
-    """Gives another module, as it is."""
+    """Returns another module, unchanged."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -85,7 +84,7 @@ class _Other(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import has put that of the other name there
+        module.__spec__ = self._spec  # the import has set the spec of the other name
 
 
 class _Aliases(importlib.abc.MetaPathFinder):
@@ -102,13 +101,13 @@ class _Aliases(importlib.abc.MetaPathFinder):
 
 
 def alias(names: Mapping[str, str]) -> _Aliases:
-    """Have modules found under other names, and imported only then.
+    """Make modules importable under other names.
 
     Args:
-        names: the other name -> the module's own.
+        names: other name -> name of the module.
 
     Returns:
-        What :func:`forget` takes.
+        The argument for :func:`forget`.
     """
     finder = _Aliases(names)
     sys.meta_path.insert(0, finder)
@@ -116,7 +115,7 @@ def alias(names: Mapping[str, str]) -> _Aliases:
 
 
 class _Root(_Other):
-    """Gives a package, and all of its modules that it has imported: what it says of their names stays as it is."""
+    """Returns a package, and registers its imported modules under the other name."""
 
     def __init__(self, name: str, other: str) -> None:
         super().__init__(name)
@@ -131,7 +130,7 @@ class _Root(_Other):
 
 
 class _Package(importlib.abc.MetaPathFinder):
-    """Finds a package and all modules in it under another name; what is not in it is nowhere."""
+    """Finds a package and all modules in it under another name. No other finder is asked for modules of that name."""
 
     def __init__(self, other: str, name: str) -> None:
         self._other = other
@@ -157,14 +156,14 @@ class _Package(importlib.abc.MetaPathFinder):
 
 
 def alias_package(other: str, name: str) -> MetaPathFinder:
-    """Have a package, and what is in it, found under another name, also where there is one of that name.
+    """Make a package and its modules importable under another name, even if a package of that name is installed.
 
     Args:
         other: the other name.
-        name: the package's own; its module ``names`` says what is raised for a module that it does not have.
+        name: the package's own name; its module ``names`` makes the error for missing modules.
 
     Returns:
-        What :func:`forget` takes.
+        The argument for :func:`forget`.
 
     Raises:
         RuntimeError: a package of the other name has been imported.
@@ -178,6 +177,6 @@ def alias_package(other: str, name: str) -> MetaPathFinder:
 
 
 def forget(finder: importlib.abc.MetaPathFinder) -> None:
-    """Wait for it no more."""
+    """Remove a finder."""
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)

@@ -1,8 +1,8 @@
 """Puts actorrpc in the place of ``torch.distributed.rpc`` and of the modules of torch that build on it.
 
-What stands in torch's place are modules of this package, the same objects under torch's names. It makes no difference
-whether torch's own were imported before; but a name that a program has bound before (``from torch.distributed.rpc import
-RRef``) stays bound to torch's: install first, or use ``python -m actorrpc.compat``.
+The replacements are modules of this package, under torch's names. Torch's own modules may have been imported before, but a
+name that a program has bound before (``from torch.distributed.rpc import RRef``) stays bound to torch's: install first, or use
+``python -m actorrpc.compat``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed
@@ -41,6 +42,7 @@ __all__ = [
     "without_drop_in",
 ]
 
+T = TypeVar("T")
 VARIABLE: Final = "ACTORRPC_DROP_IN"
 _SITE: Final = str(Path(__file__).with_name("site"))
 
@@ -55,7 +57,7 @@ def drop_in(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_drop_in(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for programs that are not."""
+    """Return the variables to set for programs that are to run on torch."""
     return {VARIABLE: "0", "PYTHONPATH": os.pathsep.join(_path(environment))}
 
 
@@ -68,18 +70,18 @@ def with_ray(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_launch(name: str) -> None:
-    """Exit with a line that says why, where the arguments of ``python -m name`` name no program or it could not be told."""
+    """Exit with a message if ``python -m name`` has no program among its arguments, or cannot change the program."""
     if len(sys.argv) < 2:
         sys.exit(f"usage: python -m {name} (script.py | -m module) [arguments]")
     if sys.flags.ignore_environment or sys.flags.no_site:
         sys.exit(
-            f"python -m {name} does not work with -E, -I and -S: it passes on what is to be done by PYTHONPATH"
+            f"python -m {name} does not work with -E, -I and -S, because it changes the program by PYTHONPATH"
         )
 
 
 def launch(changes: Mapping[str, str]) -> NoReturn:
     """Replace this process, ``python -m name program ...``, by the program, with these variables changed."""
-    # Python's own options: what stands before `-m name`.
+    # Python's own options: the arguments before `-m name`.
     options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) - 1]
     os.environ.update(changes)
     sys.stderr.flush()
@@ -93,15 +95,12 @@ _LATE: Final = {
     f"torch.distributed.rpc._testing{name}": f"actorrpc.compat.rpc._testing{name}"
     for name in ("", ".faulty_agent_backend_registry")
 }
-_lock = threading.Lock()  # guards _before
-_before: list[tuple[Any, str, Any]] = []  # what was where, to be put back in reverse order
-_modules_before: dict[str, ModuleType | None] = {}
-_environment_before: dict[str, str | None] = {}
-_waiting: list[Any] = []
+_lock = threading.Lock()  # guards _undo
+_undo: ExitStack | None = None  # puts everything back, in reverse order; None: not installed
 
 
 def _modules() -> dict[str, ModuleType]:
-    """Return what stands in the place of which module of torch."""
+    """Return the replacements of modules of torch, by the names of those modules."""
     found: dict[str, ModuleType] = {
         "torch.distributed.rpc": rpc,
         "torch.distributed.autograd": autograd,
@@ -121,18 +120,35 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _put(place: Any, name: str, value: Any) -> None:
-    _before.append((place, name, getattr(place, name, _MISSING)))
+    before = getattr(place, name, _MISSING)
+    assert _undo is not None
+    if before is _MISSING:
+        _undo.callback(delattr, place, name)
+    else:
+        _undo.callback(setattr, place, name, before)
     setattr(place, name, value)
 
 
+def _put_in(table: MutableMapping[str, T], key: str, value: T | None) -> None:
+    """Put a value into a table until the end of the drop-in; None takes the key out."""
+    assert _undo is not None
+    _undo.callback(_set, table, key, table.get(key))
+    _set(table, key, value)
+
+
+def _set(table: MutableMapping[str, T], key: str, value: T | None) -> None:
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
+
+
 def _bind_nn(package: Any) -> None:
-    """Make the names of ``torch.distributed.nn`` ours."""
     _put(package, "RemoteModule", RemoteModule)
     _put(importlib.import_module("torch.distributed.nn.api"), "remote_module", remote_module)
 
 
 def _bind_optim(package: Any) -> None:
-    """Make the names of ``torch.distributed.optim`` ours."""
     _put(package, "DistributedOptimizer", DistributedOptimizer)
     _put(
         importlib.import_module("torch.distributed.optim.optimizer"),
@@ -142,19 +158,19 @@ def _bind_optim(package: Any) -> None:
 
 
 def install() -> None:
-    """Put actorrpc in the place of torch's modules, in this process and in those that it starts. Idempotent.
+    """Replace torch's modules by actorrpc's, in this process and in processes that it starts. Idempotent. Thread-safe.
 
-    Groups that are joined from now on are actorrpc's, whichever of the two names they are joined by. Thread-safe.
+    Groups that are joined from now on are actorrpc's, under either name of the modules.
     """
+    global _undo
     with _lock:
-        if _before:
+        if _undo is not None:
             return
-        for name, value in drop_in(os.environ).items():
-            _environment_before[name] = os.environ.get(name)
-            os.environ[name] = value
+        _undo = ExitStack()
+        for variable, text in drop_in(os.environ).items():
+            _put_in(os.environ, variable, text)
         for name, module in _modules().items():
-            _modules_before[name] = sys.modules.get(name)
-            sys.modules[name] = module
+            _put_in(sys.modules, name, module)
         _put(torch.distributed, "rpc", rpc)
         _put(torch.distributed, "autograd", autograd)
         # Under this name graphs show the node that stands for a message.
@@ -162,7 +178,7 @@ def install() -> None:
         # torch's cannot see that one of ours has failed before all are complete.
         _put(torch.futures, "collect_all", translate.collect_all)
         _put(torch.futures, "wait_all", translate.wait_all)
-        # Those who bound names of torch's own when torch was imported.
+        # Modules that have bound names of torch's when torch was imported.
         _put(importlib.import_module("torch._jit_internal"), "RRef", RRef)
         _put(importlib.import_module("torch.nn.parallel.distributed"), "RRef", RRef)
         native = getattr(torch._C, "_distributed_rpc", None)
@@ -172,43 +188,27 @@ def install() -> None:
         for place, name, value in profiling.patches():
             _put(place, name, value)
         rrefs.set_class(RRef)
-        # Importing it registers a backend: that is left to those who want it.
+        _undo.callback(rrefs.set_class, rrefs.RRef)
+        # Importing it registers a backend, so it is imported only when the program does.
         for name in _LATE:
-            _modules_before[name] = sys.modules.pop(name, None)
-        _waiting.append(alias(_LATE))
+            _put_in(sys.modules, name, None)
+        _undo.callback(forget, alias(_LATE))
         # These take long to import, and most programs do not.
         for name, bind in (("torch.distributed.nn", _bind_nn), ("torch.distributed.optim", _bind_optim)):
             waiting = after_import(name, bind)
             if waiting is not None:
-                _waiting.append(waiting)
+                _undo.callback(forget, waiting)
 
 
 def uninstall() -> None:
-    """Put torch's modules back, if they are not in their places. For tests; not while RPC is initialised."""
+    """Put torch's modules back. Does nothing if they are in place. For tests; not while RPC is initialised."""
+    global _undo
     with _lock:
-        while _before:
-            place, name, value = _before.pop()
-            if value is _MISSING:
-                delattr(place, name)
-            else:
-                setattr(place, name, value)
-        while _waiting:
-            forget(_waiting.pop())
-        for variable, text in _environment_before.items():
-            if text is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = text
-        _environment_before.clear()
-        for name, module in _modules_before.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module
-        _modules_before.clear()
-        rrefs.set_class(rrefs.RRef)
+        if _undo is not None:
+            _undo.close()
+            _undo = None
 
 
 def is_installed() -> bool:
     """Say whether actorrpc is in the place of torch's modules."""
-    return bool(_before)
+    return _undo is not None

@@ -1,9 +1,7 @@
-"""Futures and errors of calls as torch's are, for programs that look for torch's words.
+"""Futures and errors of calls with torch's behaviour and words.
 
-What callbacks of futures raise is a RuntimeError, and a failure ends a wait for all at once. torch's words in errors are put in
-front of our own, which say more.
-
-All functions change an error that is about to be raised, in place: its class and fields stay as they are.
+Callbacks of futures raise RuntimeErrors, and a failure ends a wait for all at once. Errors get torch's words in addition to
+actorrpc's. An error is changed in place before it is raised: its class and fields stay the same.
 """
 
 from __future__ import annotations
@@ -38,11 +36,7 @@ _find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
 
 
 def reword(error: BaseException, function: Any = None) -> None:
-    """Say what has happened to a call as torch does.
-
-    Args:
-        function: what was called.
-    """
+    """Add torch's words to the error of a call of ``function``."""
     if len(error.args) != 1 or not isinstance(error.args[0], str):
         return
     text = error.args[0]
@@ -60,10 +54,10 @@ def reword(error: BaseException, function: Any = None) -> None:
 
 
 def check_script_call(function: torch.jit.ScriptFunction[Any, Any], args: Sequence[Any]) -> None:
-    """See, before anything is sent, that a script function takes as many arguments.
+    """Check, before a call is sent, the number of arguments of a script function.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: there are too many.
     """
     schema: Any = function.schema
     if len(args) > len(schema.arguments):
@@ -84,7 +78,7 @@ def is_builtin(function: Any) -> bool:
 
 
 def as_runtime_error(error: Exception) -> Exception:
-    """Return an error that is of its own class and a RuntimeError, as which torch raises what callbacks raise."""
+    """Return an instance of the error's class and of RuntimeError: torch raises errors of callbacks as RuntimeErrors."""
     cls = type(error)
     if isinstance(error, RuntimeError):
         return error
@@ -105,11 +99,7 @@ S = TypeVar("S")
 
 
 class Future(futures.Future[T]):
-    """As :class:`actorrpc.Future`.
-
-    Attributes:
-        function: what was called.
-    """
+    """As :class:`actorrpc.Future`, for a call of ``function``."""
 
     __slots__ = ("function",)
 
@@ -123,7 +113,7 @@ class Future(futures.Future[T]):
         return super()._outcome()
 
     def then(self, callback: Callable[[Any], S]) -> futures.Future[S]:
-        """Return a future for ``callback(self)``; what it raises arrives as a RuntimeError, too."""
+        """Return a future for ``callback(self)``; an error of the callback is a RuntimeError, too."""
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments. {callback!r} is not callable")
 

@@ -1,4 +1,4 @@
-"""The debug sessions of a worker: which calls are held, who may talk to them, and whose time is put off meanwhile.
+"""The debug sessions of a worker: its held calls, their front ends, and the deadlines that are moved meanwhile.
 
 Handlers of notices run on the thread that reads the connection, and never wait: a worker all of whose calls are held still
 answers.
@@ -33,7 +33,7 @@ from actorrpc.futures import Future
 __all__ = ["Debugger", "look_around"]
 
 _log = logging.getLogger("actorrpc.debugger")
-_LOOK_S: Final = 0.5  # how often it is looked whether calls that were held are over
+_LOOK_S: Final = 0.5  # how often sessions of calls that have ended are searched
 _AGAIN_S: Final = 0.2
 _MOST_S: Final = 60.0  # by so much a caller's deadline is moved at a time, at most
 INFINITE: Final = float("inf")
@@ -49,7 +49,6 @@ _CALL_METHODS: Final = frozenset(
         ActorExecutor.run,
         ActorExecutor._call,
         ActorExecutor._call_function,
-        ActorExecutor._run_plain,
         ActorExecutor._run_async,
     )
 )
@@ -76,7 +75,7 @@ class Debugger:
 
     @property
     def refusal(self) -> str:
-        """Why nothing is debugged here; empty where it may be."""
+        """Why this worker refuses the debugger; empty where it does not."""
         settings = self._agent.settings
         if not settings.debug:
             return "ACTORRPC_DEBUG=0 has switched the debugger off"
@@ -108,12 +107,12 @@ class Debugger:
         self._session(execution, "breakpoint()").prompt.trace(frame)
 
     def failed(self, execution: Execution, error: BaseException) -> None:
-        """Hold a call that has failed, where its actor is to be debugged then, before its caller hears of it."""
+        """Hold a call that has failed, of an actor with ``on_error="debug"``, before its caller is told."""
         if not self.refusal:
             self._session(execution, f"{type(error).__name__}, which it has raised").prompt.examine(error)
 
     def _session(self, execution: Execution | None, why: str) -> DebugSession:
-        """Return the session of the call, or the thread, that the calling thread runs; one that it has goes on."""
+        """Return the session of the call, or of the thread, that runs here; an existing session is used again."""
         for each in self.sessions():
             if each.execution is execution and (
                 execution is not None or each.thread == threading.get_ident()
@@ -129,7 +128,7 @@ class Debugger:
         return DebugSession(self, execution, title, why)
 
     def held(self, session: DebugSession) -> None:
-        """Hear that a session holds its call, on the call's thread."""
+        """Record that a session holds its call; on the call's thread."""
         self._sessions[session.number] = session
         self._agent.held.add(session.thread)
         self._tick.poke()
@@ -146,11 +145,11 @@ class Debugger:
             )
 
     def let_go(self, session: DebugSession) -> None:
-        """Hear that a session holds its call no more, on the call's thread."""
+        """Record that a session has released its call; on the call's thread."""
         self._agent.held.discard(session.thread)
 
     def why_not_held(self, session: DebugSession) -> str:
-        """Return why a call is not to be held any more; empty where it is."""
+        """Return why a call is released now; empty where it is still held."""
         if self._agent.closed_down:
             return "as its worker shuts down"
         if session.execution is not None and not self._runs(session.execution):
@@ -168,7 +167,7 @@ class Debugger:
         return any(each.entry is execution for each in streams)
 
     def _look(self) -> bool:
-        """Take out the sessions whose calls are over."""
+        """Remove the sessions whose calls have ended."""
         for each in self.sessions():
             # Also of one that is held as it seems: a second interruption may have come before it could say otherwise.
             if each.execution is not None:
@@ -190,7 +189,7 @@ class Debugger:
             self.notify(execution.peer, PUT_OFF, body)
 
     def put_off_there(self, peer: Peer, body: bytes) -> None:
-        """Hear that a call of this worker is held over there."""
+        """Move the deadline of a call of this worker that another worker holds."""
         found = unpack(body)
         id, seconds = found.get("call"), found.get("seconds")
         if type(id) is not int or type(seconds) is not float or not -_MOST_S <= seconds <= _MOST_S:
@@ -212,7 +211,7 @@ class Debugger:
         self._agent.notify(peer, name, body)
 
     def asked(self, peer: Peer, body: bytes) -> None:
-        """Do what a front end wants."""
+        """Carry out a request of a front end, and answer it."""
         request = unpack(body)
         number = request.get("id")
         try:
@@ -255,14 +254,14 @@ class Debugger:
         return {}
 
     def left(self, peer: Peer) -> None:
-        """Have what a front end holds go on when it is gone without a word."""
+        """Release the calls of a front end that has ended without detaching."""
         self._entering.pop(peer, None)
         for each in self.sessions():
             if each.attached is peer:
                 _log.warning("%s is gone: %s goes on", _who(peer), each.title)
                 each.let_go()
 
-    # -- entering what runs --------------------------------------------------------------------------------------
+    # -- entering methods that run -------------------------------------------------------------------------------
 
     def _enter(self, peer: Peer, actor_id: str) -> dict[str, Any]:
         for hosted in self._actors.registry.all():
@@ -276,7 +275,7 @@ class Debugger:
         return {}
 
     def _try_to_enter(self, entry: _Entry) -> None:
-        """Have what an actor runs entered, or, where it runs nothing, have it call us; again, as what runs may be at its end."""
+        """Enter the running method of an actor, or call an idle actor. Repeated, as the method may just end."""
         if self._entering.get(entry.peer) is not entry or self._agent.closed_down:
             return
         if entry.begin():
@@ -304,11 +303,11 @@ class Debugger:
 
 
 class _RefusedError(Exception):
-    """A front end cannot have what it wants; it is told why."""
+    """A request of a front end is refused; the text says why."""
 
 
 class _Entry:
-    """A front end that wants to enter what an actor runs, until it is there.
+    """A front end that is about to enter a running method of an actor.
 
     Two ways lead there, and the first one is taken: a trace function of the actor's thread, at the next line of the user's code;
     and the next look of a wait of ours for interruptions.
@@ -321,14 +320,14 @@ class _Entry:
 
     def begin(self) -> bool:
         """Begin; False where the actor runs nothing."""
-        for runner in list(self.hosted.threads):
+        for runner in list(self.hosted.runners):
             if runner.entered:
                 runner.enter(self.at_wait)
                 entering.enter(runner.ident, self.at_line)
                 return True
         for loop in list(self.hosted.loops.values()):
-            if loop.runner.entries and loop.runner.current is not None:
-                entering.enter(loop.runner.ident, self.at_line)
+            if loop.entries and loop.current is not None:
+                entering.enter(loop.ident, self.at_line)
                 return True
         return False
 
@@ -376,7 +375,7 @@ def _ignored() -> Future[Any]:
 
 
 def look_around(instance: Any) -> None:
-    """Hold an idle actor for the front end that wants to enter it. Called as one of its calls."""
+    """Hold an idle actor for the front end that enters it. Called as one of its calls."""
     worker = current_worker()
     if worker is not None and worker.debugger is not None:
         worker.debugger.look_around(instance)

@@ -28,7 +28,7 @@ _YIELDS: Final = dis.opmap["YIELD_VALUE"]
 
 
 def _is_outside(frame: FrameType) -> bool:
-    """Whether a frame is of what runs the user's code: this package, or an event loop."""
+    """Whether a frame is of code that runs the user's code: this package, or an event loop."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OUTSIDE
 
 

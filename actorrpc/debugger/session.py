@@ -3,8 +3,8 @@
 The thread of the call writes, reads and waits here; the threads that read connections attach front ends and put in what they
 say. What both use changes by single atomic steps (a deque, single assignments): there is no lock.
 
-While the call is held its callers are told that its time is put off, again and again, a little ahead each time: when nothing
-is heard of it any more, their deadlines come as they would have.
+While the call is held, its callers are told repeatedly to move its deadline by a few seconds. When these messages end, the
+deadline stays where it is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DebugSession:
         number: names it in its worker.
         execution: the call; None for a thread that runs none.
         title: the call, in words.
-        why: what has held it first.
+        why: the reason for which it was held first.
         state: ``HELD``, ``RUNS`` (between two stops) or ``OVER``.
         since: when it was held last, on the monotonic clock.
         place: where that was: the file, the line, and the name of the function.
@@ -85,7 +85,7 @@ class DebugSession:
     # -- for its prompt, on the thread of the call -----------------------------------------------------------------
 
     def write(self, text: str) -> int:
-        """Take what is printed, for the front end."""
+        """Append output for the front end."""
         self._written.append(text)
         self._unsent += len(text)
         if self._unsent >= _PIECE:
@@ -93,7 +93,7 @@ class DebugSession:
         return len(text)
 
     def flush(self) -> None:
-        """Send what was printed."""
+        """Send the output to the front end."""
         text, self._written, self._unsent = "".join(self._written), [], 0
         for begin in range(0, len(text), _PIECE):
             self._show(text[begin : begin + _PIECE])
@@ -176,13 +176,13 @@ class DebugSession:
         }
 
     def let_go(self) -> None:
-        """Have the call go on, and hold it no more, as nobody is there any more who could say anything."""
+        """Release the call, and do not hold it again, as its front end has ended."""
         self.attached = None
         self._lines.clear()
         self.say("quit")
 
     def end(self) -> None:
-        """Say that the call is over."""
+        """Tell the front end that the call has ended."""
         self.state = OVER
         self._tell({})
 

@@ -5,13 +5,13 @@ Joining binds the sockets, agrees on the key and the table of workers, and start
 Leaving a fixed group gracefully is a barrier: every worker asks the first live one (by name) to say when all have
 arrived. It serves calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the
 first one dies, the next takes over. One that is suspect, or to which no connection comes about, is waited for as long as
-anybody else is; after that for some seconds (:class:`Reachability`). So every wait ends, and nobody takes a bad connection for a
-death: two workers that see different ones of a group alive would wait for different things.
+anybody else is; after that for some seconds (:class:`Reachability`). So every wait ends. A bad
+connection does not count as a death: two workers that see different members alive would wait for different things.
 
-To be told of a worker's end, a connection to it is needed: :meth:`Reachability.connect_all` makes those that are missing, on pool
-threads, all at once. A member is *out of reach* while it is suspect, or while connections to it do not come about although
-nothing says that it is dead. When it has been that for ``PATIENCE_S``, the members that wait for it at shutdown give it up; it is
-taken back when it comes back. The dicts of :class:`Reachability` are used by single, atomic steps; nothing is locked.
+A worker is told of another worker's end over a connection to it: :meth:`Reachability.connect_all` makes the missing
+connections, on pool threads, all at once. A member is *out of reach* while it is suspect, or while connections to it fail
+although there is no proof that it is dead. After ``PATIENCE_S`` out of reach, members that wait for it at shutdown give it up,
+until it can be reached again. The dicts of :class:`Reachability` are used by single, atomic steps, without a lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -52,7 +52,7 @@ from actorrpc.errors import (
 from actorrpc.flight_recorder import OWN
 from actorrpc.futures import Future
 from actorrpc.group import device_maps
-from actorrpc.group.rendezvous import Rendezvous
+from actorrpc.group.rendezvous import Membership, Rendezvous
 from actorrpc.serialization.by_value import note_main
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import keys
@@ -65,7 +65,6 @@ __all__ = [
     "CollectiveWait",
     "Group",
     "MemberDirectory",
-    "Membership",
     "Reachability",
     "close_forsaken",
     "enter",
@@ -78,15 +77,15 @@ _AGAIN_S: Final = 0.1
 _LOOK_S: Final = 1.0  # how often a worker that waits at the end looks around
 # How long threads in user code may take to end: with all else, less than the 1 s of Ctrl-C and the 2 s of an end by force.
 _LET_END_S: Final = 0.75
-_PARTING_S: Final = 5.0  # how long those who read slowly may take to hear of a graceful end
+_PARTING_S: Final = 5.0  # how long slow readers may take to read the news of a graceful end
 _SILENT_S: Final = 2.0  # how long a collective wait keeps silent about an exception that it holds up
 
 
 class _Barrier:
     """Who has arrived at the end, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
 
-    A worker that has come to a stage has been told that all had come to those before it, be it by somebody else who has left or
-    died since: it counts there as well.
+    A worker that has reached a stage was told that all had reached the stages before it, perhaps by a worker that has left or
+    died since. Therefore it counts for the earlier stages as well.
 
     Args:
         members: everyone who is waited for; never more than at first. Large groups ask often: no copy each time.
@@ -100,7 +99,7 @@ class _Barrier:
         self._gone: set[str] = set()
 
     def arrive(self, stage: int, name: str) -> Future[None]:
-        """Note an arrival; the future completes when nobody is missing."""
+        """Note an arrival; the future completes when all have arrived."""
         future: Future[None] = Future()
         future.label = "the arrival of every worker at shutdown"
         with self._lock:
@@ -115,7 +114,7 @@ class _Barrier:
         self._look()
 
     def gone(self, name: str) -> None:
-        """Note that a worker is gone: nobody waits for it."""
+        """Note that a worker has ended: the others do not wait for it."""
         with self._lock:
             self._gone.add(name)
         self._look()
@@ -132,7 +131,7 @@ class _Barrier:
         return members - self._gone - here
 
     def _may_be_all(self, members: Set[str], stage: int) -> bool:
-        """Say whether enough have been heard of. Else nobody need look at all names, at each arrival. Under the lock."""
+        """Say whether enough workers have arrived or ended; if not, names need not be compared. Under the lock."""
         heard = sum(len(names) for at, names in self._arrived.items() if at >= stage)
         return heard + len(self._gone) >= len(members)
 
@@ -169,27 +168,36 @@ class CollectiveWait:
         return not self.members or name in self.members
 
 
-class Membership(Protocol):
-    """What keeps a worker in its group: a rendezvous in a store, or the directory of a cluster."""
+class MemberDirectory(Membership):
+    """The workers of a cluster by name and rank. Thread-safe: its dict is used by single, atomic steps.
 
-    def leave(self) -> None:
-        """Take this worker off the list of a group that workers may leave at any time."""
+    Attributes:
+        records: the workers that are known in this process.
+    """
 
-    def close(self) -> None:
-        """Let go of what is needed to be found. Idempotent."""
+    def __init__(self) -> None:
+        self.records: dict[str | int, WorkerRecord] = {}
 
-    def release(self) -> None:
-        """Let go of what others might still have needed."""
+    def add(self, record: WorkerRecord) -> None:
+        """Put a worker on the list, in place of a former one of its name."""
+        former = self.records.get(record.name)
+        if former is not None:
+            self.remove(former)
+        self.records[record.name] = self.records[record.rank] = record
 
-
-class MemberDirectory(Membership, Protocol):
-    """A membership that also says who is there."""
+    def remove(self, record: WorkerRecord) -> None:
+        """Take a worker off the list."""
+        self.records.pop(record.name, None)
+        self.records.pop(record.rank, None)
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
         """Return the record of a worker by name or rank; None if there is none."""
+        return self.records.get(to)
 
     def members(self) -> list[WorkerRecord]:
-        """Return the records of all workers."""
+        """Return the records of all workers, by rank."""
+        found = [each for key, each in list(self.records.items()) if isinstance(key, str)]
+        return sorted(found, key=lambda each: each.rank)
 
 
 class Group:
@@ -222,12 +230,12 @@ class Group:
 
     def _ended(self, peer: Peer) -> None:
         self.reach.forget(peer)
-        # Nobody waits for others at the end of a group that workers leave at any time, nor for one who only looks in.
+        # Workers of a group that they may leave at any time do not wait for each other; visitors are not waited for.
         if self.is_fixed and not peer.record.is_visitor:
             self.barrier.gone(peer.name)
 
     def start(self) -> None:
-        """Serve calls from now on. Others may have called long ago: all that answers them must be in place."""
+        """Serve calls from now on. Calls may be waiting already: the caller has installed everything that answers them."""
         self._started = True
         self.agent.start(self._doors.sockets)
 
@@ -272,7 +280,7 @@ class Group:
             self._together = True
             return
         until = _time.now() + timeout if timeout else float("inf")
-        # Others may ask this one because those before it are gone.
+        # Others may ask this worker because all members before it have ended.
         self.barrier.reached(stage, self.agent.name)
         with self.waiting(f"shutdown (stage {stage})") as look:
             while True:
@@ -293,9 +301,9 @@ class Group:
                     )
 
     def _whom_to_ask(self) -> Peer:
-        """Return the first member, by name, that lives and is not given up. This one, if all before it are gone."""
-        # All that there was contact with are looked at: the time of each that is out of reach runs from now on, not one after
-        # the other. For the others, who may be thousands, nothing is made here.
+        """Return the first member, by name, that is alive and not given up; this worker, if there is none before it."""
+        # All known peers are checked, so that PATIENCE_S begins now for each that is out of reach, not for one after the other.
+        # For the other members, perhaps thousands, no peer is made here.
         known = [peer for peer in self.agent.peers() if peer.name in self._everyone]
         lost = {peer.name for peer in known if peer.state == "alive" and self.reach.is_given_up(peer)}
         for name in self._in_order:
@@ -304,7 +312,7 @@ class Group:
         return self.agent.self_peer
 
     def _ask(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
-        """Tell a member that this one has come to the stage; None where it cannot be reached, for now or for ever."""
+        """Tell a member that this one has reached the stage; None if there is no connection to it."""
         agent = self.agent
         future: Future[None] = Future()
         try:
@@ -312,7 +320,7 @@ class Group:
                 agent.connector.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
             agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
-            # No proof of its death, unless it is not alive any more: that is found out next.
+            # This is no proof of its death; if it has died, its state says so, which is checked next.
             self.reach.failed(peer, error)
             self.watch_all()  # others may be out of reach as well: found out for all at once
             _time.sleep(_AGAIN_S)
@@ -322,10 +330,10 @@ class Group:
     def _hear(
         self, future: Future[None] | None, peer: Peer, stage: int, until: float, look: Callable[[], None]
     ) -> bool:
-        """Wait for the answer of the member that was asked; False where another is to be asked, or the time is over.
+        """Wait for the answer of the member that was asked; False where another must be asked, or at the time-out.
 
-        Meanwhile, now and then: if this is the member that others ask, it sees whether it is worth waiting for those
-        who are missing; else whether it has asked the right one.
+        About once a second: the member that the others ask checks whether the missing members are still waited for; the others
+        check that they have asked the right member.
         """
         while future is not None:
             look()
@@ -339,7 +347,7 @@ class Group:
                 return False
             except RpcTimeoutError:
                 if not future.done():
-                    # Otherwise the time-out is that of a call that this is done in, or the answer has just come.
+                    # Otherwise a surrounding call has timed out, or the answer has just come.
                     if peer.is_self:
                         self._review(stage)
                     if _time.now() >= until or self._whom_to_ask() is not peer:
@@ -350,7 +358,7 @@ class Group:
         return False
 
     def _review(self, stage: int) -> None:
-        """Wait no longer for those who are missing, if all of them have been out of reach for long."""
+        """Wait no longer for the missing members, if all of them have been out of reach for ``PATIENCE_S``."""
         missing = [self.agent.peer(name) for name in self.barrier.missing(stage)]
         self.reach.connect_all(missing)
         given_up = [self.reach.is_given_up(peer) for peer in missing if peer.state == "alive"]
@@ -366,7 +374,7 @@ class Group:
         """Have connections made to every worker of the group, so that the end of any of them is noticed. Returns at once.
 
         Raises:
-            RpcError: nobody can say who is in the group; only where workers may join and leave.
+            RpcError: the members of the group are not known; only where workers may join and leave.
         """
         names = self._in_order or [record.name for record in self.agent.members()]
         peers: list[Peer] = []
@@ -394,17 +402,16 @@ class Group:
                 self.membership.leave()
             except RpcError as error:
                 _log.info("the store through which the workers met has ended: %s", error)
-        if self._together:  # at an end by force, nobody has the time
+        if self._together:  # there is no time for this at an end by force
             self.agent.close(_LET_END_S, max(_LET_END_S, min(_PARTING_S, self.agent.leave_by - _time.now())))
         else:
             self.agent.close(_LET_END_S)
         self._doors.close()
         self.membership.close()
-        self.membership.release()
 
 
 def _arrive(stage: int, name: str) -> Any:
-    """Run on the worker that is asked: answer when everybody has arrived."""
+    """Run on the worker that is asked: answer when all members have arrived."""
     worker = current_worker()
     if worker is None or worker.group is None:
         return None
@@ -441,7 +448,7 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether nobody beyond this host can reach what listens there; a name is what it stands for, not how it looks."""
+    """Say whether only this host reaches an address. A name is resolved."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -478,7 +485,7 @@ class _Doors:
         host = host or "127.0.0.1"
         if not is_loopback(host) and not has_key and not settings.insecure:
             if settings.bind is None and settings.transport == "auto":
-                return  # one host only: Unix sockets do, and nobody else may come in
+                return  # one host only: Unix sockets are enough, and no other user may connect
             raise ConfigError(
                 f"this worker would listen on {host!r}, where others can reach it, without a key. Give every worker the same key "
                 f"(ACTORRPC_KEY, ACTORRPC_KEY_FILE or key=), or say insecure=True if the network is yours alone"
@@ -501,7 +508,7 @@ class _Doors:
         self.tcp = ((shown, port or bound[1]),)
 
     def close(self) -> None:
-        """Close what was opened, files included."""
+        """Close the sockets, and remove the file of the Unix socket."""
         for sock in self.sockets:
             sock.close()
         if self.unix_path is not None:
@@ -514,7 +521,7 @@ _opened: list[_Doors] = []
 
 
 def close_forsaken() -> None:
-    """Close what was opened for a group that nobody got: Ctrl-C came while it was being handed over."""
+    """Close sockets and files of groups that were not returned, as Ctrl-C came before that."""
     while _opened:
         _opened.pop().close()
 
@@ -538,7 +545,7 @@ def join(
         maps: ``(worker, device here, device there)``, as in :class:`WorkerRecord`.
 
     Raises:
-        RendezvousError, AuthenticationError, ConfigError: as their messages say; nothing is left running.
+        RendezvousError, AuthenticationError, ConfigError: see their messages. No socket, file or thread is left.
     """
     keys.sweep()
     own_key = key if key is not None else keys.find_key()
@@ -567,27 +574,14 @@ def join(
         if world_size is None:
             table = {name: rendezvous.enter(record)}
             if maps or devices:
-                device_maps.check(table.values(), rendezvous.lookup, fixed=False)
+                device_maps.check(table.values(), rendezvous.resolve, fixed=False)
         else:
             table = rendezvous.join(record)
             device_maps.check(table.values(), table.get, fixed=True)
         hooks.reach("join.met", name)
-    if world_size is not None:
-        ranks = {each.rank: each for each in table.values()}
-
-        def resolve(to: str | int) -> WorkerRecord | None:
-            return table.get(to) if isinstance(to, str) else ranks.get(to)
-
-        def members() -> list[WorkerRecord]:
-            return list(table.values())
-    else:
-        record = table[name]
-
-        def resolve(to: str | int) -> WorkerRecord | None:
-            return rendezvous.lookup(to) if isinstance(to, str) else rendezvous.lookup_rank(to)
-
-        members = rendezvous.members
-    agent = Agent(record, settings=settings, key=key, resolve=resolve, members=members)
+    agent = Agent(
+        table[name], settings=settings, key=key, resolve=rendezvous.resolve, members=rendezvous.members
+    )
     return Group(agent, rendezvous, table if world_size is not None else None, doors)
 
 
@@ -606,9 +600,9 @@ def enter(
     The directory is not told: the caller knows how. Workers listen as the settings say.
 
     Args:
-        host: what tells this host from others; by default, what does so in truth.
+        host: the identity of this host; by default the real one.
         serves: this process does not go on with its script. What the script defines further down is not in its main module,
-            so nothing of the main module goes by name.
+            so functions of the main module are not sent by name.
 
     Raises:
         ConfigError: no socket can be made.
@@ -637,7 +631,7 @@ DIAL_S: Final = 2.0
 """How long one attempt to connect may take, in seconds: as long as a shutdown by force may."""
 
 PATIENCE_S: Final = 10.0
-"""How long somebody may be out of reach, in seconds, before others cease to wait for it."""
+"""How long a member may be out of reach, in seconds, before the others cease to wait for it."""
 
 
 class Reachability:
@@ -656,12 +650,12 @@ class Reachability:
             self._failed[peer.name] = str(error)
 
     def forget(self, peer: Peer) -> None:
-        """Let go of what is kept about a peer that has ended."""
+        """Forget a peer that has ended."""
         self._failed.pop(peer.name, None)
         self._since.pop(peer.name, None)
 
     def connect_all(self, peers: Iterable[Peer]) -> None:
-        """Have connections made to those of these peers that have none. Returns at once."""
+        """Begin to connect to the peers that have no connection. Returns at once."""
         for peer in peers:
             self._connect(peer)
 
@@ -682,9 +676,9 @@ class Reachability:
             self._dialling.pop(peer.name, None)
 
     def is_given_up(self, peer: Peer) -> bool:
-        """Say whether a peer has been out of reach for so long that nobody need wait for it; keep trying to reach it.
+        """Say whether a peer has been out of reach for ``PATIENCE_S``; keep trying to reach it.
 
-        To be called again and again while one waits: the time runs from the first call that finds it out of reach.
+        A waiting caller calls this repeatedly: the time runs from the first call that finds the peer out of reach.
         """
         conn = peer.conn
         if conn is not None and conn.state is not CLOSED:

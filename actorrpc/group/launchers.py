@@ -1,7 +1,7 @@
 """Which rank of how many this process is, as a launcher says it, and what ``init_rpc`` takes of that.
 
 torchrun's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``) are also what the Kubernetes operators set.
-Slurm and MPI are read natively where those are missing. Pure reading: nothing is opened, and nothing is kept. Thread-safe.
+Slurm and MPI are read natively where those are missing. The functions only read variables. Thread-safe.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def of_environment(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """Read what a launcher has said; None where there is none.
+    """Read the variables of a launcher; None where there is no launcher.
 
     Raises:
         ConfigError: a variable is missing, makes no sense, or contradicts another.

@@ -31,7 +31,7 @@ from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["Rendezvous", "StoreLike", "open_store"]
+__all__ = ["Membership", "Rendezvous", "StoreLike", "open_store"]
 
 _TABLE, _ERROR, _AGAIN = "table", "error", "again"
 _LEFT: Final = b"left"  # what a name's or a rank's key holds when its holder has gone
@@ -50,7 +50,17 @@ class StoreLike(Protocol):
     def compare_set(self, key: str, expected: Any, desired: Any, /) -> bytes: ...
 
 
-class Rendezvous:
+class Membership:
+    """What keeps a worker in its group: a rendezvous in a store, or the directory of a cluster."""
+
+    def leave(self) -> None:
+        """Take this worker off the list of a group that workers may leave at any time."""
+
+    def close(self) -> None:
+        """Leave, and remove files and connections by which others find this worker. Idempotent."""
+
+
+class Rendezvous(Membership):
     """One worker's part in finding the others.
 
     ``_lock`` guards the names that :meth:`members` remembers; nothing is called under it but the store.
@@ -68,7 +78,7 @@ class Rendezvous:
         self.record: WorkerRecord | None = None
         self._store = store
         self._lock = threading.Lock()
-        self._table: dict[str, WorkerRecord] = {}
+        self._table: dict[str | int, WorkerRecord] = {}  # by name and by rank
         self._names: dict[int, str] = {}
         self._round: tuple[int, int] | None = None
         self._calls_off = 0
@@ -103,8 +113,8 @@ class Rendezvous:
     def join(self, record: WorkerRecord) -> dict[str, WorkerRecord]:
         """Join the group as ``record``; return who is in it, this worker included, by name.
 
-        In a dynamic group ``record.rank`` may be -1; what was given instead is in ``self.record`` and in
-        the result, which holds those who are there by now.
+        In a dynamic group ``record.rank`` may be -1; the rank that was assigned is in ``self.record`` and in
+        the result, which has the workers that have joined so far.
 
         Raises:
             RendezvousError: a worker did not come in time, a name or rank is taken, some could not reach
@@ -117,10 +127,12 @@ class Rendezvous:
         while True:
             kind, payload = self._join_round(record, deadline)
             if kind == _TABLE:
-                self._table = _read_table(payload, record)
+                table = _read_table(payload, record)
+                for each in table.values():
+                    self._table[each.name] = self._table[each.rank] = each
                 self.record = record
                 self._forget_key_file()  # everyone has read it before joining
-                return dict(self._table)
+                return table
             if kind == _ERROR:
                 self._see_others_off()
                 raise RendezvousError(str(payload))
@@ -130,25 +142,21 @@ class Rendezvous:
             if before is not None and self.agree_key(self._own_key, self._host) != before:
                 raise RendezvousError("rank 0 was restarted while the workers met; start them all again")
 
-    def lookup(self, name: str) -> WorkerRecord | None:
-        """Return the worker of this name; None where there is none."""
+    def resolve(self, to: str | int) -> WorkerRecord | None:
+        """Return the worker of this name or rank; None where there is none."""
         if self.world_size is not None:
-            return self._table.get(name)
-        value = self._find(f"name/{name}")
-        return None if value is None or value == _LEFT else WorkerRecord.from_bytes(value)
-
-    def lookup_rank(self, rank: int) -> WorkerRecord | None:
-        """Return the worker of this rank; None where there is none."""
-        if self.world_size is not None:
-            return next((each for each in self._table.values() if each.rank == rank), None)
-        tag = self._find(f"rank/{rank}")
-        record = None if tag is None or tag == _LEFT else self.lookup(_tag_name(tag))
-        return record if record is not None and record.rank == rank else None
+            return self._table.get(to)
+        if isinstance(to, str):
+            value = self._find(f"name/{to}")
+            return None if value is None or value == _LEFT else WorkerRecord.from_bytes(value)
+        tag = self._find(f"rank/{to}")
+        record = None if tag is None or tag == _LEFT else self.resolve(_tag_name(tag))
+        return record if record is not None and record.rank == to else None
 
     def members(self) -> list[WorkerRecord]:
-        """Return those who are in the group now, by rank."""
+        """Return the workers that are in the group now, by rank."""
         if self.world_size is not None:
-            return sorted(self._table.values(), key=lambda each: each.rank)
+            return [self._table[rank] for rank in range(self.world_size)] if self._table else []
         with self._lock:
             new = [n for n in range(1, self._ask("add", "log", 0) + 1) if n not in self._names]
             # A place that was taken but not filled in yet is read the next time.
@@ -174,15 +182,13 @@ class Rendezvous:
         self._ask("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
 
     def close(self) -> None:
-        """Leave, and remove the key file. Raises nothing: the store's host may have ended before us."""
+        """Leave, remove the key file and release the store. Raises nothing: the store's host may have ended before us."""
         self._forget_key_file()
         try:
             self.leave()
         except RendezvousError:
             pass
-
-    def release(self) -> None:
-        """Let go of the store: its socket closes with the last reference, and our holder may be part of a cycle."""
+        # The socket of the store closes with the last reference to it, and this object may be part of a cycle.
         self._store = _Released()
 
     def own_address(self) -> str | None:
@@ -220,13 +226,13 @@ class Rendezvous:
     def agree_key(self, own_key: Key | None, host: str) -> Key:
         """Return the key of the group; call it before :meth:`join`.
 
-        Workers that were given one use it, and nothing of it goes through the store. Otherwise rank 0 (in
+        Workers that were given a key use it, and it is not sent through the store. Otherwise rank 0 (in
         a dynamic group: the first to come) makes a file that only this user can read, the others on
         ``host`` read it.
 
         Raises:
             AuthenticationError: only some were given a key, or this worker cannot read the file.
-            RendezvousError: nobody made a key in time, or the store failed.
+            RendezvousError: no worker made a key in time, or the store failed.
         """
         self._own_key, self._host = own_key, host
         deadline = _time.now() + self.timeout
@@ -281,13 +287,13 @@ class Rendezvous:
                 try:
                     key = self._accept(announcement, own_key, host)
                 except AuthenticationError:
-                    # A group that has ended may be followed by another one, with another key.
+                    # The key may belong to an earlier group in this store, which has ended.
                     alive = any(not _is_dead(each, host) for each in self.members())
                     if alive or _time.now() > deadline:
                         raise
                 else:
                     if announcement[0] == "file" and self._key_file is None:
-                        # Later ones must be able to read it when those that have it now have ended.
+                        # Later workers must be able to read it after the present ones have ended.
                         self._key_file = keys.link_key_file(announcement[1])
                     return key
             key, mine = self._offer(own_key, host)
@@ -347,7 +353,7 @@ class Rendezvous:
             places = [self._in_round(f"record/{n}", deadline) for n in range(self._size())]
             self._publish(*self._judge(self._ask("multi_get", places), record.host))
         if not self._wait_for(deadline, outcome):
-            # One looks who is missing; the others, whose time is over as well, hear it from that one.
+            # The first worker whose time is over finds out who is missing; the others read that from the store.
             late = self._ask("add", self._in_round("late", deadline), 1)
             if late == 1 or not self._wait_for(_time.now() + _GRACE, outcome):
                 self._publish(_ERROR, self._name_missing(deadline))
@@ -358,14 +364,14 @@ class Rendezvous:
         self._ask("compare_set", self._in_round("outcome", 0.0), "", _pack(kind, payload))
 
     def _judge(self, values: Iterable[bytes], own_host: str) -> tuple[str, Any]:
-        """Say what comes of a round in which everyone has come."""
+        """Return the outcome of a round in which all workers have come."""
         try:
             records = [WorkerRecord.from_bytes(value) for value in values]
         except RendezvousError as error:
             return _ERROR, str(error)
         ranks, names = Counter(r.rank for r in records), Counter(r.name for r in records)
         twice = [r for r in records if ranks[r.rank] > 1]
-        # Records of a run that was killed while it met look like that; then those who live meet again.
+        # A run that was killed while it met leaves such records; then the living workers meet again.
         if self._calls_off < _TRIES and (twice or any(_is_dead(r, own_host) for r in records)):
             return _AGAIN, ""
         if twice or any(not 0 <= r.rank < self._size() for r in records):
@@ -449,14 +455,14 @@ class Rendezvous:
         return None
 
     def _tag_is_free(self, tag: bytes, mine: WorkerRecord) -> bool:
-        holder = self.lookup(_tag_name(tag))
+        holder = self.resolve(_tag_name(tag))
         # A holder that has its rank but not yet its name is just joining.
         return holder is not None and (_tag(holder) != tag or _is_dead(holder, mine.host))
 
     # -- the store ---------------------------------------------------------------------------------------
 
     def _find(self, key: str) -> bytes | None:
-        # A get of what is not there would block; what was there once stays.
+        # get() of a missing key would block; a key that exists is never removed.
         return self._ask("get", key) if self._ask("check", [key]) else None
 
     def _wait_for(self, deadline: float, *places: str) -> bool:
@@ -481,7 +487,7 @@ class Rendezvous:
 
 
 class _Released:
-    """Stands in for a store that was let go of."""
+    """Replaces a store that was released."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this worker has left its group: call init_rpc() to join one")
@@ -536,7 +542,7 @@ def _text(data: bytes) -> str:
 
 
 def _is_dead(record: WorkerRecord, own_host: str) -> bool:
-    """Whether a worker of this host has certainly ended; of other hosts nobody can say."""
+    """Whether a worker has certainly ended; False for workers of other hosts, whose processes are not visible."""
     return record.host == own_host and record.pid > 0 and keys.process_start(record.pid) is None
 
 

@@ -1,12 +1,12 @@
 """Where workers meet: reading an ``init_method`` and opening the store of torch's that it names.
 
 ``env://`` (also under torchrun, whose agent serves the store), ``tcp://host:port`` and ``file:///path`` are
-opened here rather than by torch's own helpers: those wait for all workers inside C++, where Ctrl-C is not
-heard and nobody can say who is missing, and try longer than they are told. Other schemes go to the handlers
+opened here rather than by torch's own helpers: those wait for all workers inside C++, where Ctrl-C has
+no effect and the missing workers are not known, and exceed their time-out. Other schemes go to the handlers
 that were registered with torch.
 
 The caller's thread does all the work but connecting, which has a thread of its own that may be left behind
-when a server does not answer. Every wait is bounded and can be interrupted. Nothing is read from the store.
+when a server does not answer. Every wait is bounded and can be interrupted. This module reads no value from the store.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["StoreMeeting", "first_line", "open_store", "poll"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeeting:
-    """Where a group meets, and as whom this worker comes: what an ``init_method`` says.
+    """Where a group meets, and the rank of this worker, as an ``init_method`` says.
 
     Attributes:
         kind: ``tcp``, ``file``, or the scheme of a handler that was registered with torch.
-        rank: -1 where nobody has said.
+        rank: -1 where it is not given.
         world_size: None for a group that workers may join and leave.
         hosts: whether this process is to start the store's server.
     """
@@ -173,10 +173,10 @@ def open_store(
 ) -> tuple[Store, int, int | None]:
     """Open the store that ``init_method`` names; return it with the rank and world size that are in force.
 
-    The rank is -1 where nobody has said one, the world size None for a dynamic group.
+    The rank is -1 where none was given, the world size None for a dynamic group.
 
     Raises:
-        ConfigError: what was given makes no sense.
+        ConfigError: the arguments make no sense.
         RendezvousError: the store cannot be reached within ``timeout`` seconds.
     """
     meeting = StoreMeeting.parse(init_method, rank, world_size)
@@ -184,7 +184,7 @@ def open_store(
 
 
 def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
-    """Run ``connect`` on a thread of its own: a server that accepts and says nothing holds it for ever."""
+    """Run ``connect`` on a thread of its own: a server that accepts and does not answer blocks that thread without end."""
     made: list[Store] = []
     failed: list[Exception] = []
 
@@ -212,7 +212,7 @@ def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
 
 
 def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bool:
-    """Ask ``done`` again and again, ever more slowly, until it is true or the time is over."""
+    """Call ``done`` with growing pauses until it returns True, or until ``deadline``; return what it returned last."""
     pause = 0.001
     while not done():
         remaining = deadline - _time.now()

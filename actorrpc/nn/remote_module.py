@@ -1,10 +1,10 @@
 """RemoteModule: an nn.Module that lives on another worker, used as if it were here.
 
 It is an ``nn.Module`` itself, so that it can be a part of a local one, but it has no parameters, buffers and modules of
-its own: what torch's machinery asks of the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) is passed on
-to the owner, where :mod:`actorrpc.rpc.modules` does it. Nothing here is recorded for autograd: calls are, by the RPC layer.
+its own: calls that torch makes on the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) are passed on
+to the owner, where :mod:`actorrpc.rpc.modules` executes them. The RPC layer records the calls for autograd.
 
-A place is a worker and one of its devices, in torch's way to write them.
+A place is a worker and one of its devices, in torch's notation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import ConfigError, RRefError, SerializationError, WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.rpc import api, modules
-from actorrpc.rpc.rref import RRef
+from actorrpc.rpc.rref import RRef, call_with_value
 from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.wire.identity import WorkerInfo
@@ -38,7 +38,7 @@ def place_of(remote_device: Any) -> tuple[str | int | None, str]:
             a ``torch.device`` of this worker; a WorkerInfo or a rank. The device is ``cpu`` unless one is named.
 
     Raises:
-        WrongTypeError: it is none of these.
+        WrongTypeError: ``remote_device`` has another type.
         ConfigError: it cannot be read, or torch knows no such device.
     """
     if isinstance(remote_device, WorkerInfo):
@@ -96,13 +96,13 @@ def _is_device(text: str) -> bool:
     return True
 
 
-# The dtypes that parameters and buffers may have: what a conversion of the model around does to them is tried out.
+# The dtypes that parameters and buffers may have: a conversion of the outer module is tried on each of them.
 _DTYPES: Final = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-# Where the metadata of a saved state keeps those of the parts of a remote module: torch's loading hands on only
-# what belongs to the prefix of the module itself.
+# The key, in the metadata of a saved state, of the metadata of a remote module's parts: when a state is loaded, torch passes
+# on only the metadata of the module itself.
 _PARTS: Final = "remote_parts"
 
 
@@ -114,31 +114,31 @@ class RemoteModule(nn.Module):
     """A module on another worker. ``remote(x)`` calls it there and returns its output.
 
     Usable as a part of a local module. Of such an outer module ``state_dict`` and ``load_state_dict`` include the remote
-    parameters and buffers (as copies on the CPU), ``train``, ``eval`` and ``apply`` reach the remote module, and so do
-    conversions of the dtype; a device does not, as one of this worker is none of that worker. What asks for tensors
-    (``parameters``, ``buffers``, and by them ``zero_grad`` and ``requires_grad_`` of the outer module) finds the local ones
-    only: remote parameters are had with ``remote_parameters()``, for a ``DistributedOptimizer``.
+    parameters and buffers (as copies on the CPU); ``train``, ``eval``, ``apply`` and conversions of the dtype reach the remote
+    module. A move to a device does not: each worker has its own devices. ``parameters`` and ``buffers`` of the outer module,
+    and its ``zero_grad`` and ``requires_grad_``, find the local tensors only: ``remote_parameters()`` returns the remote
+    parameters, for a ``DistributedOptimizer``.
 
-    Calls inside of a distributed autograd context are recorded. Hooks that are registered here run here: around ``remote(x)``,
-    but neither around ``forward_async`` nor, as torch has it, around ``forward``; those of the module over there run over
-    there, with every call.
+    Calls inside of a distributed autograd context are recorded. Hooks that are registered on the RemoteModule run on this
+    worker around ``remote(x)``, but neither around ``forward_async`` nor, as in torch, around ``forward``. The remote module's
+    own hooks run on its worker, in every call.
 
-    It can be sent to other workers, in arguments and results, and used there; hooks, and attributes that were added, stay
-    behind. It cannot be pickled otherwise: save its ``state_dict()``. The module lives until the last RemoteModule and the
-    last RRef to it is gone. Calls are thread-safe as far as the module is: several may run at the same time.
+    A RemoteModule can be sent to other workers, in arguments and results, and used there, without its hooks and added
+    attributes. It cannot be pickled otherwise: save its ``state_dict()``. The module lives until the last RemoteModule and the
+    last RRef to it have ended. Calls are thread-safe as far as the module is: several may run at the same time.
 
     Args:
         remote_device: ``"worker"``, ``"worker/device"``, ``"rank:1/device"``, or a device of this worker; a WorkerInfo or a rank
             will do, too. The device is the CPU unless one is named.
-        module_cls: the module's class (an actor class will do), or a function that returns a module. It is called over
-            there, and this does not wait for it: what it raises is raised at the first use.
+        module_cls: the module's class, an actor class, or a function that returns a module. It is called on the worker, and
+            the constructor does not wait for it: its exception is raised at the first use.
         args, kwargs: its arguments.
 
     Attributes:
         on: the name of the worker.
-        device: the device that it is on there, as far as this RemoteModule has heard.
+        device: the module's device on its worker, as far as this RemoteModule knows.
         module_rref: the RRef to the module.
-        training: what it was last told here.
+        training: the mode that :meth:`train` was last called with here.
 
     Raises:
         ConfigError: the place cannot be read, or torch knows no such device.
@@ -239,7 +239,7 @@ class RemoteModule(nn.Module):
 
     def _on_owner(self, name: str, function: Any, *args: Any, future: Future[Any] | None = None) -> Any:
         label = f"{self._what}.{name}"
-        return modules.on_owner(self.module_rref, function, *args, label=label, future=future)
+        return call_with_value(self.module_rref, function, *args, label=label, future=future)
 
     # -- parameters -----------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class RemoteModule(nn.Module):
         """Return RRefs to the parameters of the module, each once, for a ``DistributedOptimizer``.
 
         Args:
-            recurse: those of modules within it, too.
+            recurse: include the parameters of modules within it.
         """
         found: list[RRef[nn.Parameter]] = self._on_owner(
             "remote_parameters", modules.parameter_rrefs, recurse
@@ -260,8 +260,8 @@ class RemoteModule(nn.Module):
         """Return an iterator over the names of the module's parameters and RRefs to them. They are fetched at once.
 
         Args:
-            recurse: without it, none: that is how DistributedDataParallel asks the parts of a model for tensors. Those of
-                the module without the modules within it are had with ``remote_parameters(recurse=False)``.
+            recurse: if false, the iterator is empty, because DistributedDataParallel asks each part of a model in this way.
+                ``remote_parameters(recurse=False)`` returns the parameters without those of inner modules.
         """
         if not recurse:
             return iter(())
@@ -338,7 +338,7 @@ class RemoteModule(nn.Module):
         return self._steer("apply", fn)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Have autograd record what is done with its parameters, or not."""
+        """Set whether autograd records operations on the parameters."""
         return self._steer("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -346,7 +346,7 @@ class RemoteModule(nn.Module):
         self._steer("zero_grad", set_to_none)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move and convert the module: takes what ``nn.Module.to`` takes. Devices are those of its worker."""
+        """Move and convert the module; arguments as of ``nn.Module.to``. Devices are devices of its worker."""
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         options: dict[str, Any] = {"device": device, "dtype": dtype, "non_blocking": non_blocking}
         if memory_format is not None:
@@ -386,7 +386,7 @@ class RemoteModule(nn.Module):
         return self._steer("bfloat16")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # By way of the module around. ``fn`` may be anything, and is not sent: what it does to dtypes is found out here.
+        # Called by the outer module. ``fn`` may be any function and is not sent; its effect on dtypes is tried out here.
         changed = {}
         for dtype in _DTYPES:
             became = fn(torch.empty(0, dtype=dtype)).dtype
@@ -420,7 +420,7 @@ class RemoteModule(nn.Module):
         _refuse("register_backward_hook", ": use ``register_full_backward_hook``")
 
     def extra_repr(self) -> str:
-        """Return what is shown of it."""
+        """Return the text that ``repr`` shows."""
         return f"{self._what} on {self.on}/{self.device}"
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -80,7 +80,7 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         "name": agent.name,
         "rank": agent.record.rank,
         "incarnation": agent.record.incarnation,
-        "pid": agent.pid,
+        "pid": agent.record.pid,
     }
     following: dict[str, int] = {}
     for part, page, most in _PAGED:
@@ -293,7 +293,6 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
     conns = [each for each in list(peer.conns) if each.state is not CLOSED]
     heard = max([each.heard for each in conns] + [peer.failure_detector.heard])
     lenders = [each.lane.lender for each in conns if each.lane.lender is not None]
-    stats = [each.stats() for each in lenders]
     pending = list(peer.pending.values())  # in the order in which they were made
     borrowers = [each.lane.borrower for each in conns if each.lane.borrower is not None]
     return {
@@ -313,8 +312,8 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "received": sum(each.reader.received for each in conns),
         "chunks_sent": sum(each.writer.sent_in_chunks for each in conns),
         "chunks_received": sum(each.reader.received_in_chunks for each in conns),
-        "lent": sum(each.lent_bytes for each in stats),
-        "placed": sum(each.placed_bytes for each in stats),
+        "lent": sum(each.stats().lent_bytes for each in lenders),
+        "placed": sum(each.placed_bytes for each in lenders),
         "borrowed": sum(each.held_bytes for each in borrowers),
         "taken": sum(each.taken_bytes for each in borrowers),
     }
@@ -488,21 +487,19 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
 
 
 def _running(hosted: HostedActor, now: float) -> Iterable[dict[str, Any]]:
-    for runner in list(hosted.threads):
+    for runner in list(hosted.runners):
         entries = [each for each in runner.entered if isinstance(each, Envelope)]
         for entry in entries:
             waits_for = runner.waits_for if entry is entries[-1] else []
             yield _call(entry, now, runner.ident, waits_for)
     for loop in list(hosted.loops.values()):
-        runner_of_loop = loop.runner
-        held = runner_of_loop.running
-        for entry in list(runner_of_loop.entries.values()):
+        held = loop.running
+        for entry in list(loop.entries.values()):
             if entry is held:
-                yield _call(entry, now, runner_of_loop.ident, runner_of_loop.waits_for)
+                yield _call(entry, now, loop.ident, loop.waits_for)
             else:
                 awaits = [] if entry.task is None else _awaited_by(entry.task)
-                on_thread = entry is runner_of_loop.plain
-                yield _call(entry, now, runner_of_loop.ident if on_thread else 0, awaits)
+                yield _call(entry, now, loop.ident if entry is loop.plain else 0, awaits)
 
 
 def _awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgpack
 
-from actorrpc.agent.context import Worker, process_worker
+from actorrpc.agent.context import Worker, here
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver_client import RemoteDirectory
 from actorrpc.debugger import startup as _debugger  # noqa: F401  # its part begins before this one
@@ -124,7 +124,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     agent.on_peer_end.append(partial(_visitor_left, worker))
     path = _write(worker)
     # Several workers in one process have no stacks of their own.
-    unprepare = dumps.prepare(agent.settings.dump_signal if process_worker() is worker else 0)
+    unprepare = dumps.prepare(agent.settings.dump_signal if here.worker is worker else 0)
 
     def end(_graceful: bool) -> None:
         if path:
@@ -144,7 +144,7 @@ def _visitor_left(worker: Worker, peer: Peer) -> None:
 def _write(worker: Worker) -> str:
     """Write the group file, where this worker is to have one; return its path."""
     agent, membership = worker.agent, worker.group.membership
-    if process_worker() is not worker:
+    if here.worker is not worker:
         return ""
     if isinstance(membership, RemoteDirectory) and membership.driver.host == agent.record.host:
         return ""  # the driver's is enough

@@ -114,7 +114,7 @@ class DistributedGradScaler:
         Raises:
             RuntimeError: it was done since the last :meth:`update`, or a step was made.
             ValueError: gradients are of float16.
-            Exception: as :meth:`DistributedOptimizer.step`. The gradients in the context are of no use after that.
+            Exception: as :meth:`DistributedOptimizer.step`. The gradients in the context cannot be used after that.
         """
         if not self._enabled:
             return
@@ -176,13 +176,13 @@ class DistributedGradScaler:
         return not found
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapt the scale to what was found since the last update. Once per iteration, after all steps.
+        """Adapt the scale to the infinities and NaNs found since the last update. Once per iteration, after all steps.
 
         Args:
             new_scale: set the scale to this instead.
 
         Raises:
-            RuntimeError: no gradients were looked at since the last update.
+            RuntimeError: no gradients were unscaled since the last update.
         """
         if not self._enabled:
             return

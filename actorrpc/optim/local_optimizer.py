@@ -1,14 +1,12 @@
-"""What lives on the workers that have parameters: one local optimizer for each DistributedOptimizer.
+"""The local optimizer of one DistributedOptimizer, on a worker that has parameters.
 
-It is kept by the RRef that its DistributedOptimizer has of it, and goes when that goes. Its methods are called by RPC,
-on threads of the pool (and the step of torch's own optimizers by the thread that asks for it, where that is on this worker):
-each has the parameters for itself while it works, so that there is never one at work in another's middle. What its user's
-code raises goes to the caller.
+The DistributedOptimizer holds it by an RRef. Its methods are called by RPC, on threads of the pool; the step of torch's own
+optimizers runs on the calling thread if the caller is on this worker. Each method has the parameters for itself while it runs.
+Exceptions of the user's code go to the caller.
 
-Gradients are lent (:func:`lent`) from an autograd context, or from ``.grad``: the one place where optimizers reach into
-contexts. While gradients are lent the ``.grad`` of the parameters belongs to the borrower, so that optimizers of overlapping
-sets of parameters wait for each other, and others do not. Never called with a lock held: waits are bounded by the call that
-this runs in.
+Gradients are lent (:func:`lent`) from an autograd context, or from ``.grad``. While gradients are lent, the ``.grad`` of the
+parameters belongs to the borrower: optimizers wait for each other if they have common parameters. Waits are bounded by the
+call that this code runs in; no lock is held.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ _NOTHING: Final = (None, None)
 _module: Final[Any] = sys.modules[torch.optim.Optimizer.__module__]
 _global_hooks: Final = (_module._global_optimizer_pre_hooks, _module._global_optimizer_post_hooks)
 
-__all__ = ["Account", "LocalOptimizer", "alone", "check_context", "clear", "create", "lent", "within"]
+__all__ = ["Account", "LocalOptimizer", "check_context", "create", "lent", "within"]
 
 
 def check_context(context_id: int | None) -> None:
-    """Refuse what is no context of this worker. None, which stands for ``.grad``, is accepted.
+    """Check that this worker knows a context. None, which stands for ``.grad``, is accepted.
 
     Raises:
         TypeError: it is neither an int nor None.
@@ -47,7 +45,7 @@ def check_context(context_id: int | None) -> None:
 
 
 def within(deadline: float | None = None) -> float | None:
-    """Return until when code that was called here may wait, by its caller and by ``deadline``; None where nothing bounds it."""
+    """Return the earlier of ``deadline`` and the deadline of the call that this code runs in; None for no bound."""
     execution = CURRENT.get()
     if execution is None or math.isinf(execution.deadline):
         return deadline
@@ -55,30 +53,19 @@ def within(deadline: float | None = None) -> float | None:
 
 
 @contextmanager
-def alone(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Keep optimizers and backward passes from these parameters meanwhile.
-
-    Raises:
-        RpcTimeoutError: others have them for longer than the call may take.
-    """
-    with graph.Borrowed(parameters, within()):
-        yield
-
-
-@contextmanager
 def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator[list[torch.Tensor | None]]:
-    """Have the gradients of parameters for oneself, in a list, in order; ``.grad`` is empty meanwhile, and free to use.
+    """Lend the gradients of parameters to the block, in a list, in order; ``.grad`` is empty in the block, and free to use.
 
-    The tensors are those of the context (or of ``.grad``), so that changes in place stay. What is replaced in the list
-    is replaced there, too, if the block ends without an error.
+    The list has the tensors of the context (or of ``.grad``), so changes in place have effect there. A replaced entry of the
+    list is replaced there, too, if the block ends without an error.
 
     Args:
         parameters: leaves, each once.
-        context_id: the context; None for what is in ``.grad``.
+        context_id: the context; None for the gradients in ``.grad``.
 
     Raises:
         RpcError: this worker does not know the context.
-        RpcTimeoutError: others have the gradients for longer than the call may take.
+        RpcTimeoutError: other threads have the gradients for longer than the call may take.
     """
     deadline = within()
     if context_id is None:
@@ -104,35 +91,18 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
 
 
 def _gradients(context_id: int, deadline: float | None) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the gradients of a context. Before they are borrowed: this may wait for the end of a pass, which may need them."""
+    """Return the gradients of a context. Call this before they are borrowed: it may wait for a pass that needs them."""
     left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
     return startup.participant().gradients(context_id, left)
 
 
-def clear(parameters: Sequence[torch.Tensor], context_id: int | None, set_to_none: bool) -> None:
-    """Forget the gradients of parameters, or fill them with zeros. Arguments and errors as for :func:`lent`."""
-    with lent(parameters, context_id) as gradients:
-        if not set_to_none:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.detach_().zero_() if gradient.grad_fn is not None else gradient.zero_()
-            return
-        if context_id is None:
-            gradients[:] = [None] * len(gradients)
-            return
-        context = startup.contexts().get(context_id)
-        with context.lock:
-            for parameter in parameters:
-                context.gradients.pop(id(parameter), None)
-
-
-#: The parameters of one group on one worker, as they are sent: what the group sets, and RRefs to them.
+#: The part of a group on one worker, as it is sent: the options of the group, and RRefs to the parameters.
 _Group = tuple[dict[str, Any], Sequence[RRef[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a worker says of the optimizer that it has.
+    """A worker's description of its optimizer.
 
     Attributes:
         groups: the hyper-parameters of each group, as the optimizer has them.
@@ -157,13 +127,13 @@ def create(
 
     Raises:
         TypeError, ValueError: what an RRef refers to is no parameter, or is given twice.
-        Exception: what the optimizer's class raises, or kept a value of an RRef from being made.
+        Exception: the optimizer's class, or the creation of an RRef's value, raised it.
     """
     found = [(options, *_parameters_of(rrefs)) for options, rrefs in groups]
     _refuse_duplicates([each for _, parameters, _ in found for each in parameters])
     params: list[Any]
     if len(found) == 1 and not found[0][0]:
-        params = list(found[0][1])  # classes that know nothing of groups are content with this
+        params = list(found[0][1])  # also accepted by classes without parameter groups
     else:
         params = [{**options, "params": parameters} for options, parameters, _ in found]
     made = LocalOptimizer(optimizer_class(params, *args, **kwargs))
@@ -213,13 +183,17 @@ class LocalOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        # What a loading or an addition will put in place, once it is known to succeed on all workers.
+        # The state or group that is put in place once all workers have accepted it.
         self._staged_state: dict[str, Any] | None = None
         self._staged_group: dict[str, Any] | None = None
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
         return [each for group in self._optimizer.param_groups for each in group["params"]]
+
+    def _borrowed(self) -> graph.Borrowed:
+        """Keep other optimizers, and backward passes, from the parameters in a ``with`` block."""
+        return graph.Borrowed(self._parameters, within())
 
     def account(self, counts: list[list[int]] | None = None) -> Account:
         """Say what there is."""
@@ -233,7 +207,7 @@ class LocalOptimizer:
     # -- gradients -------------------------------------------------------------------------------------
 
     def is_plain(self) -> bool:
-        """Say whether a step runs code of torch's alone, which waits for nothing."""
+        """Say whether a step runs only code of torch, which does not wait."""
         optimizer = self._optimizer
         return not (
             _global_hooks[0]
@@ -248,7 +222,7 @@ class LocalOptimizer:
         """Make a step with the gradients of a context, or those in ``.grad``; ``.grad`` is left as it is found.
 
         Args:
-            deadline: how long to wait for others that use the gradients, where no call says it.
+            deadline: until when to wait for other users of the gradients; by default, the deadline of the call.
         """
         parameters, deadline = self._parameters, deadline or within()
         found = None if context_id is None else _gradients(context_id, deadline)
@@ -265,14 +239,26 @@ class LocalOptimizer:
     @torch.no_grad()
     def clear(self, context_id: int | None, set_to_none: bool) -> None:
         """Forget gradients, or fill them with zeros."""
-        clear(self._parameters, context_id, set_to_none)
+        parameters = self._parameters
+        with lent(parameters, context_id) as gradients:
+            if not set_to_none:
+                for gradient in gradients:
+                    if gradient is not None:
+                        gradient.detach_().zero_() if gradient.grad_fn is not None else gradient.zero_()
+            elif context_id is None:
+                gradients[:] = [None] * len(gradients)
+            else:
+                context = startup.contexts().get(context_id)
+                with context.lock:
+                    for parameter in parameters:
+                        context.gradients.pop(id(parameter), None)
 
     @torch.no_grad()
     def norms(self, context_id: int | None, norm_type: float) -> tuple[list[int], torch.Tensor | None]:
         """Return which parameters have gradients, by their position here, and the norms of these, on the CPU."""
         with lent(self._parameters, context_id) as loans:
             positions = [position for position, each in enumerate(loans) if each is not None]
-            # Not torch's foreach functions: they do the same for tensors on a CPU, but know nothing of sparse ones.
+            # Not torch's foreach functions: they do the same for tensors on a CPU, and refuse sparse tensors.
             norms = [torch.linalg.vector_norm(_values(each), norm_type) for each in loans if each is not None]
         return positions, torch.stack([each.to(norms[0].device) for each in norms]).cpu() if norms else None
 
@@ -300,7 +286,7 @@ class LocalOptimizer:
         """Multiply the gradients, in place; say whether there was an infinity or a NaN among them before.
 
         Raises:
-            ValueError: a gradient is of float16, whose range is what scaling is there for. None was changed.
+            ValueError: a gradient is of float16, whose range is too small for unscaled gradients. No gradient was changed.
         """
         with lent(self._parameters, context_id) as loans:
             given = [each for each in loans if each is not None]
@@ -316,7 +302,7 @@ class LocalOptimizer:
 
     def set_hyperparameters(self, changes: Sequence[dict[str, Any]]) -> None:
         """Put values into the groups, one dict for each."""
-        with alone(self._parameters):
+        with self._borrowed():
             for group, values in zip(self._optimizer.param_groups, changes, strict=True):
                 group.update(values)
 
@@ -328,7 +314,7 @@ class LocalOptimizer:
             Exception: what the optimizer's class raises.
         """
         parameters, counts = _parameters_of(rrefs)
-        with alone(self._parameters):
+        with self._borrowed():
             _refuse_duplicates(parameters, self._parameters)
             groups = self._optimizer.param_groups
             before = len(groups)
@@ -342,7 +328,7 @@ class LocalOptimizer:
 
     def commit_group(self) -> None:
         """Add the group that was staged."""
-        with alone(self._parameters):
+        with self._borrowed():
             if self._staged_group is not None:
                 self._optimizer.param_groups.append(self._staged_group)
                 self._staged_group = None
@@ -350,7 +336,7 @@ class LocalOptimizer:
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
         """Return a copy of the optimizer's state, and the shapes of the parameters that it is for."""
-        with alone(self._parameters):
+        with self._borrowed():
             state: dict[str, Any] = _copied(self._optimizer.state_dict())
             state["shapes"] = self._shapes()
         return state
@@ -369,19 +355,19 @@ class LocalOptimizer:
         shapes = self._shapes()
         _compare(state["shapes"], shapes)
         optimizer = self._optimizer
-        with alone(self._parameters):
+        with self._borrowed():
             before = dict(optimizer.__dict__)
             try:
                 optimizer.load_state_dict({key: value for key, value in state.items() if key != "shapes"})
                 self._staged_state = dict(optimizer.__dict__)
             finally:
-                # Loading replaces what is in the optimizer, it does not change it.
+                # Loading replaces attributes of the optimizer; it does not change them in place.
                 optimizer.__dict__.clear()
                 optimizer.__dict__.update(before)
 
     def commit_state(self) -> Account:
         """Put the state in place that was staged."""
-        with alone(self._parameters):
+        with self._borrowed():
             if self._staged_state is not None:
                 self._optimizer.__dict__.update(self._staged_state)
                 self._staged_state = None
@@ -393,12 +379,12 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return what there is of a gradient, each element once. Of one that is sparse and coalesced it is a view."""
+    """Return the elements of a gradient, each once; for a sparse and coalesced gradient, a view of them."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _copied(value: Any) -> Any:
-    """Copy containers and tensors, these to the CPU: the next step changes them in place, and they are to travel."""
+    """Copy containers, and tensors to the CPU: the copy is sent, and the next step changes the tensors in place."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
 """DistributedOptimizer: one optimizer for parameters on several workers.
 
-Each worker with parameters has a local optimizer (``local_optimizer.py``); this is the side of the one who trains. Every
-operation is one call to each worker, all at once, or two where the second needs all answers of the first. Calls that
+Each worker with parameters has a local optimizer (``local_optimizer.py``); this module is the side of the training process.
+Every operation is one concurrent call to each worker, or two if the second needs all answers of the first. Calls that
 concern a context carry its id, so that every worker knows it; no tensor in them requires grad.
 
 ``_lock`` guards the table of workers and the stand-in of the hyper-parameters. It is held while changes of
-hyper-parameters are sent, so that all workers get them in one order, and over the code of schedulers, which decide on
-them; re-entrant, because functions given to a scheduler may look at the optimizer. Steps do not take it.
+hyper-parameters are sent, so that all workers get them in one order, and while schedulers compute them. It is
+re-entrant, because functions given to a scheduler may read the optimizer. Steps do not take it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ __all__ = ["DistributedOptimizer", "OptimizerError", "gather"]
 class OptimizerError(ExceptionGroup[Exception], RpcError):
     """Several workers failed in the same operation of a DistributedOptimizer. Catch it, or its members by ``except*``.
 
-    Each member is what that worker alone would have raised: what its optimizer raised is an instance of its own class
-    and a RemoteError. Where only one worker fails, that error itself is raised.
+    If only one worker fails, its error is raised without a group. An exception of an optimizer's code is an instance of its
+    own class and a RemoteError.
 
     Attributes:
         workers: the names of the workers that failed, in the order of ``exceptions``. Empty in parts that were split off.
@@ -59,12 +59,12 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception | None]) -> di
     """Wait for all calls; return their results by the names of the workers.
 
     Args:
-        what: what is done, in words that begin an error's message.
-        calls: the call to each worker, or why it could not be made; None where all is done.
+        what: begins the message of an error.
+        calls: the call to each worker, or why it could not be made; None if there is nothing to wait for.
 
     Raises:
         Exception: the error of the only worker that failed, with a note that names it.
-        OptimizerError: those of all workers that failed, where they are several.
+        OptimizerError: the errors of all workers that failed, if there are several.
     """
     results: dict[str, Any] = {}
     failures: dict[str, Exception] = {}
@@ -95,26 +95,26 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception | None]) -> di
         group.workers = tuple(failures)
         raise group
     finally:
-        # The traceback of what is raised leads here: it must not lead back from here.
+        # The traceback of the error refers to this frame; the frame must not refer to the error.
         failures.clear()
 
 
 def _cover(calls: Mapping[str, Future[Any] | Exception | None]) -> None:
-    """Nobody waits for these any more."""
+    """Do not report errors of these calls: no thread waits for them."""
     for each in calls.values():
         if isinstance(each, Future):
             each.cover()
 
 
 class _Time:
-    """How much of a time-out is left for the calls of an operation."""
+    """The time-out of an operation that makes several calls."""
 
     def __init__(self, timeout: float) -> None:
         self._seconds = api.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
         self._until = _time.now() + self._seconds
 
     def left(self) -> float:
-        """Return the time-out of calls that are made now: 0 means none."""
+        """Return the time-out for a call that is made now; 0 means none."""
         return max(0.001, self._until - _time.now()) if self._seconds else 0.0
 
 
@@ -134,10 +134,10 @@ class DistributedOptimizer:
     optimizers live as long as this object.
 
     Thread-safe. Operations of any number of optimizers on the same parameters follow one after the other on each worker,
-    in no particular order; those on different parameters run at the same time. All methods end with RpcTimeoutError if
-    they take longer than ``timeout`` seconds (default: that of the group; 0: no bound), with PeerDiedError if a worker
-    dies, and with what the code of an optimizer raises. Errors of several workers come in one OptimizerError; the
-    workers that did not fail have done what was asked, unless a method says otherwise.
+    in no particular order; operations on different parameters run at the same time. All methods raise RpcTimeoutError if
+    they take longer than ``timeout`` seconds (default: that of the group; 0: no bound), PeerDiedError if a worker
+    dies, and exceptions of the optimizer's code. Errors of several workers are raised in one OptimizerError; the
+    other workers have finished the operation, unless a method says otherwise.
 
     Args:
         optimizer_class: a class of ``torch.optim``, or any other subclass of ``torch.optim.Optimizer`` whose ``step``
@@ -150,9 +150,10 @@ class DistributedOptimizer:
     Raises:
         TypeError: ``optimizer_class`` is no class of optimizers or needs closures; something in ``params`` is no
             parameter.
-        ValueError: there are no parameters, one is given twice or cannot have gradients, or none of them requires grad.
-        OptimizerError: several workers could not create their optimizers. Nothing is left of the others.
-        Exception: what the class raises, or kept an RRef's value from being made. An instance of its own class.
+        ValueError: there are no parameters, a parameter is given twice or cannot have gradients, or no parameter requires
+            grad.
+        OptimizerError: several workers could not create their optimizers. The optimizers of other workers are deleted.
+        Exception: the class, or the creation of an RRef's value, raised it. An instance of its own class.
     """
 
     def __init__(
@@ -191,7 +192,6 @@ class DistributedOptimizer:
     def _created(
         self, groups: Sequence[Given], left: _Time
     ) -> dict[str, tuple[RRef[LocalOptimizer], Account]]:
-        """Make an optimizer on each worker that these groups are on."""
         calls: dict[str, Future[Any] | Exception | None] = {}
         args, kwargs = self._arguments
         for name, (info, shares) in _by_worker(groups).items():
@@ -232,8 +232,8 @@ class DistributedOptimizer:
             what: begins the message of an error.
             context: whose gradients it is about.
             each: gives the arguments for a worker, in place of ``args``.
-            here: that of this worker may run on this thread, while the others do theirs, if it runs nobody's code but torch's: a
-                time-out could not end what is not waited for. It is given its deadline.
+            here: this worker's optimizer may run on this thread, while other workers run theirs, if it runs only code of
+                torch, which a time-out cannot end. It is given its deadline.
         """
         calls: dict[str, Future[Any] | Exception | None] = {}
         own: list[tuple[str, RRef[LocalOptimizer], LocalOptimizer]] = []
@@ -260,6 +260,14 @@ class DistributedOptimizer:
                 calls[name] = run_here(rref, getattr(local, method), (*args, deadline))
         return gather(what, calls)
 
+    def _on_gradients(
+        self, doing: str, method: str, context_id: int | None, *args: Any, left: _Time
+    ) -> dict[str, Any]:
+        """Call a method that uses the gradients of a context, or those in ``.grad``, on all workers."""
+        check_context(context_id)
+        what = f"Error {doing} gradients"
+        return self._all(what, method, context_id, *args, seconds=left.left(), context=context_id)
+
     # -- steps and gradients ----------------------------------------------------------------------------
 
     def step(
@@ -274,12 +282,12 @@ class DistributedOptimizer:
         Args:
             context_id: what ``with context() as context_id`` gave; None for the gradients in ``.grad``, where backward
                 passes with ``accumulate="grad"`` leave them.
-            closure: refused; there for those who pass one.
+            closure: refused.
 
         Raises:
             TypeError: ``context_id`` is neither an int nor None, or a closure was given.
             RuntimeError: there is no such context.
-            OptimizerError: several workers failed; those that did not have made their step.
+            OptimizerError: several workers failed; the other workers have made their step.
         """
         if closure is not None:
             raise TypeError(
@@ -306,8 +314,8 @@ class DistributedOptimizer:
     ) -> None:
         """Forget the gradients of this optimizer's parameters: those in a context, or those in ``.grad``.
 
-        Each context begins without gradients, so that this is for those who make several backward passes in one context,
-        or passes with ``accumulate="grad"``.
+        Each context begins without gradients. Call this between several backward passes in one context, and for passes
+        with ``accumulate="grad"``.
 
         Args:
             context_id: the context; None for ``.grad``.
@@ -316,15 +324,7 @@ class DistributedOptimizer:
         Raises:
             TypeError, RuntimeError: as in :meth:`step`.
         """
-        check_context(context_id)
-        self._all(
-            "Error clearing gradients",
-            "clear",
-            context_id,
-            bool(set_to_none),
-            seconds=_Time(timeout).left(),
-            context=context_id,
-        )
+        self._on_gradients("clearing", "clear", context_id, bool(set_to_none), left=_Time(timeout))
 
     def clip_grad_norm_(
         self,
@@ -353,16 +353,12 @@ class DistributedOptimizer:
             TypeError: as in :meth:`step`.
             RuntimeError: there is no such context, or the norm is not finite and ``error_if_nonfinite`` is true.
         """
-        check_context(context_id)
         norm_type, max_norm = float(norm_type), float(max_norm)
         left = _Time(timeout)
-        what = "Error clipping gradients"
-        answers = self._all(
-            what, "norms", context_id, norm_type, seconds=left.left(), context=context_id
-        ).items()
+        answers = self._on_gradients("clipping", "norms", context_id, norm_type, left=left)
         # In the order of the parameters, so that the sum is that of one worker to the last bit.
         found: list[tuple[int, torch.Tensor]] = []
-        for name, (positions, norms) in answers:
+        for name, (positions, norms) in answers.items():
             if norms is not None:
                 found += zip((self._positions[name][each] for each in positions), norms, strict=True)
         if not found:
@@ -379,7 +375,7 @@ class DistributedOptimizer:
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if factor.item() != 1.0:
-            self._all(what, "scale", context_id, factor, seconds=left.left(), context=context_id)
+            self._on_gradients("clipping", "scale", context_id, factor, left=left)
         return total
 
     def clip_grad_value_(
@@ -393,26 +389,11 @@ class DistributedOptimizer:
         Raises:
             TypeError, RuntimeError: as in :meth:`step`.
         """
-        check_context(context_id)
-        self._all(
-            "Error clipping gradients",
-            "clip_values",
-            context_id,
-            float(clip_value),
-            seconds=_Time(timeout).left(),
-            context=context_id,
-        )
+        self._on_gradients("clipping", "clip_values", context_id, float(clip_value), left=_Time(timeout))
 
     def _unscale(self, context_id: int | None, inverse: torch.Tensor, timeout: float) -> bool:
         """Multiply all gradients; say whether any worker found an infinity or a NaN among them. For the scaler."""
-        found = self._all(
-            "Error unscaling gradients",
-            "unscale",
-            context_id,
-            inverse,
-            seconds=_Time(timeout).left(),
-            context=context_id,
-        )
+        found = self._on_gradients("unscaling", "unscale", context_id, inverse, left=_Time(timeout))
         return any(found.values())
 
     # -- hyper-parameters -----------------------------------------------------------------------------------
@@ -420,7 +401,7 @@ class DistributedOptimizer:
     @property
     def param_groups(self) -> list[ParamGroup]:
         """The hyper-parameters of each group. ``for group in optimizer.param_groups: group["lr"] = 0.1`` sets them on all
-        workers, one call to each per assignment. Reading asks nobody."""
+        workers, one call to each per assignment. Reading makes no call."""
         with self._lock:
             count = len(self._stand_in.param_groups)
         return [ParamGroup(index, self._read_group, self._write_group) for index in range(count)]
@@ -435,7 +416,7 @@ class DistributedOptimizer:
 
     @contextmanager
     def _changing(self, timeout: float) -> Iterator[StandIn]:
-        """Change hyper-parameters; what is different at the end of the block goes to all workers."""
+        """Change hyper-parameters in the block; the changes are sent to all workers at its end."""
         left = _Time(timeout)
         with self._lock:
             self._scheduled = True
@@ -465,7 +446,7 @@ class DistributedOptimizer:
         [group] = parse(dict(param_group))
         with self._lock:
             shares = _by_worker([group])
-            # Workers that had no parameters get an optimizer that has the other groups, without parameters, as well.
+            # A worker without parameters so far gets an optimizer that also has the other groups, without parameters.
             strangers = [rref for rref in group.rrefs if rref.owner_name() not in self._optimizers]
             before = [Given(options, []) for options in self._stand_in.groups()]
             made = self._created([*before, Given(group.options, strangers)], left) if strangers else {}
@@ -479,7 +460,7 @@ class DistributedOptimizer:
             # Before any worker has the group: a thread that clips meanwhile must know where its parameters belong.
             self._note([group], counts | {name: account.counts[-1:] for name, (_, account) in made.items()})
             self._all(what, "commit_group", seconds=left.left())
-            # A new table: a thread that goes through the old one goes on.
+            # A new table, because another thread may iterate over the old table.
             self._optimizers = self._optimizers | {name: rref for name, (rref, _) in made.items()}
             self._stand_in.add(next(iter(accounts.values())).groups[-1])
 
@@ -488,9 +469,9 @@ class DistributedOptimizer:
     def state_dict(self, *, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
         """Return a copy of the state of the optimizers of all workers, for ``torch.save``.
 
-        ``{"optimizer": name of the class, "workers": {name of the worker: state}}``; each state is that of torch, with the
-        shapes of the parameters besides. Each is of a moment between two steps of that worker; for one moment on all of
-        them, make no step meanwhile.
+        ``{"optimizer": name of the class, "workers": {name of the worker: state}}``; each state is torch's, with the shapes
+        of the parameters added. It is copied between two steps of that worker; for the same moment on all workers, make no
+        step meanwhile.
         """
         states = self._all("Error reading the optimizer's state", "state", seconds=_Time(timeout).left())
         return {"optimizer": self._class.__qualname__, "workers": states}
@@ -506,14 +487,13 @@ class DistributedOptimizer:
 
         Args:
             state_dict: the state; what it holds is copied.
-            workers: names of workers in the state, and those of today that have their parameters now. In a new
-                process that has given its parameters in the same order:
-                ``dict(zip(state["workers"], optimizer.workers))``.
+            workers: maps names of workers in the state to the workers that have their parameters now. In a new
+                process with the same parameters in the same order: ``dict(zip(state["workers"], optimizer.workers))``.
 
         Raises:
             ValueError: the state is of another class of optimizer, or for other workers, groups or parameters. The message
-                says what differs; nothing was changed.
-            OptimizerError: several workers found their part unfit. Nothing was changed.
+                says what differs; no worker was changed.
+            OptimizerError: several workers refused their part. No worker was changed.
         """
         left = _Time(timeout)
         states = self._states_in(state_dict, workers or {})
@@ -556,14 +536,14 @@ class DistributedOptimizer:
     ) -> DistributedLRScheduler:
         """Return a learning rate scheduler: ``optimizer.lr_scheduler(StepLR, step_size=30)``.
 
-        All of ``torch.optim.lr_scheduler`` can be used; those that are made of others take them, or are made in a function
-        that is given a stand-in for the optimizer::
+        All classes of ``torch.optim.lr_scheduler`` can be used. A scheduler of schedulers takes schedulers made here, or is
+        made in a function that is called with a stand-in for the optimizer::
 
             warm = optimizer.lr_scheduler(LinearLR, total_iters=5)
             rest = optimizer.lr_scheduler(CosineAnnealingLR, T_max=95)
             scheduler = optimizer.lr_scheduler(SequentialLR, [warm, rest], milestones=[5])
 
-        Args and errors are those of :class:`DistributedLRScheduler`.
+        Arguments and errors as of :class:`DistributedLRScheduler`.
         """
         return DistributedLRScheduler(self, scheduler_class, *args, **kwargs)
 

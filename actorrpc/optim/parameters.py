@@ -1,8 +1,8 @@
-"""What users give as parameters, put in order: by group, and within a group by the worker that has them.
+"""Parameters as users give them, sorted into groups, and the hyper-parameters of the groups.
 
-Of the hyper-parameters, every worker has all groups, also those of which no parameter is there, with the same values. The
-process that has the DistributedOptimizer keeps a copy, in a stand-in for torch's optimizer: learning rate schedulers work on
-that, and what has changed is sent to all workers.
+Every worker has the hyper-parameters of all groups, with the same values, even without parameters of a group. The process
+of the DistributedOptimizer keeps a copy in a stand-in for torch's optimizer: learning rate schedulers change the copy, and
+the changes are sent to all workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Given", "ParamGroup", "StandIn", "check_tensor", "parse"]
 
 
 class StandIn(torch.optim.Optimizer):
-    """An optimizer of nothing that has the hyper-parameters of one whose parameters are elsewhere.
+    """An optimizer without parameters that has the hyper-parameters of a DistributedOptimizer.
 
     Used under the lock of its DistributedOptimizer.
 
@@ -31,32 +31,35 @@ class StandIn(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__([{**group, "params": []} for group in groups], defaults)
-        self._sent = self._copy()
+        self._sent = self.groups()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing; schedulers look whether it was called."""
 
     def groups(self) -> list[dict[str, Any]]:
         """Return a copy of the hyper-parameters of each group."""
-        return self._copy()
+        return [
+            _copied({key: value for key, value in group.items() if key != "params"})
+            for group in self.param_groups
+        ]
 
     def add(self, group: dict[str, Any]) -> None:
-        """Add a group that all workers have by now."""
+        """Add a group that all workers have."""
         self.add_param_group({**group, "params": []})
         self._sent.append(_copied(group))
 
     def replace(self, groups: list[dict[str, Any]]) -> None:
-        """Take over what all workers have by now. The groups stay the same objects."""
+        """Take over the values that all workers have. The groups stay the same objects."""
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.clear()
             mine.update(_copied(group), params=[])
-        self._sent = self._copy()
+        self._sent = self.groups()
 
     def changes(self) -> list[dict[str, Any]] | None:
-        """Return what differs from what the workers have, one dict for each group; None where nothing does."""
+        """Return the values that the workers do not have, one dict for each group; None if they have all."""
         found = [
             {key: value for key, value in group.items() if key not in sent or not _same(value, sent[key])}
-            for group, sent in zip(self._copy(), self._sent, strict=True)
+            for group, sent in zip(self.groups(), self._sent, strict=True)
         ]
         return found if any(found) else None
 
@@ -65,19 +68,13 @@ class StandIn(torch.optim.Optimizer):
         for group, values in zip(self._sent, changes, strict=True):
             group.update(values)
 
-    def _copy(self) -> list[dict[str, Any]]:
-        return [
-            _copied({key: value for key, value in group.items() if key != "params"})
-            for group in self.param_groups
-        ]
-
 
 class ParamGroup(MutableMapping[str, Any]):
     """The hyper-parameters of one group: ``group["lr"] = 0.1`` sets it on all workers before it returns.
 
-    Reading asks nobody: it shows what was set from here, by schedulers and by loading a state. An optimizer that changes
-    its hyper-parameters by itself shows them in ``state_dict()``. Entries cannot be removed, and parameters are not
-    among them: they are on the workers.
+    Reading makes no call: it shows the values set in this process, by schedulers and by loading a state. If an optimizer
+    changes its hyper-parameters itself, ``state_dict()`` shows them. Entries cannot be removed, and there is no entry
+    ``"params"``: the parameters are on the workers.
     """
 
     __slots__ = ("_index", "_read", "_write")
@@ -199,7 +196,6 @@ def check_tensor(tensor: torch.Tensor, what: str) -> None:
 
 
 def _listed(params: Any) -> list[Any]:
-    """Return what is given as a list, be it one or several."""
     if isinstance(params, (RRef, torch.Tensor, torch.nn.Module, Mapping)) or _lists_parameters(params):
         return [params]
     if isinstance(params, (set, frozenset)):

@@ -80,7 +80,7 @@ class DistributedLRScheduler:
         """Set the learning rates of the next step or epoch, on all workers. Call it after the optimizer's ``step()``.
 
         Args:
-            args, kwargs: those of the scheduler's own ``step``: the metric, for ReduceLROnPlateau.
+            args, kwargs: for the scheduler's own ``step``: the metric, for ReduceLROnPlateau.
             timeout: seconds; default that of the group, 0 means none.
 
         Raises:
@@ -108,7 +108,7 @@ class DistributedLRScheduler:
 
 
 def _takes_optimizer_first(scheduler_class: Callable[..., Any]) -> bool:
-    """Whether the optimizer is the first argument: it is not that of torch's ChainedScheduler."""
+    """Say whether the optimizer is the first argument, as it is except for torch's ChainedScheduler."""
     try:
         names = list(inspect.signature(scheduler_class).parameters)
     except (TypeError, ValueError):

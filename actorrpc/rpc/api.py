@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from actorrpc import _time
@@ -24,12 +25,10 @@ from actorrpc.agent.context import (
     current_worker,
     here,
     on_fork,
-    process_worker,
     set_worker,
     workers_here,
 )
 from actorrpc.agent.peers import Listener, Peer, state_of
-from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, NotInitializedError, RpcError, WrongTypeError
 from actorrpc.futures import INTERRUPTED, Future, forked, hush, interruption_point
 from actorrpc.group import group as groups
@@ -40,7 +39,6 @@ from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.options import (
     UNSET_RPC_TIMEOUT,
     RpcBackendOptions,
-    TensorPipeRpcBackendOptions,
     check_backend,
     check_timeout,
     options_of,
@@ -78,18 +76,18 @@ _log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
 _LATE_S = 0.5
 _ANSWERING_S = (
-    5.0  # how long a graceful shutdown waits for the functions that are being executed here to be answered
+    5.0  # how long a graceful shutdown waits until the functions that are executed here are answered
 )
-_SETTLE_S = 30.0  # how long shutdown waits for the last references, once every live worker has come to it
+_SETTLE_S = 30.0  # how long shutdown waits for the last references after every live worker has called it
 
 
-#: Called with a new worker before the first call is served; what each returns is called at the
-#: end, the last one first, with whether the end is a graceful one (and again, with False, if Ctrl-C comes in a
-#: graceful one). For the floors above.
+#: For the floors above. Each function is called with a new worker before the first call is served, and returns a function
+#: ``end(graceful)``. At the end of the worker these are called, the last first; again with False if Ctrl-C interrupts a
+#: graceful end.
 on_start: list[Callable[[Worker], Callable[[bool], None]]] = []
 
 
-_before = 0.0
+_before = 0.0  # the interpreter's switch interval before this worker, in seconds; 0: it was not changed
 # Guards joining and leaving; never held while waiting for other workers.
 _lock = threading.Lock()
 
@@ -154,41 +152,33 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
     """Join a group with arguments that are in order, as :func:`init_rpc` does.
 
     Args:
-        store: the store in which the workers of a fixed group meet; by default the one that the options name.
+        store: the store in which the workers of a fixed group meet; by default, ``options.init_method`` names it.
 
     Raises:
         ConfigError, RendezvousError, AuthenticationError, RuntimeError: as :func:`init_rpc`.
     """
 
     def make() -> Group:
-        settings = Settings.from_environment(**options._extra)
+        settings = options.settings()
         Tls.load(settings)  # what is wrong with the certificates is said before anything is sent
         if store is None:
             found, own_rank, size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
         else:
             found, own_rank, size = store, rank, world_size
-        devices: tuple[str, ...] = ()
-        maps: tuple[tuple[str, str, str], ...] = ()
-        if isinstance(options, TensorPipeRpcBackendOptions):
-            devices = tuple(map(str, options.devices))
-            maps = tuple(
-                (to, str(here), str(there))
-                for to, each in options.device_maps.items()
-                for here, there in each.items()
-            )
+        devices, maps = options.placements()
         return groups.join(
             name,
             own_rank,
             size,
             found,
             settings=settings,
-            key=options._key,
+            key=options.key,
             timeout=_JOIN_TIMEOUT,
             devices=devices,
             maps=maps,
         )
 
-    install(make, options.rpc_timeout, "a worker of an init_rpc group", ready=options._ready)
+    install(make, options.rpc_timeout, "a worker of an init_rpc group", ready=options.ready)
 
 
 def install(
@@ -200,67 +190,64 @@ def install(
     ready: Callable[[Worker], None] | None = None,
     stop: Callable[[bool, float], None] | None = None,
 ) -> None:
-    """Put a group in force in this process, start the floors above, and serve calls. For those who found groups.
+    """Make this process a worker of a group, start the floors above, and serve calls. For the modules that found groups.
 
     Args:
         make: joins the group.
         timeout: the default time-out of calls, in seconds; 0 means none.
-        what: what this process is then, in words for messages.
-        namespace: where actors that say none look for names.
-        ready: called with the worker when all is in place, before the first call is served.
-        stop: called at the end, before the agent is closed, with whether that is a graceful one and how many
-            seconds are left for it (0: as many as it thinks right).
+        what: names this process in messages: "a worker of ...".
+        namespace: the default namespace of actors.
+        ready: called with the worker before the first call is served.
+        stop: called at the end, before the agent is closed, with whether the end is graceful, and the seconds that are left for
+            it; 0: it chooses.
 
     Raises:
         RuntimeError: RPC is initialised already.
-        Exception: what ``make``, ``ready`` or the floors above raise; nothing is in force then.
+        Exception: ``make``, ``ready`` or a floor above raised it. This process is no worker then.
     """
     with _lock:
         if is_initialized():
             raise RuntimeError(f"RPC is already initialized: this process is {_require().what}")
 
-        @uninterruptible
-        def enter() -> None:
-            global _before
-            group: Group | None = None
-            worker: Worker | None = None
-            try:
-                group = make()
-                worker = worker_of(group, timeout, what, namespace)
-                settings = group.agent.settings
-                if settings.switch_interval is None:
-                    # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
-                    if sys.getswitchinterval() == 0.005:
-                        sys.setswitchinterval(0.0005)
-                        _before = 0.005
-                else:
-                    _before = sys.getswitchinterval()
-                    sys.setswitchinterval(settings.switch_interval)
-                set_worker(worker)
-                worker.in_force = True
-                worker.stop = stop
-                for start in on_start:
-                    worker.ends.append(start(worker))
-                if ready is not None:
-                    ready(worker)
-                group.start()
-                checkpoint()  # what was put off, and nothing is in force then
-            except BaseException:
-                if worker is not None:
-                    close(worker)
-                    set_worker(None)
-                elif group is not None:
-                    group.close()
-                groups.close_forsaken()
-                raise
+        # A signal handler that raised between two of these steps would leave threads and sockets behind. Waits run handlers.
+        put_off_during(partial(_enter, make, timeout, what, namespace, ready, stop))
 
-        # A handler that raises between the making of something and its keeping would leave it behind; where there is something
-        # to wait for, checkpoints are.
-        put_off_during(enter)
+
+def _enter(
+    make: Callable[[], Group],
+    timeout: float,
+    what: str,
+    namespace: str,
+    ready: Callable[[Worker], None] | None,
+    stop: Callable[[bool, float], None] | None,
+) -> None:
+    group: Group | None = None
+    worker: Worker | None = None
+    try:
+        group = make()
+        worker = worker_of(group, timeout, what, namespace)
+        worker.stop = stop
+        _set_switch_interval(group.agent.settings.switch_interval)
+        set_worker(worker)
+        worker.in_force = True
+        for start in on_start:
+            worker.ends.append(start(worker))
+        if ready is not None:
+            ready(worker)
+        group.start()
+        checkpoint()  # a signal handler that waits for its turn may raise here; then this process is no worker
+    except BaseException:
+        if worker is not None:
+            close(worker)
+            set_worker(None)
+        elif group is not None:
+            group.close()
+        groups.close_forsaken()
+        raise
 
 
 def worker_of(group: Group, timeout: float, what: str, namespace: str = "") -> Worker:
-    """Return the worker that a group has been joined for; the arguments are those of :func:`install`. Nothing is in force."""
+    """Make the Worker of a group. It is not in force. Arguments as of :func:`install`."""
     worker = Worker(group.agent, timeout, what, namespace)
     worker.group = group
     worker.references = rrefs.new_references(group.agent, lambda: worker.timeout)
@@ -268,32 +255,33 @@ def worker_of(group: Group, timeout: float, what: str, namespace: str = "") -> W
 
 
 def _end(worker: Worker, graceful: bool) -> None:
-    """Tell the floors above that it is over; once, and again only where a signal handler has cut a graceful end short."""
+    """Call what ends the floors above, each once; again only if a signal handler has interrupted a graceful end."""
     while worker.ends:
-        end = worker.ends[
-            -1
-        ]  # it stays until it is done: what a handler raises may come between any two lines
+        end = worker.ends[-1]
+        if not graceful:
+            worker.ends.pop()
         try:
             end(graceful)
-        except BaseException as error:
-            if not isinstance(error, Exception) or is_of_handler(error):
-                if not graceful:
-                    worker.ends.remove(end)
+        except Exception as error:
+            if is_of_handler(error):
                 raise
             _log.exception(
                 "a part of worker %r raised at its end; the others end all the same", worker.agent.name
             )
-        worker.ends.remove(end)
+        if (
+            graceful
+        ):  # not before: a signal handler may have raised, and the end that is not graceful is to come
+            worker.ends.remove(end)
 
 
 @uninterruptible
 def close(worker: Worker) -> None:
-    """End everything of a worker at once, what has been ended already excepted. Takes some seconds at most.
+    """End at once all parts of a worker that still run. Takes some seconds at most.
 
-    The calling thread acts for the worker, and has seen to it that no other one closes it.
+    The calling thread acts for the worker, and no other thread closes it at the same time.
     """
     worker.in_force = False
-    _restore()
+    _restore_switch_interval()
     try:
         _end(worker, False)
         stop, worker.stop = worker.stop, None
@@ -309,11 +297,11 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the group, or end the embedded cluster, and stop this worker. Does nothing where neither is in force.
 
     Args:
-        graceful: serve calls until every live worker of a fixed group has called ``shutdown``, then let go of
+        graceful: serve calls until every live worker of a fixed group has called ``shutdown``, then release
             all RRefs. In the embedded cluster: let actors and processes end by themselves. Otherwise end at
             once: calls under way fail with ShutdownError.
-        timeout: seconds for all of it. 0 waits for live workers of a group as long as they work, and for at most
-            30 s more; in the embedded cluster, for 5 s. What has not ended by then is ended by force.
+        timeout: seconds in total. 0 waits for live workers of a group as long as they work, and for at most
+            30 s more; in the embedded cluster, for 5 s. After that, the rest is ended by force.
 
     Raises:
         RpcTimeoutError: others did not come in time. This worker is shut down all the same.
@@ -326,19 +314,19 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 def leave(
     graceful: bool = True, timeout: float = 0, *, let_go: Callable[[], None] | None = None
 ) -> Sequence[object]:
-    """Do what :func:`shutdown` does and return the references that are left at a graceful end.
+    """Do what :func:`shutdown` does, and return the references that other workers still hold at a graceful end.
 
     Args:
-        let_go: called when nobody works any more; what lets go of all RRefs by default (:func:`let_go_of_all`).
+        let_go: called when no worker executes calls; by default :func:`let_go_of_all`, which releases all RRefs.
 
     Raises:
         RpcTimeoutError: as :func:`shutdown`.
-        Exception: what ``let_go`` raised. This worker is shut down all the same.
+        Exception: ``let_go`` raised it. This worker is shut down all the same.
     """
     worker = current_worker()
     if worker is None or not worker.in_force:
         return ()
-    if os.getpid() != worker.agent.pid:
+    if os.getpid() != worker.agent.record.pid:
         set_worker(None)
         return ()
     seconds = check_timeout(timeout)
@@ -353,15 +341,30 @@ def leave(
         checkpoint()  # Ctrl-C that came meanwhile
 
 
-def _restore() -> None:
+def _set_switch_interval(wanted: float | None) -> None:
+    """Set how long a thread may keep the interpreter, in seconds.
+
+    By default 0.5 ms, unless the program has changed Python's 5 ms: a worker that is busy in Python would answer after several
+    of these turns.
+    """
+    global _before
+    present = sys.getswitchinterval()
+    if wanted is not None or present == 0.005:
+        _before = present
+        sys.setswitchinterval(0.0005 if wanted is None else wanted)
+
+
+def _restore_switch_interval() -> None:
     global _before
     if _before:
         sys.setswitchinterval(_before)
-        _before = 0.0
+        _before = (
+            0.0  # the interpreter's switch interval before this worker, in seconds; 0: it was not changed
+        )
 
 
 def let_go_of_all() -> None:
-    """Let go of every RRef that this worker holds."""
+    """Release every RRef that this worker holds."""
     references = _require().references
     references.carry_out(references.table.delete_all_users())
 
@@ -373,27 +376,26 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
     group, references = worker.group, worker.references
     group.wait_for_all(0, left())
     _answer_all(worker, min(until, _time.now() + _ANSWERING_S))
-    # Nobody works any more.
+    # From here on, no worker executes calls of users.
     _end(worker, True)
     stop, worker.stop = worker.stop, None
     if stop is not None:
         stop(True, left())
-        return ()  # all others have ended: there is nobody to settle anything with
-    # Let go of every reference, and see that the owners know.
+        return ()  # all other workers have ended
     let_go()
     # Half of the time, so that others who wait for this worker do not give up on it.
     references.settle(min(until, _time.now() + _SETTLE_S / 2))
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
-    # A value may have been made here in the meantime: that it is not wanted has been sent, but may not be read yet.
+    # A value may have been created here in the meantime; the message that deletes it has been sent, and may not be read yet.
     references.settle(min(until, _time.now() + _LATE_S))
     leaks: Sequence[object] = references.table.leaks()
     return leaks
 
 
 def _answer_all(worker: Worker, until: float) -> None:
-    """Wait until the functions that are being executed here, and that somebody waits for, are answered.
+    """Wait until the calls that this worker executes are answered, except for the call that runs this function.
 
-    But for the one that calls this. The function that has told this worker to leave may just be about to return.
+    The call that made this worker leave may be about to return.
     """
     pause = 0.0005
     while _time.now() < until and _executes(worker):
@@ -412,21 +414,21 @@ def _executes(worker: Worker) -> bool:
 
 
 def is_executing() -> bool:
-    """Say whether this worker executes a function for another one, not counting the call that asks."""
+    """Say whether this worker executes a call, not counting the call that runs this function."""
     return _executes(_require())
 
 
 @atexit.register
 def _at_exit() -> None:
-    """End what a program that exits without shutdown has left: quickly, and without waiting for anybody."""
-    worker = process_worker()
-    if worker is not None and worker.in_force and os.getpid() == worker.agent.pid:
-        # Without the lock: the thread that holds it may be a thread that never comes back.
+    """End the worker of a program that exits without shutdown, without waiting for other workers."""
+    worker = here.worker
+    if worker is not None and worker.in_force and os.getpid() == worker.agent.record.pid:
+        # Without the lock: a daemon thread that holds it never runs again.
         close(worker)
 
 
 def _after_fork(worker: Worker) -> None:
-    """In a child: let go of everything that belongs to the parent."""
+    """In a child: give up the parent's threads and connections."""
     forked()
     worker.agent.abandon()
 
@@ -455,7 +457,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
 def _prepare(
     to: Any, func: Any, args: Any, kwargs: Any, timeout: Any
 ) -> tuple[Agent, Peer, tuple[Any, ...], dict[str, Any], float]:
-    """Return what a call is made with, checked: the agent, the peer, the arguments and the time-out in seconds."""
+    """Check the arguments of a call; return the agent, the peer, the arguments and the time-out in seconds."""
     if INTERRUPTED:
         interruption_point()
     worker = here.worker or current_worker()
@@ -503,7 +505,7 @@ def rpc_sync(
 
     Args:
         to: the worker's name, rank or WorkerInfo; this one, too.
-        func: any callable: importable functions and classes go by name, others (lambdas, closures) by value.
+        func: any callable: importable functions and classes are sent as names, others (lambdas, closures) by value.
         args, kwargs: its arguments; tensors arrive as they are at this moment.
         timeout: seconds; default that of the group; 0 means none. A call made from inside a call also ends
             with that one.
@@ -512,7 +514,7 @@ def rpc_sync(
         RpcTimeoutError, PeerDiedError, BackpressureError: the call did not end; ``maybe_executed`` says
             whether it may have run.
         SerializationError, LimitError: it was not sent.
-        RemoteError: what the function raised, which is an instance of its own class, too.
+        RemoteError: the function raised; the error is an instance of the function's exception class, too.
         UnknownWorkerError: there is no such worker.
     """
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
@@ -528,9 +530,9 @@ def rpc_async(
 ) -> Future[T]:
     """Call a function on a worker and return a Future of its result at once.
 
-    Calls that are made one after the other may leave together, at latest 0.2 ms later or when anybody waits.
-    The arguments are taken as they are when this returns: tensors may be changed after that. Large tensors
-    that do not go through shared memory are on their way when this returns. Arguments and errors as for
+    Consecutive calls may be sent together, at latest 0.2 ms later or when a thread waits for one of them.
+    The arguments are copied before this returns, so tensors may be changed after that. Large tensors
+    that are not sent through shared memory have been sent when this returns. Arguments and errors as for
     :func:`rpc_sync`.
     """
     future: Future[T] = Future()
@@ -546,7 +548,7 @@ def send(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> None:
-    """Do what :func:`rpc_async` does, with a future that the caller has made. For the floors above."""
+    """Do what :func:`rpc_async` does, with the caller's own future. For the floors above."""
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     agent.call(peer, func, args, kwargs, seconds, future)
 
@@ -566,7 +568,7 @@ def remote(
     label = getattr(func, "__qualname__", None) or repr(func)
     conn = peer.conn
     if (conn is None or conn.state is CLOSED) and not peer.is_self:
-        # Here, where Ctrl-C can come: it cannot while the reference is being made.
+        # Connect here, where Ctrl-C can interrupt the wait: creating the reference is uninterruptible.
         agent.connector.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
     references = _require().references
     rref: RRef[T] = references.create(peer, func, args, kwargs, seconds, label)
@@ -594,12 +596,12 @@ def get_worker_infos() -> list[WorkerInfo]:
 
 
 def namespace() -> str:
-    """Return the namespace in which actors of this process look for names, unless they are told another one."""
+    """Return the default namespace of actors of this process."""
     return _require().namespace
 
 
 def before_the_end(end: Callable[[bool], None]) -> None:
-    """Have ``end`` called first at the end, with whether that is a graceful one. For the floors above."""
+    """Call ``end(graceful)`` first when this worker ends. For the floors above."""
     _require().ends.append(end)
 
 
@@ -647,16 +649,16 @@ _members_log = logging.getLogger("actorrpc.members")
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """How one worker is, as far as this one knows.
+    """The state of one worker, as far as the present worker knows it.
 
     Attributes:
         name: its name in the group.
         rank: its number in the group.
         state: ``"alive"``; ``"suspect"``: connected, but silent for two heartbeats; ``"dead"``: its process ended, or
             it was silent for too long; ``"left"``: it shut down. The last two are final.
-        last_seen: seconds since anything was heard of it; 0 for this worker itself, None where there has been no contact.
-        host: the machine it runs on: the name of this one, or the address that it can be reached at.
-        pid: its process there.
+        last_seen: seconds since its last message; 0 for the present worker, None if there has been no contact.
+        host: the machine that it runs on: the name of this machine, or the address of another one.
+        pid: its process id.
     """
 
     name: str
@@ -670,9 +672,9 @@ class WorkerState:
 def workers() -> list[WorkerState]:
     """Return how every worker of the group is, this one included, by rank. Thread-safe.
 
-    Workers that have ended are listed, too, if there was contact with them: the last 128 that did. Of workers that there has
-    been no contact with, nothing is known but that they joined. Where workers may join at any time, the store or the driver
-    is asked who is there; where that fails, those are listed that this worker knows.
+    The list includes the last 128 ended workers that this worker had contact with. A worker without contact counts as alive
+    since it joined. If workers may join at any time, the store or the driver is asked for the members; if it does not answer,
+    the list has the workers that this worker knows.
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
@@ -681,7 +683,7 @@ def workers() -> list[WorkerState]:
     try:
         records = agent.members()
     except RpcError as error:
-        _members_log.info("nobody says who is in the group: %s", error)
+        _members_log.info("the members of the group are not known: %s", error)
         records = []
     members = [peer for peer in agent.peers() if not peer.record.is_visitor]
     known = {peer.record.incarnation: peer for peer in (agent.self_peer, *members)}
@@ -717,15 +719,15 @@ def on_member_change(callback: Listener) -> Callable[[], None]:
     """Have ``callback(worker, old, new, reason)`` called whenever the state of another worker changes.
 
     ``worker`` is a :class:`WorkerInfo`; ``old`` and ``new`` are states as in :class:`WorkerState`; ``reason`` says why in
-    words. Each change is told once, in order, on a thread of the pool and with no lock held; the callback may make calls,
-    but the next change is told only when it has returned. What it raises is logged. It is not called for joining, nor once
+    words. The callback runs once for each change, in order, on a thread of the pool and without locks. It may make calls,
+    but the next change waits until it has returned. Its exceptions are logged. It is not called for joining, nor after
     this worker has shut down.
 
     So that all ends are noticed, this worker connects to all others that are there (in the background). A worker that
     joins later is watched from the first contact with it.
 
     Returns:
-        What ends it: a function without arguments, which may be called more than once and on any thread.
+        A function without arguments that ends the calls. It may be called more than once, and on any thread.
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
@@ -743,4 +745,4 @@ def _watch(group: Group) -> None:
     try:
         group.watch_all()
     except RpcError as error:
-        _members_log.info("only workers that there is contact with are watched: %s", error)
+        _members_log.info("only workers with contact to this worker are watched: %s", error)

@@ -1,11 +1,11 @@
-"""What users mark functions with: ``async_execution``, and what a data-only worker lets its peers do.
+"""Decorators of users' functions: ``async_execution``, and the permissions of the data-only mode.
 
 ``async_execution`` only marks a function whose answer is the value of a future; the executor acts on the mark.
 
 A group is joined with ``data_only=True`` (or ``ACTORRPC_DATA_ONLY=1``); from then on its peers may send data and call
-exposed functions (:func:`exposed`, :func:`allow`, :class:`Named`), by ``rpc_sync``, ``rpc_async`` and ``remote``, and fetch what
-``remote`` has made. Methods of what an RRef refers to, functions by value, actors and distributed autograd are refused: all of
-these let a peer choose what runs. This module also lets in what these calls and ``shutdown`` themselves need.
+exposed functions (:func:`exposed`, :func:`allow`, :class:`Named`), by ``rpc_sync``, ``rpc_async`` and ``remote``, and fetch
+results of ``remote``. Methods of an RRef's value, functions by value, actors and distributed autograd are refused, because with
+them a peer could run any code. This module also allows the functions and classes that these calls and ``shutdown`` need.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What is done with an nn.Module on the worker that it lives on, for those who have a reference to it.
+"""Functions that run on the worker of an nn.Module, for workers that have a reference to it.
 
-Both wings use it: :class:`~actorrpc.nn.RemoteModule`, by way of :func:`on_owner`, and the handles of actors whose class
-is a module, by way of the actor's mailbox. The functions here take the module itself, run on its owner, on the thread of
-the call, and return what can travel: RRefs in place of parameters, never the module. They know no locks: calls
+:class:`~actorrpc.nn.RemoteModule` calls these functions through :func:`~actorrpc.rpc.rref.call_with_value`, and the handles of
+actors whose class is a module through the actor's mailbox. The functions take the module itself, run on its owner, on the
+thread of the call, and return values that can be sent: RRefs in place of parameters, never the module. They take no locks: calls
 of ``to`` and ``forward`` of one module at the same time do what they do on two threads of torch.
 """
 
@@ -20,8 +20,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
-from actorrpc.futures import Future
-from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
 
 __all__ = [
@@ -30,55 +28,17 @@ __all__ = [
     "forward",
     "load_state",
     "named_parameter_rrefs",
-    "on_owner",
     "parameter_rrefs",
     "relocate",
     "state_of",
     "steer",
 ]
 
-# Where modules are that were put on another device than the CPU: what their callers send follows them there. On the
-# owner, because a module may be moved by one of several who have it.
+# The devices of modules that are not on the CPU: the tensors of calls are moved there. The owner has this table, because
+# several workers may move a module.
 _placed: Final[weakref.WeakKeyDictionary[nn.Module, torch.device]] = weakref.WeakKeyDictionary()
-_AT_HOME: Final = ("cpu", "meta")  # devices from and to which nothing is moved
+_AT_HOME: Final = ("cpu", "meta")  # tensors are not moved from and to these devices
 _LOADING: Final = "Error(s) in loading state_dict"  # how torch begins the error that lists several
-
-
-# -- on the way there --------------------------------------------------------------------------------------------
-
-
-def on_owner(
-    rref: RRef[Any],
-    function: Callable[..., Any],
-    *args: Any,
-    label: str,
-    future: Future[Any] | None = None,
-) -> Any:
-    """Call ``function(value, *args)`` on the owner of an RRef, with the time-out of the group.
-
-    Args:
-        label: what errors call the call.
-        future: to be completed with the result; without it, this waits and returns the result.
-
-    Raises:
-        RpcError: the call did not end, or was not made.
-        Exception: what the creation of the value, or the function, raised.
-    """
-    references = rref._references
-    references.agent.check_process()
-    rref._check()
-    agent, handle = references.agent, rref._handle
-    peer = agent.self_peer if handle.owner == references.me else references.peer_of(handle.owner)
-    arguments, seconds = (handle.rref_id, function, args), references.default_timeout()
-    if future is None:
-        return agent.ask(peer, _with_value, arguments, {}, seconds, keep=rref, label=label)
-    agent.call(peer, _with_value, arguments, {}, seconds, future=future, keep=rref, label=label)
-    return future
-
-
-def _with_value(rref_id: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a function with an owned value, once it is there (named in messages)."""
-    return function(rrefs._wait_outcome(rrefs.runtime(), rref_id).wait(), *args)
 
 
 def _module(value: Any) -> nn.Module:
@@ -101,7 +61,7 @@ def create(
         module_cls: its class, an actor class, or a function that returns a module.
 
     Raises:
-        ValueError: what was made is not a module.
+        ValueError: ``module_cls`` returned another object than a module.
     """
     module = getattr(module_cls, "__actor_class__", module_cls)(*args, **kwargs)
     if not isinstance(module, nn.Module):
@@ -140,7 +100,7 @@ def relocate(value: Any, device: torch.device) -> Any:
 
 
 def _brought_home(value: Any) -> Any:
-    """Move tensors to the CPU which could not be sent from where they are."""
+    """Move tensors to the CPU if they cannot be sent from their device."""
     execution = CURRENT.get()
     may_stay: Mapping[str, str] = (execution.peer.answer_map if execution is not None else None) or {}
     return _mapped(value, lambda t: t if str(t.data.device) in may_stay else t.cpu())
@@ -183,7 +143,7 @@ def parameter_rrefs(module: nn.Module, recurse: bool = True) -> list[RRef[nn.Par
     They keep the parameters alive, not the module. Two calls give different RRefs to the same parameters.
 
     Args:
-        recurse: those of modules within it, too.
+        recurse: include the parameters of modules within it.
     """
     return [RRef(each) for each in _module(module).parameters(recurse)]
 
@@ -223,10 +183,10 @@ def load_state(
 
     Args:
         metadata: torch's versions of the parts, by their names.
-        assign: put the tensors themselves into the module, instead of copying them into those that are there.
+        assign: put the tensors themselves into the module, instead of copying them into the module's tensors.
 
     Returns:
-        The keys that are missing, those that nobody knows, and what was wrong with others, in torch's words.
+        The missing keys, the unexpected keys, and torch's messages about other keys.
     """
     loaded: Any = OrderedDict(state)
     if metadata is not None:
@@ -253,15 +213,15 @@ def load_state(
 
 
 def steer(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Call a method that changes the module and returns nothing of interest.
+    """Call a method that changes the module; its result is dropped.
 
     Returns:
-        The device that the module is on then; None where it has no tensors.
+        The device that the module is on after that; None if it has no tensors.
     """
     getattr(_module(module), name)(*args, **kwargs)
     return _note_place(module)
 
 
 def convert(module: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
-    """Change the dtypes of parameters and buffers; those that are not named stay what they are."""
+    """Change the dtypes of parameters and buffers, if ``dtypes`` has them."""
     _module(module)._apply(lambda t: t.to(dtypes[t.dtype]) if t.dtype in dtypes else t)

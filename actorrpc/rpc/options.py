@@ -56,7 +56,7 @@ class RpcBackendOptions:
         rpc_timeout: default time-out of calls in seconds; 0 means none. Default 60.
         init_method: where the workers meet: ``env://`` (default), ``tcp://host:port`` or ``file:///path``.
         transport: ``"auto"`` (Unix sockets on one host, TCP between hosts), ``"unix"`` or ``"tcp"``.
-        bind: the address to listen on for TCP; default: the one that reached the rendezvous.
+        bind: the address to listen on for TCP; default: the address that reached the rendezvous.
         advertise: the address to give to other workers, where it differs (NAT, containers, a proxy): ``host`` or
             ``host:port``; ``[host]:port`` for IPv6.
         port: the TCP port to listen on; default any.
@@ -68,8 +68,8 @@ class RpcBackendOptions:
         tls_key: the file (PEM) of the private key of that certificate.
         tls_ca: the file (PEM) of the CA that must have signed the certificates of all workers.
         tls_min_version: ``"1.3"`` (default) or ``"1.2"``.
-        frame_integrity: seal every frame on TCP connections without TLS, so that what is changed on the way is refused
-            (default False). One side that wants it is enough.
+        frame_integrity: authenticate every frame on TCP connections without TLS, so that changed frames are refused
+            (default False). It is enough if one side has this option.
         data_only: take nothing but data from peers, who may call exposed functions only (:func:`actorrpc.rpc.exposed`).
         max_threads: the most worker threads of this process (default 512).
         spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
@@ -110,8 +110,9 @@ class RpcBackendOptions:
         heartbeat: float | None = None,
         heartbeat_misses: int | None = None,
     ) -> None:
-        # First: what a report of an error would show of the variables here shows no key.
-        self._key, wrong = _hidden(key)
+        # First, so that a report of an error that shows the variables here does not show the key.
+        #: the group's shared key; None: that of the environment
+        self.key, wrong = _hidden(key)
         del key
         if wrong is not None:
             raise wrong
@@ -119,16 +120,28 @@ class RpcBackendOptions:
         self.init_method = init_method
         given = locals()
         self._extra = {name: given[name] for name in _SETTINGS if name in given}
-        # They are checked where they are used, but here first: nothing has been started yet.
+        # Check the values now, before any part of the worker has been started.
         Settings(**{name: value for name, value in self._extra.items() if value is not None})
 
-    # What ``repr`` shows of options whose making has failed.
+    # Shown by ``repr`` if the constructor has failed.
     _rpc_timeout = DEFAULT_RPC_TIMEOUT_SEC
     _init_method = DEFAULT_INIT_METHOD
     _extra: Mapping[str, Any] = MappingProxyType({})
 
-    def _ready(self, worker: Worker) -> None:
+    def ready(self, worker: Worker) -> None:
         """Do nothing with the worker that these options have made, before it serves its first call. For subclasses."""
+
+    def settings(self) -> Settings:
+        """Return the settings of the agent, from these options and the environment.
+
+        Raises:
+            ConfigError: a variable has a value that cannot be used.
+        """
+        return Settings.from_environment(**self._extra)
+
+    def placements(self) -> tuple[tuple[str, ...], tuple[tuple[str, str, str], ...]]:
+        """Return the devices that may be used, and rows of a device map: worker, device here, device there."""
+        return (), ()
 
     @property
     def rpc_timeout(self) -> float:
@@ -166,10 +179,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         rpc_timeout: default time-out of calls in seconds; 0 means none. Default 60.
         init_method: where the workers meet. Default ``env://``.
         device_maps: worker name -> {device here: device there}, for tensors that are not on the CPU.
-        devices: the local devices that may be used; default: those of the maps.
+        devices: the local devices that may be used; default: the devices of the maps.
         _transports, _channels: accepted and ignored: they name parts of TensorPipe.
 
-    Further keywords are those of :class:`RpcBackendOptions`.
+    Further keywords as of :class:`RpcBackendOptions`.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -236,6 +249,15 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             )
         self.device_maps[to] = merged
 
+    def placements(self) -> tuple[tuple[str, ...], tuple[tuple[str, str, str], ...]]:
+        """Return the devices that may be used, and rows of a device map: worker, device here, device there."""
+        maps = (
+            (to, str(here), str(there))
+            for to, each in self.device_maps.items()
+            for here, there in each.items()
+        )
+        return tuple(map(str, self.devices)), tuple(maps)
+
     def set_devices(self, devices: Sequence[Any]) -> None:
         """Say which local devices the agent may use."""
         if isinstance(devices, str) or not isinstance(devices, Sequence):
@@ -244,7 +266,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 def _hidden(key: Any) -> tuple[Key | None, ConfigError | None]:
-    """Return a key as one that does not show itself, or what is wrong with it: an error without a traceback."""
+    """Return a key as a :class:`Key`, which ``repr`` does not show, or an error without a traceback."""
     if key is None or isinstance(key, Key):
         return key, None
     if not isinstance(key, str):
@@ -256,7 +278,7 @@ def _hidden(key: Any) -> tuple[Key | None, ConfigError | None]:
 
 
 def _numbered(value: Any) -> torch.device:
-    """Return a device that tensors are on: they never say ``cuda``, always which one."""
+    """Return the device of a map with its number, as the devices of tensors have one: ``cuda:0``, not ``cuda``."""
     device = _device(value)
     if device.index is None and device.type != "cpu":
         raise ConfigError(
@@ -287,7 +309,7 @@ def check_timeout(value: Any, name: str = "timeout") -> float:
 
 
 def options_of(given: Any) -> RpcBackendOptions:
-    """Return what a user gave for options as ours; torch's own are taken over.
+    """Return a user's options as an RpcBackendOptions; torch's own options are converted.
 
     Raises:
         TypeError: they are no options.
@@ -308,10 +330,10 @@ def options_of(given: Any) -> RpcBackendOptions:
 
 
 def check_backend(backend: Any) -> None:
-    """See that a backend is one that there is: ours, or torch's TENSORPIPE, in whose place ours stands.
+    """Check that a backend exists here: a member of BackendType, or torch's TENSORPIPE.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it does not.
     """
     if backend is None or isinstance(backend, BackendType) or getattr(backend, "name", None) == "TENSORPIPE":
         return

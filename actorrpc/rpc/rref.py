@@ -44,13 +44,13 @@ __all__ = [
     "RRef",
     "RRefProxy",
     "call_method",
+    "call_with_value",
     "failure",
     "lend",
     "new_references",
     "promised",
     "run_here",
     "runtime",
-    "set_backward",
     "set_class",
     "value_here",
     "with_calls",
@@ -60,14 +60,6 @@ T = TypeVar("T")
 Style = Literal["rpc_sync", "rpc_async", "remote"]
 
 _NO_CONTEXT: Final = -1
-
-_run_backward: Callable[[Any, int, bool], None] | None = None
-
-
-def set_backward(run: Callable[[Any, int, bool], None]) -> None:
-    """Name what runs the backward pass of a value in an autograd context. For the floor above."""
-    global _run_backward
-    _run_backward = run
 
 
 def runtime() -> References:
@@ -116,7 +108,7 @@ def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] |
 
         def give_up() -> None:
             references.carry_out(references.table.cancel_fetch(rref_id, settle))
-            # In the words of the one who asked, whose own time-out comes at the same moment.
+            # In the words of the caller's own time-out, which comes at the same moment.
             late = RpcTimeoutError(
                 f"{future.label} was not there in time: RPC ran for more than was left of the call that asked for it; the "
                 f"value is still being made",
@@ -138,30 +130,36 @@ def _create(
     if fork_id is not None and not references.table.creation_arrived(rref_id, fork_id, execution.peer.key):
         return None
     execution.what = function
-    try:
+
+    def call() -> Any:
         value = function(*args, **kwargs)
         if type(value) is not Later and getattr(function, ASYNC_MARK, None) is not None:
             value = Later(future_of(value, function))
+        return value
+
+    value = _keep_outcome(references, rref_id, call)
+    if type(value) is not Later:
+        return None
+    stored: Future[None] = Future()
+
+    def ready(done: Any) -> None:
+        _keep_outcome(references, rref_id, done.value)
+        stored.set_result(None)
+
+    value.future.add_done_callback(ready)
+    return Later(stored)
+
+
+def _keep_outcome(references: References, rref_id: RRefId, call: Callable[[], Any]) -> Any:
+    """Give an RRef the value of ``call()``, which is returned, or its error; an answer that comes later is only returned."""
+    try:
+        value = call()
     except BaseException as error:
         _keep_error(references, rref_id, error)
         return None
     if type(value) is not Later:
         references.carry_out(references.table.set_value(rref_id, value))
-        return None
-    later = value.future
-    stored: Future[None] = Future()
-
-    def ready(done: Any) -> None:
-        try:
-            result = done.value()
-        except BaseException as error:
-            _keep_error(references, rref_id, error)
-        else:
-            references.carry_out(references.table.set_value(rref_id, result))
-        stored.set_result(None)
-
-    later.add_done_callback(ready)
-    return Later(stored)
+    return value
 
 
 def _keep_error(references: References, rref_id: RRefId, error: BaseException) -> None:
@@ -211,16 +209,22 @@ def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwarg
     return result
 
 
-def _backward(rref_id: RRefId, context_id: int, retain_graph: bool) -> None:
+def _with_value(named: tuple[int, int, str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a function with an owned value, once it is there."""
+    return function(_value_of(runtime(), named), *args)
+
+
+def _backward(named: tuple[int, int, str], context_id: int, retain_graph: bool) -> None:
     """Run the backward pass of an owned value, once it is there."""
-    value = _wait_outcome(runtime(), rref_id).wait()
+    value, worker = _value_of(runtime(), named), current_worker()
     if not isinstance(value, torch.Tensor):
         raise RuntimeError(f"RRef should contain a tensor for .backward(), not {type(value).__name__}")
     if context_id == _NO_CONTEXT:
         value.backward(retain_graph=retain_graph)
+    elif worker is None or worker.autograd is None:
+        raise NotInitializedError("this worker has no distributed autograd: it has been shut down")
     else:
-        assert _run_backward is not None
-        _run_backward(value, context_id, retain_graph)
+        worker.autograd.backward(context_id, [value], retain_graph=retain_graph)
 
 
 def _rebuild(index: int, calls: MethodCalls | None = None) -> Any:
@@ -257,42 +261,36 @@ class RRef(Generic[T]):
 
     ``RRef(value)`` makes one for a value of this worker; ``remote(...)`` makes one for a result on another.
     Sent in the arguments or the result of a call it arrives as an RRef to the same value, which lives until
-    the last one is gone.
+    the last RRef to it has been deleted.
 
     Thread-safe. RRefs are equal when they refer to the same value.
 
     Args:
         value: the value to refer to.
-        type_hint: accepted for torch's sake (TorchScript interfaces) and kept as the type's name.
+        type_hint: accepted for torch's sake (TorchScript interfaces).
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_creation", "_handle", "_references", "_type_hint")
+    __slots__ = ("__weakref__", "_calls", "_creation", "_handle", "_references")
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         references = runtime()
         tensors.settle()
-        self._refer(references, references.table.create_owner(value), type_hint=type_hint)
+        # The table gives the handle to this object: no signal handler comes between the entry and what ends it.
+        references.table.create_owner(value, partial(self._refer, references, None))
 
-    def _refer(
-        self,
-        references: References,
-        handle: Handle,
-        creation: Future[None] | None = None,
-        type_hint: Any = None,
-    ) -> None:
+    def _refer(self, references: References, creation: Future[None] | None, handle: Handle) -> None:
         self._references = references
-        self._handle = handle
         self._creation = creation
         self._calls: MethodCalls | None = None
-        self._type_hint = type_hint
+        self._handle = handle
 
     @classmethod
     def _wrap(cls, references: References, handle: Handle, creation: Future[None] | None) -> RRef[Any]:
         rref: RRef[Any] = cls.__new__(cls)
-        rref._refer(references, handle, creation)
+        rref._refer(references, creation, handle)
         return rref
 
     def __del__(self) -> None:
@@ -305,8 +303,6 @@ class RRef(Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """Return the WorkerInfo of the worker on which the value lives."""
-        if self._handle.owner == self._references.me:
-            return self._references.agent.record.info
         return self._references.peer_of(self._handle.owner).record.info
 
     def owner_name(self) -> str:
@@ -364,41 +360,63 @@ class RRef(Generic[T]):
                         worker=self._references.agent.name,
                     ) from None
             return future.wait()
-        return self._ask_owner(_fetch, (self._handle.rref_id[:],), seconds, "to_here")  # type: ignore[no-any-return]
+        return self._call_owner(_fetch, (), seconds, "RRef.to_here")  # type: ignore[no-any-return]
 
-    def _ask_owner(self, function: Any, args: tuple[Any, ...], seconds: float, what: str) -> Any:
+    def _call_owner(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        seconds: float,
+        label: str,
+        future: Future[Any] | None = None,
+    ) -> Any:
+        """Call ``function(id, *args)`` on the owner, where ``id`` is a plain tuple: it travels in fewer steps than an RRefId.
+
+        Args:
+            future: is completed with the answer, and returned; without it, this waits and returns the answer.
+        """
         self._check()
-        references = self._references
-        peer = references.peer_of(self._handle.owner)
-        return references.agent.ask(peer, function, args, {}, seconds, keep=self, label=f"RRef.{what}")
+        references, handle = self._references, self._handle
+        agent, peer = references.agent, references.peer_of(handle.owner)
+        arguments = (handle.rref_id[:], *args)
+        if future is None:
+            return agent.ask(peer, function, arguments, {}, seconds, keep=self, label=label)
+        agent.call(peer, function, arguments, {}, seconds, future=future, keep=self, label=label)
+        return future
 
-    def _to_future(
-        self, future: Future[Any] | None = None, fetch: Any = _fetch, more: tuple[Any, ...] = ()
-    ) -> Future[T]:
+    def _call_method(
+        self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> Any:
+        """Call a method of the value; return what a proxy of this style does."""
+        references = self._references
+        seconds = references.default_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
+        if self._calls is not None:
+            self._check()
+            return self._calls(style, name, args, kwargs, timeout)
+        future: Future[Any] | None = None if style == "rpc_sync" else Future()
+        if style != "remote":
+            return self._call_owner(_invoke, (name, args, kwargs), seconds, name, future)
+        self._check()
+        handle = self._handle
+        kept = (self, handle.rref_id[:], name, args, kwargs)
+        peer = references.peer_of(handle.owner)
+        return references.create(peer, _invoke_kept, kept, {}, seconds, name, future=future)
+
+    def _to_future(self, fetch: Callable[..., Any] | None = None, more: tuple[Any, ...] = ()) -> Future[T]:
         """Start to fetch the value, as :meth:`to_here` does, without a time-out of its own. Never raises.
 
         Args:
-            future: the one to complete; a new one by default. It keeps the reference until it is complete.
-            fetch: what the owner, where that is another worker, calls with the value's id and ``more``; its answer is taken.
+            fetch: another worker that is the owner answers with ``fetch(id, *more)``.
+
+        Returns:
+            A future, which keeps the reference until it is complete.
         """
-        if future is None:
-            future = Future()
-        references, handle = self._references, self._handle
+        future: Future[T] = Future()
         if self.is_owner():
             future.add_done_callback(lambda _, kept=self: None)  # type: ignore[misc]
-            return _wait_outcome(references, handle.rref_id, future)
+            return _wait_outcome(self._references, self._handle.rref_id, future)
         try:
-            self._check()
-            references.agent.call(
-                references.peer_of(handle.owner),
-                fetch,
-                (handle.rref_id, *more),
-                {},
-                0,
-                future=future,
-                keep=self,
-                label="RRef.to_here",
-            )
+            self._call_owner(fetch or _fetch, more, 0, "RRef.to_here", future)
         except Exception as error:
             future.try_fail(error.with_traceback(None))
             if is_of_handler(error):
@@ -415,21 +433,22 @@ class RRef(Generic[T]):
         Raises:
             RuntimeError: this worker is not the owner and there is no context; the value is no tensor, or cannot be
                 differentiated.
-            Exception: as :func:`actorrpc.autograd.backward`, and what the creation of the value raised.
+            Exception: as :func:`actorrpc.autograd.backward`, or from the creation of the value.
         """
         if isinstance(dist_autograd_ctx_id, bool) or not isinstance(dist_autograd_ctx_id, int):
             raise TypeError(f"dist_autograd_ctx_id must be an int, not {dist_autograd_ctx_id!r}")
-        arguments = (self._handle.rref_id, dist_autograd_ctx_id, bool(retain_graph))
+        arguments = (dist_autograd_ctx_id, bool(retain_graph))
         if self.is_owner():
-            _backward(*arguments)
+            _backward(self._handle.rref_id, *arguments)
             return
         if dist_autograd_ctx_id == _NO_CONTEXT:
             raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        self._ask_owner(_backward, arguments, 0, "backward")
+        self._call_owner(_backward, arguments, 0, "RRef.backward")
 
     def _check(self) -> None:
-        """Raise what has happened to this reference, if anything has."""
-        error = failure(self)
+        """Raise the error that this reference has failed with, if it has failed."""
+        self._references.agent.check_process()
+        error = self._references.table.failure(self._handle)
         if error is not None:
             # A copy: the table keeps the error, whose traceback would keep this very reference.
             raise self._references.copy_of(error)
@@ -467,13 +486,13 @@ class RRef(Generic[T]):
         raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
     def _reduce(self) -> tuple[Any, ...]:
-        """Return how to pickle an RRef in the message that is being packed: a fork goes with it.
+        """Return how to pickle an RRef in the message that is being packed, and add a fork to the message.
 
-        A call to the owner goes without: the caller holds the RRef until it has the answer, and so until the owner has opened
-        the call. Where the caller's time is over before, the call may find the value gone.
+        A call to the owner needs no fork: the caller holds the RRef until it has the answer, and so until the owner has opened
+        the call. If the caller's call times out before, the owner may have released the value.
 
         Raises:
-            RRefError: no message is being packed, or the reference is of no use any more.
+            RRefError: no message is being packed, or the reference has failed.
         """
         message = codec.current_encoding()
         if isinstance(message, LocalReferences):
@@ -499,24 +518,24 @@ class RRef(Generic[T]):
 
 
 def lend(rref_id: RRefId) -> RRef[Any] | None:
-    """Return one more reference to a value of this worker by its name; None where nothing holds it any more."""
+    """Return one more reference to a value of this worker by its name; None if the value has been released."""
     references = runtime()
     handle = references.table.handle_if_held(rref_id)
     return None if handle is None else references.wrapped(handle)
 
 
 def failure(rref: RRef[Any]) -> BaseException | None:
-    """Return what has happened to a reference, if anything has; others share the error."""
+    """Return the error that a reference has failed with, if it has failed. All callers get the same object."""
     return rref._references.table.failure(rref._handle)
 
 
 def promised(rref: RRef[Any]) -> Future[Any] | None:
-    """Return the future that an RRef of this worker has promised the value of, while it is pending."""
+    """Return the pending future whose value an RRef of this worker promises."""
     return rref._references.promised.get(rref._handle.rref_id)
 
 
 def with_calls(rref: RRef[T], calls: MethodCalls | None) -> RRef[T]:
-    """Have the methods of an RRef's value called in another way, here and on the workers that the RRef is sent to."""
+    """Let ``calls`` make the method calls of an RRef, here and on the workers that the RRef is sent to."""
     rref._calls = calls
     return rref
 
@@ -527,9 +546,9 @@ _made: type[RRef[Any]] = RRef
 
 
 def set_class(cls: type[RRef[Any]]) -> None:
-    """Name the class of the RRefs that calls give and bring, in groups that are joined from now on; :class:`RRef` is it.
+    """Set the class of the RRefs that calls return and receive, in groups that are joined from now on.
 
-    For what stands on the floors above: a subclass of :class:`RRef` that adds names and no state to travel.
+    For the floors above: a subclass of :class:`RRef` that adds names, and no state that is sent.
     """
     global _made
     codec.register(cls, cls._reduce)
@@ -541,8 +560,8 @@ def new_references(agent: Agent, default_timeout: Callable[[], float]) -> Refere
     return References(agent, default_timeout, wrap=_made._wrap, make=_create)
 
 
-# What Python and its libraries look for on any object to find out how to treat it: a proxy is treated as a proxy.
-# Other special methods (`__len__`, `__getitem__`) are methods of the value like any other.
+# Python and its libraries look for these names on any object to find out how to treat it: a proxy does not have them.
+# Other special methods (`__len__`, `__getitem__`) are methods of the value.
 _PROBED: Final = (
     # beginnings of names, in groups: arrays, functions, pickling and copying, descriptors and classes
     *("__array", "__torch", "__cuda_", "__dlpack", "__dataframe"),
@@ -600,37 +619,40 @@ class _Method:
         return f"RRef.{self._style}().{self._name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rref = self._rref
-        references = rref._references
-        references.agent.check_process()
-        timeout = self._timeout
-        seconds = references.default_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
-        rref._check()
-        if rref._calls is not None:
-            return rref._calls(self._style, self._name, args, kwargs, timeout)
-        agent, handle = references.agent, rref._handle
-        peer = agent.self_peer if handle.owner == references.me else references.peer_of(handle.owner)
-        arguments = (handle.rref_id[:], self._name, args, kwargs)
-        if self._style == "rpc_sync":
-            return agent.ask(peer, _invoke, arguments, {}, seconds, keep=rref, label=self._name)
-        if self._style == "rpc_async":
-            future: Future[Any] = Future()
-            agent.call(peer, _invoke, arguments, {}, seconds, future=future, keep=rref, label=self._name)
-            return future
-        kept = (rref, *arguments)
-        return rref._references.create(peer, _invoke_kept, kept, {}, seconds, self._name)
+        return self._rref._call_method(self._style, self._name, args, kwargs, self._timeout)
 
 
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], seconds: float) -> Future[Any]:
     """Call a method of an RRef's value, as ``rref.rpc_async(seconds).name(*args)`` does; for internal callers."""
-    future: Future[Any] = _Method(rref, "rpc_async", seconds, name)(*args)
+    future: Future[Any] = rref._call_method("rpc_async", name, args, {}, seconds)
     return future
 
 
-def value_here(rref: RRef[Any]) -> Any:
-    """Return the value if it is on this worker, and calls of its methods need not go through the agent: nobody looks on.
+def call_with_value(
+    rref: RRef[Any],
+    function: Callable[..., Any],
+    *args: Any,
+    label: str,
+    future: Future[Any] | None = None,
+) -> Any:
+    """Call ``function(value, *args)`` on the owner of an RRef, with the time-out of the group.
 
-    Otherwise None: also where a call would be refused, and says why.
+    Args:
+        label: what errors call the call.
+        future: is completed with the result; without it, this waits and returns the result.
+
+    Raises:
+        RpcError: the call did not end, or was not made.
+        Exception: what the creation of the value, or the function, raised.
+    """
+    seconds = rref._references.default_timeout()
+    return rref._call_owner(_with_value, (function, args), seconds, label, future)
+
+
+def value_here(rref: RRef[Any]) -> Any:
+    """Return the value if it is on this worker and no profiler, test or hooks observe calls; otherwise None.
+
+    None, too, where a call of a method would be refused: that call raises the reason.
     """
     references, execution = rref._references, CURRENT.get()
     agent = references.agent
@@ -644,10 +666,10 @@ def value_here(rref: RRef[Any]) -> Any:
 
 @uninterruptible
 def run_here(rref: RRef[Any], method: Callable[..., object], args: tuple[Any, ...]) -> Exception | None:
-    """Call a method of :func:`value_here` on this thread; return what it raised, as if it were on another worker.
+    """Call a method of :func:`value_here` on this thread; return the exception that it raised, as from another worker.
 
     Raises:
-        BaseException: what a signal handler raised while the method waited.
+        BaseException: a signal handler raised it while the method waited.
     """
     try:
         method(*args)
@@ -666,5 +688,5 @@ def _invoke_kept(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """As :func:`_invoke`, for a call that outlives its caller's interest: the RRef itself comes along."""
+    """As :func:`_invoke`; the RRef is sent along, because the caller does not hold it until the call is over."""
     return _invoke(named, name, args, kwargs)

@@ -242,7 +242,7 @@ class _Decoding:
     ) -> None:
         self.context = context
         self.definitions = definitions
-        self.tensors = tensors
+        self.tensors = [] if tensors is None else tensors
         self.arrived: Sequence[list[Any]] = ()
 
 

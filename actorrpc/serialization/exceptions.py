@@ -120,7 +120,7 @@ def _plan(cls: type[BaseException]) -> _Plan:
     try:
         if not group and type(native.__new__(cls)) is not cls:
             native = None
-    except BaseException:
+    except Exception:
         native = None
     custom = any(
         id(next(owner for owner in mro if owner is object or name in _names_of(owner))) not in _BUILTIN
@@ -310,7 +310,7 @@ class _Packer:
 def _registered(cls: type) -> Any:
     try:
         return copyreg.dispatch_table.get(cls)
-    except BaseException:  # raised by a metaclass that forbids hashing
+    except Exception:  # raised by a metaclass that forbids hashing
         return None
 
 
@@ -395,7 +395,7 @@ def _dump(
     if subject is not None:
         try:
             whole, lean, members = _pickle(subject, message, worker, dumps, limit, notes)
-        except BaseException:
+        except Exception:
             pass
     return _pack(name, message, text, origin, executed, whole, lean, members, notes)
 
@@ -612,7 +612,7 @@ def _raised_class(
                 name = space["__qualname__"] = f"{base.__name__}({name})"
                 space["__module__"] = base.__module__
             made = make(type(cls), name, bases, space)
-        except BaseException:  # incompatible layouts, a final class in C, or an error in a metaclass's mro()
+        except Exception:  # incompatible layouts, a final class in C, or an error in a metaclass's mro()
             pass
     return _remember(classes, id(cls), (cls, made))[1]
 

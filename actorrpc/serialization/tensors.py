@@ -16,8 +16,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from functools import partial
-from itertools import chain
+from itertools import chain, filterfalse
 from operator import attrgetter, methodcaller
 from typing import Any, Final
 
@@ -67,9 +66,21 @@ _NAMES: Final = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
     *("float4_e2m1fn_x2", "qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
 )
-_DTYPES: Final[list[torch.dtype | None]] = [getattr(torch, name, None) for name in _NAMES]
-_CODES: Final[dict[torch.dtype, int]] = {d: code for code, d in enumerate(_DTYPES) if d is not None}
+_CODES: Final[dict[torch.dtype, int]] = {
+    getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)
+}
 _QUANTISED: Final = _NAMES.index("qint8")  # codes from here on are only storages, never plain tensors
+
+
+class _Dtypes(dict[int, torch.dtype]):
+    """The dtypes of some codes; a peer may send any code."""
+
+    def __missing__(self, code: int) -> torch.dtype:
+        raise ProtocolError(f"dtype {code} is not known here")
+
+
+_OF_STORAGES: Final = _Dtypes({code: d for d, code in _CODES.items()})
+_STRIDED: Final = _Dtypes({code: d for code, d in _OF_STORAGES.items() if code < _QUANTISED})
 _COMMON: Final = _NAMES.index("bfloat16")  # what torch stacks, in all of its versions: up to here,
 _COMPLEX_HALF: Final = _NAMES.index("complex32")  # but not without a warning
 
@@ -161,9 +172,6 @@ class TensorSpan:
         view: memoryview = _memory_view(self.address, self.nbytes, _READ)
         return view
 
-    def __repr__(self) -> str:
-        return f"TensorSpan({self.nbytes} bytes)"
-
 
 # -- going out ----------------------------------------------------------------------------------
 
@@ -228,39 +236,27 @@ class Outgoing:
         self.cpu = "" if cpu == "cpu" else cpu
         self.pieces: list[list[Any]] = []
 
-    def touch(self, t: torch.Tensor, low: int, high: int, is_contiguous: bool, off_cpu: int) -> int:
-        """Note that ``t`` uses [low, high) of its storage, all of it or with gaps; return the tensor's number."""
-        storage = t.untyped_storage()
+    def touch(
+        self,
+        storage: torch.UntypedStorage,
+        t: torch.Tensor | None,
+        low: int,
+        high: int,
+        is_contiguous: bool,
+        off_cpu: int,
+    ) -> int:
+        """Note that ``t`` (None: something unknown) uses [low, high) of a storage, all of it or with gaps; return its number."""
         key = storage._cdata  # the storage is kept by its piece, so the number stays its own
         number = len(self.pieces)
         first = self.by_storage.setdefault(key, number)
         if first == number:
             if key in self._embedded:
                 raise SharedStorageError
-            device = self.target(t.device) if off_cpu else self.cpu
+            device = self.target(storage.device) if off_cpu else self.cpu
         else:
             self._shared.setdefault(first, [first]).append(number)
             device = self.pieces[first][_DEVICE]
         self.pieces.append([storage, low, high, is_contiguous, t, device, None])
-        return number
-
-    def whole(self, storage: torch.UntypedStorage) -> int:
-        """Note that the whole storage travels; return its number."""
-        key = storage._cdata
-        size = storage.nbytes()
-        number = len(self.pieces)
-        first = self.by_storage.setdefault(key, number)
-        if first == number:
-            if key in self._embedded:
-                raise SharedStorageError
-            kind = storage.device.type
-            if kind == "meta":
-                raise SerializationError("a storage on the meta device has no bytes to send")
-            device = self.target(storage.device) if kind != "cpu" else self.cpu
-        else:
-            self._shared.setdefault(first, [first]).append(number)
-            device = self.pieces[first][_DEVICE]
-        self.pieces.append([storage, 0, size, True, None, device, None])
         return number
 
     def target(self, device: torch.device) -> str:
@@ -314,11 +310,13 @@ class Outgoing:
         pitches: list[int] = []
         small = []
         names = b""
-        gather = None if inline or not self._shared else _Gathering(spans)
-        for numbers_there in self._shared.values():
-            self._divide(numbers_there, gather)
-        if gather is not None and gather.total <= INLINE_BYTES:
-            gather.blocks.clear()
+        apart = {block for tensors in self._shared.values() for block in self._divide(tensors)}
+        if inline or sum([block.size for block in apart]) <= INLINE_BYTES:
+            apart = set()
+        gathered: list[
+            tuple[int, int, int, object]
+        ] = []  # where in the span, from where, size, what keeps it there
+        gathered_size = 0
         for number, piece in enumerate(self.pieces):
             storage, low, high, contiguous, t, device, block = piece
             if type(storage) is bytes:
@@ -340,20 +338,21 @@ class Outgoing:
                 if block.pitch:
                     kind = _PITCHED
                     pitches += (_PITCH, block.step, block.pitch)
+            keep: Any = storage
             if block is not None and not block.is_dense:
                 kind |= _COMPACT * block.is_compact
                 keep = _on_cpu(_filled(block, storage))
-                address = keep.data_ptr()
             elif device:
                 staged = torch.empty(0, dtype=torch.uint8, device=storage.device)
                 keep = _on_cpu(staged.set_(storage, low, (size,), (1,)))
-                address = keep.data_ptr()
-            else:
-                keep = storage
-                address = storage.data_ptr() + low
-            if gather is not None and block in gather.blocks:
+            address = keep.data_ptr() + (low if keep is storage else 0)
+            if block in apart:
                 kind |= _GATHERED
-                gather.add(address, size, keep)
+                if not gathered:
+                    place = len(spans)
+                    spans.append(TensorSpan(0, 0, None))
+                gathered.append((gathered_size, address, size, keep))
+                gathered_size += -(-size // _ALIGN) * _ALIGN
             elif inline or size <= INLINE_BYTES:
                 kind |= _IN_BODY
                 small.append(_copy_out(address, size))
@@ -363,12 +362,15 @@ class Outgoing:
                 kind |= _PLACED
                 names += bytes((len(device),)) + device.encode()
             numbers += (kind, size, low)
-        if gather is not None:
-            gather.close()
+        if gathered:
+            start, _, size, _ = gathered[-1]
+            spans[place] = TensorSpan.of(bytearray(start + size))
+            for start, address, size, _ in gathered:
+                ctypes.memmove(spans[place].address + start, address, size)
         return numbers + pitches, small[0] if len(small) == 1 else b"".join(small), names
 
-    def _divide(self, numbers: list[int], gather: _Gathering | None) -> None:
-        """Find the blocks in which the tensors of one storage are sent."""
+    def _divide(self, numbers: list[int]) -> list[blocks.Block]:
+        """Find the blocks in which the tensors of one storage are sent; return those that do not get spans of their own."""
         pieces = self.pieces
         views = []
         for number in numbers:
@@ -377,6 +379,7 @@ class Outgoing:
                 raise SerializationError(_FREED)
             views.append(blocks.View(number, t, low, high, contiguous))
         found = blocks.plan(views)
+        apart = []
         own = 0
         for block in found:
             first = min([view.number for group in block.groups for view in group])
@@ -388,44 +391,10 @@ class Outgoing:
                 if leader != first:
                     pieces[leader][:_HIGH] = first, _BESIDE
             pieces[first][_BLOCK] = block
-            if gather is not None and len(found) > 1:
-                own += block.is_dense and block.size >= _OWN_SPAN
-                if not block.is_dense or block.size < _OWN_SPAN or own > _OWN_SPANS:
-                    gather.blocks.add(block)
-                    gather.total += block.size
-
-
-class _Gathering:
-    """Copies blocks into one span, so that a message may have any number of them.
-
-    Attributes:
-        blocks: the blocks that go there.
-        total: the sum of their sizes.
-    """
-
-    def __init__(self, spans: list[TensorSpan]) -> None:
-        self.blocks: set[blocks.Block] = set()
-        self.total = 0
-        self._spans = spans
-        self._place = -1
-        self._parts: list[tuple[int, int, int, object]] = []
-        self._size = 0
-
-    def add(self, address: int, size: int, keep: object) -> None:
-        """Take the next block."""
-        if self._place < 0:
-            self._place = len(self._spans)
-            self._spans.append(TensorSpan(0, 0, None))
-        start = -(-self._size // _ALIGN) * _ALIGN
-        self._parts.append((start, address, size, keep))
-        self._size = start + size
-
-    def close(self) -> None:
-        """Make the span."""
-        if self._place >= 0:
-            span = self._spans[self._place] = TensorSpan.of(bytearray(self._size))
-            for start, address, size, _ in self._parts:
-                ctypes.memmove(span.address + start, address, size)
+            own += block.is_dense and block.size >= _OWN_SPAN
+            if not block.is_dense or block.size < _OWN_SPAN or own > _OWN_SPANS:
+                apart.append(block)
+        return apart if len(found) > 1 else []
 
 
 def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -506,22 +475,19 @@ _dispatch_keys = torch._C._dispatch_keys
 _guards: Final[Any] = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Final[Any] = getattr(_guards, "TensorGuards", None)
 _unbind_copy: Final[Any] = torch.unbind_copy  # torch's stubs say that it returns nothing
-_PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> flags of a tensor that _describe can take, or -1
+_PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> the flags that all of its tensors share
 
 
-def _classify(t: torch.Tensor, keys: int) -> int:
+def _flags(t: torch.Tensor) -> int:
     """Return the flags that all tensors of this dispatch key set share, or -1 for special layouts."""
     plain = (
         t.layout is torch.strided
-        and not (
-            t.is_quantized or t.is_nested or t.is_meta or t._is_zerotensor() or any(getattr(t, "names", ()))
-        )
+        and not (t.is_quantized or t.is_nested or t.is_meta or t._is_zerotensor())
+        and not any(getattr(t, "names", ()))
         and not torch._C._functorch.is_functorch_wrapped_tensor(t)
     )
-    flags = -1
-    if plain:
-        flags = _CONJ * t.is_conj() | _NEG * t.is_neg() | _OFF_CPU * (not t.is_cpu)
-    _PLAIN[keys] = flags
+    flags = _CONJ * t.is_conj() | _NEG * t.is_neg() | _OFF_CPU * (not t.is_cpu) if plain else -1
+    _PLAIN[_dispatch_keys(t).raw_repr()] = flags
     return flags
 
 
@@ -549,10 +515,11 @@ def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[Any, ...]:
         index = out.target(t.device) if flags & _OFF_CPU else out.cpu or -1
     elif t.is_contiguous():
         low = offset * size
-        index = out.touch(t, low, low + count * size, True, flags & _OFF_CPU)
+        index = out.touch(t.untyped_storage(), t, low, low + count * size, True, flags & _OFF_CPU)
     else:
         last = offset + sum([(n - 1) * s for n, s in zip(t.shape, stride, strict=True)])
-        index = out.touch(t, offset * size, (last + 1) * size, False, flags & _OFF_CPU)
+        low, high = offset * size, (last + 1) * size
+        index = out.touch(t.untyped_storage(), t, low, high, False, flags & _OFF_CPU)
     code = _CODES[t.dtype] | flags & ~_OFF_CPU
     if t.requires_grad:
         code |= _GRAD
@@ -563,31 +530,18 @@ def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[Any, ...]:
 def _part(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
     """Describe a plain tensor that is a part of another one."""
     t = t.detach()
-    keys = _dispatch_keys(t).raw_repr()
-    flags = _PLAIN.get(keys)
-    if flags is None:
-        flags = _classify(t, keys)
+    flags = _flags(t)
     if flags < 0:
         raise SerializationError(f"cannot send a tensor made of {t.layout} tensors")
     return _describe(out, t, flags)
 
 
-def _refuse_tangent(t: torch.Tensor) -> None:
-    """Refuse a tensor whose forward-mode tangent would be lost.
-
-    Raises:
-        SerializationError: it has a tangent.
-    """
-    if forward_ad.unpack_dual(t).tangent is not None:
+def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise SerializationError(
             "a tensor with a forward-mode tangent cannot be sent, because its tangent would be lost: take it apart with "
             "torch.autograd.forward_ad.unpack_dual() and send primal and tangent"
         )
-
-
-def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    if forward_ad._current_level >= 0:
-        _refuse_tangent(t)
     encoding = message.encoding
     stacks = encoding.stacks
     if stacks:
@@ -601,10 +555,9 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
                 encoding.tensors.append(t)
                 taken: tuple[Any, ...] = rebuild
                 return taken
-    keys = _dispatch_keys(t).raw_repr()
-    flags = _PLAIN.get(keys)
+    flags = _PLAIN.get(_dispatch_keys(t).raw_repr())
     if flags is None:
-        flags = _classify(t, keys)
+        flags = _flags(t)
     encoding.tensors.append(t)
     made: tuple[Any, ...] | None = None
     if flags == 0 and encoding.embeds and 0 < (size := t.nbytes) <= INLINE_BYTES and t.is_contiguous():
@@ -636,10 +589,7 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
                 made = embedded, (_copy_writable(t.data_ptr(), size), code, *shape)
     if made is None:
         made = (tensor, _describe(_outgoing(), t, flags)) if flags >= 0 else _reduce_special(_outgoing(), t)
-    attributes = t.__dict__
-    if attributes:
-        return (*made[:2], attributes, None, None, set_attributes)
-    return made
+    return (*made[:2], t.__dict__, None, None, set_attributes) if t.__dict__ else made
 
 
 def _packed(shape: Sequence[int]) -> tuple[int, ...]:
@@ -721,10 +671,7 @@ def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
 
 def _reduce_parameter(p: torch.nn.Parameter) -> tuple[Any, ...]:
     out = _outgoing()
-    keys = _dispatch_keys(p).raw_repr()
-    flags = _PLAIN.get(keys)
-    if flags is None:
-        flags = _classify(p, keys)
+    flags = _flags(p)
     rebuild: tuple[Any, ...]
     if flags >= 0:
         message.encoding.tensors.append(p)
@@ -732,14 +679,16 @@ def _reduce_parameter(p: torch.nn.Parameter) -> tuple[Any, ...]:
     else:
         # The data travels as a tensor of its own, which pickle has to keep alive: hence in the arguments.
         rebuild = (torch.nn.Parameter, (p.detach(), p.requires_grad))
-    attributes = p.__dict__
-    if attributes:
-        return (*rebuild, attributes, None, None, set_attributes)
-    return rebuild
+    return (*rebuild, p.__dict__, None, None, set_attributes) if p.__dict__ else rebuild
 
 
 def _reduce_untyped(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    return untyped_storage, (_outgoing().whole(storage) if storage.nbytes() else -1,)
+    size, kind = storage.nbytes(), storage.device.type
+    if not size:
+        return untyped_storage, (-1,)
+    if kind == "meta":
+        raise SerializationError("a storage on the meta device has no bytes to send")
+    return untyped_storage, (_outgoing().touch(storage, None, 0, size, True, kind != "cpu"),)
 
 
 def _reduce_typed(storage: torch.TypedStorage) -> tuple[Any, ...]:
@@ -862,19 +811,9 @@ def _storage(piece: list[Any]) -> torch.UntypedStorage:
     return storage
 
 
-_STRIDED: Final = {code: d for code, d in enumerate(_DTYPES[:_QUANTISED]) if d is not None}
-
-
-def _dtype(code: int, end: int = _QUANTISED) -> torch.dtype:
-    dtype = _DTYPES[code] if 0 <= code < end else None
-    if dtype is None:
-        raise ProtocolError(f"dtype {code} is not known here")
-    return dtype
-
-
 def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:
     """Build a strided tensor; nothing that the peer wrote is believed."""
-    dtype = _STRIDED.get(code & 0xFF) or _dtype(code & 0xFF)  # the latter raises
+    dtype = _STRIDED[code & 0xFF]
     rank = len(geometry) >> 1
     shape, stride = geometry[:rank], geometry[rank:]
     if index == -1 or isinstance(index, str):
@@ -946,10 +885,10 @@ def _marked(t: torch.Tensor, code: int) -> torch.Tensor:
     return t
 
 
-def _arrives(t: torch.Tensor) -> torch.Tensor:
-    tensors = message.decoding.tensors
-    if tensors is not None:
-        tensors.append(t)
+def _arrives(t: torch.Tensor, grad: bool = False) -> torch.Tensor:
+    if grad:
+        t.requires_grad_(True)
+    message.decoding.tensors.append(t)
     return t
 
 
@@ -958,15 +897,13 @@ def tensor(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
     t = _build(index, code, offset, *geometry)
     if code & _GRAD:
         t.requires_grad_(True)
-    tensors = message.decoding.tensors
-    if tensors is not None:
-        tensors.append(t)
+    message.decoding.tensors.append(t)
     return t
 
 
 def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
     """Rebuild a small tensor whose elements lie in the pickle, in order (wire format)."""
-    dtype = _STRIDED.get(code & 0xFF) or _dtype(code & 0xFF)  # the latter raises
+    dtype = _STRIDED[code & 0xFF]
     if (
         type(data) is not bytearray
         or len(data) != math.prod(shape) * dtype.itemsize
@@ -979,9 +916,7 @@ def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
         t.resize_(*shape or _SCALAR)
     if code & _GRAD:
         t.requires_grad_(True)
-    tensors = message.decoding.tensors
-    if tensors is not None:
-        tensors.append(t)
+    message.decoding.tensors.append(t)
     return t
 
 
@@ -990,7 +925,7 @@ _SCALAR: Final[Any] = ((),)
 
 def stacked(index: int, code: int, *shape: int) -> Iterator[torch.Tensor]:
     """Give out the small tensors of a stack, which are alike, in turn (wire format)."""
-    dtype = _dtype(code & 0xFF)
+    dtype = _STRIDED[code & 0xFF]
     size = math.prod(shape) * dtype.itemsize
     piece = _piece(index)
     data = piece[_DATA]
@@ -1006,7 +941,7 @@ def stacked(index: int, code: int, *shape: int) -> Iterator[torch.Tensor]:
     found: Iterator[torch.Tensor] = chain.from_iterable(_unstack(data, size, dtype, shape))
     if code & _GRAD:
         found = map(_require_grad, found)
-    return found if message.decoding.tensors is None else map(_arrives, found)
+    return filterfalse(message.decoding.tensors.append, found)  # all of them, as append() returns None
 
 
 _require_grad: Final = methodcaller("requires_grad_")
@@ -1021,14 +956,6 @@ def _is_altered() -> bool:
     )
 
 
-def _plain(dtype: torch.dtype, shape: tuple[int, ...], data: bytearray) -> torch.Tensor:
-    """Return a tensor on memory of its own, which no mode sees being made."""
-    t = torch.frombuffer(data, dtype=dtype)
-    if len(shape) != 1:
-        t.resize_(*shape or _SCALAR)
-    return t
-
-
 def _unstack(
     data: bytearray, size: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Iterator[Iterable[torch.Tensor]]:
@@ -1037,7 +964,9 @@ def _unstack(
     # An array of arrays without sizes would give out numbers.
     array_dtype = _ARRAYS.get(dtype) if shape else None
     if _is_altered():
-        yield map(partial(_plain, dtype, shape), [data[at : at + size] for at in range(0, len(data), size)])
+        for at in range(0, len(data), size):
+            t = torch.frombuffer(data[at : at + size], dtype=dtype)
+            yield (t if len(shape) == 1 else t.resize_(shape),)
         return
     for at in range(0, len(data), step):
         part = data[at : at + step]
@@ -1065,7 +994,7 @@ def sparse_coo(indices: Any, values: Any, shape: Any, coalesced: bool, grad: boo
     # The device is named for the sake of a caller inside `with torch.device(...)`.
     options: Any = {"device": b.device, "check_invariants": True, "is_coalesced": coalesced}
     t = torch.sparse_coo_tensor(a, b, shape, **options)
-    return _arrives(t.requires_grad_(grad))
+    return _arrives(t, grad)
 
 
 def sparse_compressed(
@@ -1075,27 +1004,25 @@ def sparse_compressed(
     a, b, c = _build(*compressed), _build(*plain), _build(*values)
     options: Any = {"device": c.device, "check_invariants": True, "layout": _COMPRESSED[layout]}
     t = torch.sparse_compressed_tensor(a, b, c, shape, **options)
-    return _arrives(t.requires_grad_(grad))
+    return _arrives(t, grad)
 
 
 def mkldnn(dense: Any, grad: bool) -> torch.Tensor:
     """Rebuild a tensor in oneDNN's own layout from its dense elements (wire format)."""
-    return _arrives(_build(*dense).to_mkldnn().requires_grad_(grad))
+    return _arrives(_build(*dense).to_mkldnn(), grad)
 
 
 def nested(parts: Any, grad: bool) -> torch.Tensor:
     """Rebuild a strided nested tensor from copies of its components (wire format)."""
     built = [_build(*part) for part in parts]
-    return _arrives(
-        torch.nested.nested_tensor(built, device=built[0].device if built else None).requires_grad_(grad)
-    )
+    return _arrives(torch.nested.nested_tensor(built, device=built[0].device if built else None), grad)
 
 
 def meta(code: int, shape: Any, stride: Any, offset: int, grad: bool) -> torch.Tensor:
     """Rebuild a tensor that has no data (wire format)."""
     reach = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True) if n) + 1
-    t = torch.empty(reach, dtype=_dtype(code), device="meta").as_strided_(shape, stride, offset)
-    return _arrives(t.requires_grad_(grad))
+    t = torch.empty(reach, dtype=_STRIDED[code], device="meta").as_strided_(shape, stride, offset)
+    return _arrives(t, grad)
 
 
 def untyped_storage(index: int) -> torch.UntypedStorage:
@@ -1106,4 +1033,4 @@ def untyped_storage(index: int) -> torch.UntypedStorage:
 def typed_storage(index: int, code: int) -> torch.TypedStorage:
     """Rebuild a whole storage with a dtype (wire format)."""
     storage = untyped_storage(index)
-    return torch.TypedStorage(wrap_storage=storage, dtype=_dtype(code, len(_DTYPES)), _internal=True)
+    return torch.TypedStorage(wrap_storage=storage, dtype=_OF_STORAGES[code], _internal=True)

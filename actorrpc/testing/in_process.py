@@ -51,7 +51,7 @@ from actorrpc.rpc.rref import RRef
 from actorrpc.testing.network.proxy import FaultProxy
 from actorrpc.testing.virtual_time import VirtualTime
 from actorrpc.validation import choice, integer
-from actorrpc.wire.identity import WorkerInfo, WorkerRecord, check_name, host_identity
+from actorrpc.wire.identity import WorkerInfo, check_name, host_identity
 from actorrpc.wire.keys import Key
 
 __all__ = ["ClusterWorker", "InProcessCluster"]
@@ -61,30 +61,6 @@ T = TypeVar("T")
 #: What does not make sense here: workers are apart, time may stand still, and there is one address family.
 _FIXED: Final = {"transport": "tcp", "bind": "127.0.0.1", "spin_us": 0, "lane": False, "insecure": False}
 _MOST: Final = 64
-
-
-class _Members:
-    """Who is in the cluster. Fixed once all have entered."""
-
-    def __init__(self) -> None:
-        self.records: dict[str | int, WorkerRecord] = {}
-
-    def resolve(self, to: str | int) -> WorkerRecord | None:
-        """Return the record of a worker by name or rank; None if there is none."""
-        return self.records.get(to)
-
-    def members(self) -> list[WorkerRecord]:
-        """Return the records of all workers."""
-        return [record for name, record in self.records.items() if isinstance(name, str)]
-
-    def leave(self) -> None:
-        """Do nothing: nobody leaves before the end."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
-        """Do nothing."""
 
 
 class ClusterWorker:
@@ -218,7 +194,7 @@ class InProcessCluster:
         self._clock = VirtualTime(autojump=autojump) if clock == "virtual" else None
         self.workers = tuple(ClusterWorker(self, name, rank) for rank, name in enumerate(_names(workers)))
         self._by_name = {worker.name: worker for worker in self.workers}
-        self._members = _Members()
+        self._members = groups.MemberDirectory()
         # Guards the relays and what is said of them; relays are made and told under it.
         self._lock = threading.Lock()
         self._relays: dict[tuple[str, str], FaultProxy] = {}
@@ -285,7 +261,7 @@ class InProcessCluster:
             worker.name, worker.rank, self._members, settings=self._settings, key=key, host=host
         )
         agent = group.agent
-        self._members.records[worker.name] = self._members.records[worker.rank] = agent.record
+        self._members.add(agent.record)
         agent.connector.addresses = partial(self._addresses, worker.name)  # type: ignore[method-assign]
         made = worker._worker = api.worker_of(
             group, self._timeout, f"{worker.name!r} of an in-process cluster"

@@ -1,14 +1,13 @@
-"""Memory that is used again: for bytes that arrive from sockets, and as the leaf of the tensor lane.
+"""Memory that is used again: the parts of all pools, and the pool for bytes that arrive from sockets.
 
-Fresh pages are several times slower to fill than warm ones, so memory that was handed out comes back
+Fresh pages are several times slower to fill than warm pages, so memory that was handed out comes back
 when the last tensor, array or memoryview on it has died. That death is seen through a *loan*: a small
-ctypes object over a raw address, which everything built on the memory keeps alive. Loans are taken
-out of the cyclic collector's sight. Otherwise a dead cycle that holds a view would run the loan's
-finaliser first, and a user's finaliser after it could still read, or even revive, memory that already
-belongs to somebody else.
+ctypes object over a raw address, which everything built on the memory keeps alive. Loans are hidden from
+the cyclic collector. Otherwise a dead cycle that holds a view would run the loan's finaliser first, and a
+user's finaliser after it could still read, or even revive, memory that already has another user.
 
-Any thread may call anything here. Nothing here calls user code, and the finaliser of a loan does
-nothing but append to a deque (nothing at all in a forked child).
+Any thread may call anything here. Nothing here calls user code. The finaliser of a loan appends to a deque
+and calls a function that takes no lock; in a forked child it does nothing.
 """
 
 from __future__ import annotations
@@ -22,27 +21,30 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
+from actorrpc.transport.signals import uninterruptible
 
 __all__ = [
     "SMALL",
     "BufferPool",
-    "BufferStats",
     "ForkGuard",
     "Loans",
-    "MemorySpan",
+    "MemoryBlock",
+    "MemoryRange",
+    "MemoryStats",
+    "Recycler",
     "copy",
+    "drained",
     "is_sealed",
     "reserve",
     "sealed_memfd",
     "size_class",
-    "size_classes",
     "untouched",
 ]
 
@@ -61,8 +63,9 @@ _MFD_SEALABLE = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 _MFD_NOEXEC_SEAL = 0x8
 _CANNOT_SHRINK = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
+_KEEP_S = 30.0  # a free block that was not used for so long is given back
+
 T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap_over = ctypes.CFUNCTYPE(
@@ -95,15 +98,6 @@ def size_class(nbytes: int) -> int:
         raise MemoryError(f"cannot allocate {nbytes} bytes")
     shift = (nbytes - 1).bit_length() - 3
     return -(-nbytes >> shift) << shift
-
-
-def size_classes(nbytes: int) -> tuple[int, ...]:
-    """Return the classes worth looking in for a free block of ``nbytes``: from the best fit to double it."""
-    first = size_class(nbytes)
-    classes = [first]
-    while (following := size_class(classes[-1] + 1)) <= 2 * first:
-        classes.append(following)
-    return tuple(classes)
 
 
 def reserve(size: int, fd: int = -1, *, private: bool = False, offset: int = 0) -> tuple[mmap.mmap, int]:
@@ -174,8 +168,23 @@ def is_sealed(fd: int, size: int) -> bool:
     return sealed and stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
+class MemoryRange(Protocol):
+    """Memory that is about to be sent. The sender keeps it alive."""
+
+    address: int
+    nbytes: int
+
+
+def copy(address: int, span: MemoryRange) -> None:
+    """Copy ``span`` to ``address``, without the GIL unless the copy is short."""
+    if span.nbytes > _COPY_WITH_GIL:
+        ctypes.memmove(address, span.address, span.nbytes)
+    elif span.nbytes:
+        _memmove_with_gil(address, span.address, span.nbytes)
+
+
 class _Loan(ctypes.Array[ctypes.c_ubyte]):
-    """Memory lent out; its death is the memory's return."""
+    """Memory that is lent; when this object dies, the memory comes back."""
 
     _type_ = ctypes.c_ubyte
     _length_ = 0
@@ -192,31 +201,16 @@ class _Loan(ctypes.Array[ctypes.c_ubyte]):
                 home.ring()
 
 
-class _Window(ctypes.Array[ctypes.c_ubyte]):
-    """Memory that belongs to another object, which is kept alive."""
-
-    _type_ = ctypes.c_ubyte
-    _length_ = 0
-    __slots__ = ("keep",)
-    keep: object
-
-
-# ctypes types are never freed once cached, hence one per size class and not one per size.
+# ctypes never frees its types, hence there is one for each size class and not one for each size.
 _loan_types: dict[int, type[_Loan]] = {}
-_window_types: dict[int, type[_Window]] = {}
-
-
-def _sized(base: type[T], size: int) -> type[T]:
-    make: Any = type(base)
-    kind: type[T] = make(f"{base.__name__}{size}", (base,), {"_length_": size, "__slots__": ()})
-    return kind
 
 
 class Loans(Generic[T]):
-    """Lends memory and hears of its return.
+    """Lends memory. Thread-safe without a lock: appending to and popping from a deque are atomic.
 
-    ``returned`` receives the tag of each loan, in the order in which they died, from whatever thread
-    dropped the last reference. Thread-safe without a lock: appending to and popping from a deque are atomic.
+    Attributes:
+        returned: the tags of the loans that have died, in that order; the thread that drops the last reference appends.
+        ring: called after each return, where a finaliser runs: it may take no lock and must not raise.
     """
 
     __slots__ = ("pid", "returned", "ring")
@@ -224,113 +218,105 @@ class Loans(Generic[T]):
     def __init__(self, ring: Callable[[], None] | None = None) -> None:
         self.pid = os.getpid()
         self.returned: deque[T] = deque()
-        #: called after each return, where a finaliser runs: it may take no lock and must not raise
         self.ring = ring
 
     def lend(self, memory: object, address: int, size: int, tag: T) -> memoryview:
-        """Return a writable view of ``size`` bytes at ``address``; its last user's death returns ``tag``.
+        """Return a writable view of ``size`` bytes at ``address``; when its last user dies, ``tag`` is returned.
 
-        ``size`` must be a size class. ``memory`` is kept alive as long as the loan; neither it nor
-        ``tag`` may refer back to the loan, for the collector cannot see such a cycle.
+        ``size`` must be a size class. ``memory`` is kept alive as long as the loan; neither ``memory`` nor
+        ``tag`` may refer to the loan, because the collector cannot see such a cycle.
         """
         kind = _loan_types.get(size)
         if kind is None:
-            kind = _loan_types.setdefault(size, _sized(_Loan, size))
+            make: Any = type(_Loan)
+            made = make(f"_Loan{size}", (_Loan,), {"_length_": size, "__slots__": ()})
+            kind = _loan_types.setdefault(size, made)
         loan = kind.from_address(address)
-        loan.tag = tag
-        loan.memory = memory
-        loan.home = self
+        loan.tag, loan.memory, loan.home = tag, memory, self
         _untrack(loan)
         return memoryview(loan).cast("B")
 
     def close(self) -> None:
-        """Forget what was returned and what will be; loans that live stay valid until they die."""
+        """Forget what was returned, and ignore later returns; the memory of live loans stays valid until they die."""
         self.returned = deque(maxlen=0)
 
 
-@dataclass(slots=True)
-class _Pin(Generic[K]):
-    """Loans that lived at a fork, until every process that has the pipe's other end is gone."""
+def drained(items: deque[T]) -> Iterator[T]:
+    """Take items out until there are none; another thread, or a finaliser, may take some at the same time."""
+    while items:
+        try:
+            yield items.popleft()
+        except IndexError:
+            return
 
-    fd: int
-    loans: set[K]
-    dead: list[K] = field(default_factory=list)
 
+class ForkGuard:
+    """Tells which loans of shared memory a forked child may still see.
 
-class ForkGuard(Generic[K]):
-    """Holds back loans of shared memory that a forked child may still see.
+    The child, and its own children, keep one end of a pipe open: end of file says that all of them have ended. The
+    owner's lock must be held for every call, except in the child.
 
-    The child keeps one end of a pipe for as long as it lives, and so do its own children: end of file says
-    that none of them is left. The owner's lock must be held for every call, except in the child.
+    Attributes:
+        epoch: the number of forks so far. A loan notes it when it begins: later forks inherit the loan.
     """
 
-    __slots__ = ("_pins", "_pipes", "holds")
+    __slots__ = ("_children", "_pipes", "epoch")
 
     def __init__(self) -> None:
-        self._pins: list[_Pin[K]] = []
-        self._pipes: dict[int, tuple[int, int]] = {}  # by the thread that forks
-        #: whether any loan that died is held back
-        self.holds = False
+        self.epoch = 0
+        self._children: list[tuple[int, int]] = []  # (epoch after the fork, read end of its pipe)
+        self._pipes: dict[int, tuple[int, int]] = {}  # of the forks in progress, by thread
 
     @property
     def forking(self) -> bool:
-        """Whether a fork is under way, so that it cannot be said yet what the child inherits."""
+        """Whether a fork is in progress, so that the child may inherit any loan that lives now."""
         return bool(self._pipes)
 
     def before(self) -> None:
         """Prepare for a fork by this thread."""
+        self.inherited()  # closes the pipes of children that have ended
         try:
             pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
-            pipe = (-1, -1)  # no descriptors left: what lives now will be held for ever
+            pipe = (-1, -1)  # no descriptors left: the loans that live now are held for ever
         self._pipes[threading.get_ident()] = pipe
 
-    def after(self, loans: set[K]) -> None:
-        """Hold ``loans`` back from now on; a no-op where ``before`` was not called."""
+    def after(self, lends: bool) -> None:
+        """End what ``before`` began, if it was called; ``lends``: there are loans for the child to inherit."""
         pipe = self._pipes.pop(threading.get_ident(), None)
         if pipe is None:
             return
         _close(pipe[1])
-        if loans:
-            self._pins.append(_Pin(pipe[0], loans))
+        self.epoch += 1
+        if lends:
+            self._children.append((self.epoch, pipe[0]))
         else:
             _close(pipe[0])
 
-    def hold(self, loan: K) -> bool:
-        """Keep a loan that died here if a child may still see it; ``release`` returns it one day."""
-        for pin in self._pins:
-            if loan in pin.loans:
-                pin.dead.append(loan)
-                self.holds = True
-                return True
-        return False
-
-    def release(self) -> list[K]:
-        """Return the loans held for children that are gone; others may have to be held for the rest."""
+    def inherited(self) -> int:
+        """Return an epoch: a child that lives may see the loans that began in earlier epochs."""
+        if not self._children:
+            return 0
         poll = _time.poll()
-        for pin in self._pins:
-            if pin.fd >= 0:
-                poll.register(pin.fd, 0)
-        gone = {fd for fd, _ in poll.poll(0)} if self._pins else set()
-        if not gone:
-            return []
-        ended = [pin for pin in self._pins if pin.fd in gone]
-        self._pins = [pin for pin in self._pins if pin.fd not in gone]
-        self.holds = any(pin.dead for pin in self._pins)
-        for pin in ended:
-            _close(pin.fd)
-        return [loan for pin in ended for loan in pin.dead]
+        for _, fd in self._children:
+            if fd >= 0:
+                poll.register(fd, 0)
+        ended = {fd for fd, _ in poll.poll(0)}
+        for fd in ended:
+            os.close(fd)
+        self._children = [each for each in self._children if each[1] not in ended]
+        return max([epoch for epoch, _ in self._children], default=0)
 
     def close(self) -> None:
-        """Hold nothing back any more."""
-        pins, self._pins, self.holds = self._pins, [], False
-        for pin in pins:
-            _close(pin.fd)
+        """Forget all children."""
+        children, self._children = self._children, []
+        for _, fd in children:
+            _close(fd)
 
     def abandon(self) -> None:
-        """In the child: keep open only what tells the parents that it lives."""
-        for theirs, _ in self._pipes.values():
-            _close(theirs)
+        """In the child: keep only the ends open that tell the parents that it lives."""
+        for reads, _ in self._pipes.values():
+            _close(reads)
         self._pipes = {}
         self.close()
 
@@ -340,86 +326,199 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
+class MemoryBlock:
+    """Memory of one size class, for a :class:`Recycler`.
+
+    Attributes:
+        size: in bytes.
+        memory: keeps it mapped; None until it is mapped.
+        address: where it is mapped.
+        used_at: when it became free.
+    """
+
+    __slots__ = ("address", "memory", "size", "used_at")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.memory: mmap.mmap | None = None
+        self.address = 0
+        self.used_at = 0.0
+
+    def close(self) -> None:
+        """Unmap it, without the GIL (the death of ``memory`` would unmap it with the GIL held)."""
+        if self.memory is not None:
+            self.memory.close()
+
+
+B = TypeVar("B", bound=MemoryBlock)
+
+
 @dataclass(frozen=True, slots=True)
-class MemorySpan:
-    """Memory about to be sent: where it is and what keeps it there."""
+class MemoryStats:
+    """What a pool holds at one moment: the number of its blocks, the bytes in use, and the bytes kept for reuse."""
 
-    address: int
-    nbytes: int
-    keep: object = field(repr=False, compare=False)
-
-    def view(self) -> memoryview:
-        """Return the memory as a read-only view that keeps ``keep`` alive."""
-        size = size_class(self.nbytes)
-        kind = _window_types.get(size)
-        if kind is None:
-            kind = _window_types.setdefault(size, _sized(_Window, size))
-        window = kind.from_address(self.address)
-        window.keep = self.keep
-        # The type is that of the size class: what lies past nbytes is not ours and is cut off at once.
-        return memoryview(window).cast("B")[: self.nbytes].toreadonly()
-
-
-def copy(address: int, span: MemorySpan) -> None:
-    """Copy ``span`` to ``address``, without the GIL unless the copy is short."""
-    if span.nbytes > _COPY_WITH_GIL:
-        ctypes.memmove(address, span.address, span.nbytes)
-    elif span.nbytes:
-        _memmove_with_gil(address, span.address, span.nbytes)
-
-
-@dataclass(slots=True, eq=False)
-class _Block:
-    memory: mmap.mmap
-    address: int
-    size: int
-    order: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferStats:
-    """What a pool holds at one moment."""
-
+    segments: int
     lent_bytes: int
     free_bytes: int
-    misses: int
 
 
-class BufferPool:
-    """Lends writable memory and uses it again once everything built on it has died.
+class Recycler(Generic[B]):
+    """Keeps free blocks of memory and uses them again. Each block is either lent or free.
 
-    Kept for reuse: never more than ``limit_bytes``, nor more than twice what was lent at the busiest
-    moment of the last one to two ``window`` seconds. What is lent is not limited here.
+    A subclass makes blocks (``_make``) and puts those back that have become free (``_settle``). A free block is given back to
+    the system after some time, or earlier where there is too much (``_keep_s``).
 
-    One lock guards the free lists and the counters; memory is mapped and unmapped outside it. It is
-    re-entrant for one case only: a finaliser, run by the collector in the middle of a section, that
-    needs memory itself. It gets memory that is not pooled.
+    One lock guards the tables. Nobody copies memory, unmaps it or runs user code while holding it. It is re-entrant for one
+    case only: a finaliser that the collector runs in the middle of a section, and that needs memory itself, is refused.
+
+    Args:
+        limit_bytes: how many bytes may be kept or lent; the subclass says which.
+        clock: seconds.
+        on_return: called from finalisers when something has come back: :meth:`trim` is due soon. Not called again until then.
     """
+
+    def __init__(
+        self, limit_bytes: int, clock: Callable[[], float], on_return: Callable[[], None] | None = None
+    ) -> None:
+        self._limit = limit_bytes
+        self._clock = clock
+        self._on_return = on_return
+        self._rung = self._busy = self._closed = False
+        self._lock = _time.RLock()
+        self._free: dict[int, deque[B]] = {}  # by size, each in the order in which the blocks became free
+        self._dropped: list[B] = []
+        self._count = self._lent_bytes = self._free_bytes = 0
+
+    def ring(self) -> None:
+        """Ask for :meth:`trim`. Runs in finalisers: takes no lock."""
+        if not self._rung and self._on_return is not None:
+            self._rung = True
+            self._on_return()
+
+    def trim(self) -> None:
+        """Take in what has come back, and unmap what is not kept. Call it about once a second while anything is free."""
+        self._section(self._trim)
+
+    def stats(self) -> MemoryStats:
+        """Return the present figures."""
+        self.trim()
+        return MemoryStats(self._count, self._lent_bytes, self._free_bytes)
+
+    def close(self) -> None:
+        """Unmap what is free; memory in use is unmapped when it dies. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if self._busy:
+                return  # called by a finaliser in the middle of a section: the memory goes with this object
+            dropped, self._free = self._free, {}
+            self._count = self._lent_bytes = self._free_bytes = 0
+        del dropped  # unmaps, after the lock
+
+    def abandon(self) -> None:
+        """Give up the memory in a forked child: what is mapped stays valid, nothing is recycled here."""
+        self._lock = _time.RLock()  # a thread of the parent may have held it at the fork
+        self._busy = False
+        self.close()
+
+    @uninterruptible
+    def _section(self, work: Callable[..., T], *args: object) -> T | None:
+        """Run ``work`` under the lock; return None, without running it, within another section and after :meth:`close`."""
+        dropped: list[B] = []
+        try:
+            with self._lock:
+                if self._busy or self._closed:
+                    return None
+                self._busy = True
+                try:
+                    return work(*args)
+                finally:
+                    self._busy = False
+                    dropped, self._dropped = self._dropped, []
+        finally:
+            for block in dropped:
+                block.close()
+
+    # -- in a section ------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Put blocks back that have become free."""
+        raise NotImplementedError
+
+    def _make(self, size: int) -> B | None:
+        """Return a new block, of which the caller of :meth:`_find` makes the memory; None where the limit forbids it."""
+        raise NotImplementedError
+
+    def _add(self, block: B) -> B:
+        self._count += 1
+        self._lent_bytes += block.size
+        return block
+
+    def _remove(self, block: B) -> None:
+        self._count -= 1
+        self._lent_bytes -= block.size
+
+    def _keep_s(self) -> float:
+        """Return after how many seconds a free block is given back."""
+        return _KEEP_S
+
+    def _find(self, size: int) -> B | None:
+        """Return a block of ``size`` bytes or more, which is lent from here on; None where there is none."""
+        self._settle()
+        return self._pick(size) or self._make(size)
+
+    def _pick(self, size: int, most: int = 0) -> B | None:
+        """Lend a free block of up to double the size, or up to ``most`` bytes: the best fit, and of these the warmest."""
+        stack = self._free.get(size)
+        if not stack and self._free_bytes:
+            most = most or 2 * size
+            fitting = [each for each, blocks in self._free.items() if blocks and size <= each <= most]
+            stack = self._free[min(fitting)] if fitting else None
+        if not stack:
+            return None
+        block = stack.pop()
+        self._free_bytes -= block.size
+        self._lent_bytes += block.size
+        return block
+
+    def _put(self, block: B) -> None:
+        """Record that a block that was lent is free."""
+        block.used_at = self._clock()
+        self._free.setdefault(block.size, deque()).append(block)
+        self._lent_bytes -= block.size
+        self._free_bytes += block.size
+
+    def _oldest(self) -> B | None:
+        """Return the block that has been free for longest."""
+        stacks = [stack for stack in self._free.values() if stack]
+        return min([stack[0] for stack in stacks], key=lambda block: block.used_at) if stacks else None
+
+    def _drop(self, block: B) -> None:
+        """Give a free block up; it is unmapped after the section."""
+        self._free[block.size].remove(block)
+        self._free_bytes -= block.size
+        self._count -= 1
+        self._dropped.append(block)
+
+    def _trim(self) -> None:
+        self._rung = False
+        self._settle()
+        now = self._clock()
+        while (block := self._oldest()) is not None and now - block.used_at >= self._keep_s():
+            self._drop(block)
+
+
+class BufferPool(Recycler[MemoryBlock]):
+    """Lends writable memory of this process; at most ``limit_bytes`` of it are kept for reuse. What is lent is not limited."""
 
     def __init__(
         self,
         limit_bytes: int,
         *,
-        window: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
-        excess: Callable[[], None] | None = None,
+        on_return: Callable[[], None] | None = None,
     ) -> None:
-        self._limit = limit_bytes
-        self._excess = excess
-        self._window = window
-        self._clock = clock
-        self._loans: Loans[_Block] = Loans(None if excess is None else self._ring)
-        self._lock = _time.RLock()
-        self._busy = False
-        self._closed = False
-        self._free: dict[int, deque[_Block]] = {}
-        self._free_bytes = 0
-        self._lent_bytes = 0
-        self._peak = 0
-        self._peak_before = 0
-        self._window_end = clock() + window
-        self._order = 0
-        self._misses = 0
+        super().__init__(limit_bytes, clock, on_return)
+        self._loans: Loans[MemoryBlock] = Loans(self.ring)
 
     def take(self, nbytes: int) -> memoryview:
         """Return ``nbytes`` of writable memory with undefined content.
@@ -429,133 +528,29 @@ class BufferPool:
         Raises:
             MemoryError: the system has no memory left.
         """
-        if nbytes < SMALL or self._closed:
-            return memoryview(bytearray(nbytes))
-        size = size_class(nbytes)
-        with self._lock:
-            if self._busy:
-                return memoryview(bytearray(nbytes))
-            self._busy = True
-            try:
-                self._collect()
-                block = self._pick(size)
-                if block is None:
-                    self._misses += 1
-                else:
-                    size = block.size
-                self._lent_bytes += size
-                self._peak = max(self._peak, self._lent_bytes)
-                surplus = self._surplus()
-            finally:
-                self._busy = False
-        for old in surplus:
-            old.memory.close()
+        block = self._section(self._find, size_class(nbytes)) if nbytes >= SMALL else None
         if block is None:
+            return memoryview(bytearray(nbytes))
+        if block.memory is None:
             try:
-                block = _Block(*reserve(size), size)
+                block.memory, block.address = reserve(block.size)
             except OSError as error:
-                with self._lock:
-                    self._lent_bytes -= size
-                raise MemoryError(f"cannot map {size} bytes") from error
-        return self._loans.lend(block.memory, block.address, size, block)[:nbytes]
-
-    def _ring(self) -> None:
-        """Say that there is more than may be kept, where that may be so: what has been returned is not counted yet."""
-        if (
-            self._excess is not None
-            and self._lent_bytes + self._free_bytes > self._limit
-            and not self._closed
-        ):
-            self._excess()
-
-    def trim(self) -> None:
-        """Take in what has been returned and unmap the surplus; call it now and then when idle."""
-        surplus: list[_Block] = []
-        with self._lock:
-            if not self._busy:
-                self._busy = True
-                try:
-                    self._collect()
-                    surplus = self._surplus()
-                finally:
-                    self._busy = False
-        for old in surplus:
-            old.memory.close()
-
-    def stats(self) -> BufferStats:
-        """Return what the pool holds now."""
-        with self._lock:
-            if not self._busy:
-                self._busy = True
-                try:
-                    self._collect()
-                finally:
-                    self._busy = False
-            return BufferStats(
-                lent_bytes=self._lent_bytes,
-                free_bytes=self._free_bytes,
-                misses=self._misses,
-            )
+                self._section(self._remove, block)
+                raise MemoryError(f"cannot map {block.size} bytes") from error
+        return self._loans.lend(block.memory, block.address, block.size, block)[:nbytes]
 
     def close(self) -> None:
-        """Unmap what is free; memory still in use goes when it dies. ``take`` then gives plain memory."""
-        with self._lock:
-            self._closed = True
-            self._loans.close()
-            if self._busy:
-                return  # a finaliser in the middle of a section: the memory goes with this object
-            dropped, self._free = self._free, {}
-            self._free_bytes = self._lent_bytes = 0
-        del dropped  # unmaps, after the lock
+        """Unmap what is free; memory in use is unmapped when it dies. ``take`` then gives plain memory."""
+        self._loans.close()
+        super().close()
 
-    def abandon(self) -> None:
-        """Give up the pool in a forked child: inherited tensors stay valid, nothing is recycled here."""
-        self._lock = _time.RLock()  # the parent's may have been held at the fork
-        self._busy = False
-        self.close()
+    def _make(self, size: int) -> MemoryBlock:
+        return self._add(MemoryBlock(size))
 
-    # -- under the lock ------------------------------------------------------------------------
-
-    def _collect(self) -> None:
-        """Put what was returned on the free lists."""
+    def _settle(self) -> None:
         returned = self._loans.returned
         while returned:
-            block = returned.popleft()
-            self._order += 1
-            block.order = self._order
-            stack = self._free.get(block.size)
-            if stack is None:
-                stack = self._free[block.size] = deque()
-            stack.append(block)
-            self._free_bytes += block.size
-            self._lent_bytes -= block.size
+            self._put(returned.popleft())
 
-    def _pick(self, size: int) -> _Block | None:
-        """Take the free block that fits best; of one size the warmest, which came back last."""
-        stack = self._free.get(size)
-        if not stack:
-            if not self._free_bytes:
-                return None
-            stack = next(filter(None, map(self._free.get, size_classes(size))), None)
-            if stack is None:
-                return None
-        block = stack.pop()
-        self._free_bytes -= block.size
-        return block
-
-    def _surplus(self) -> list[_Block]:
-        """Take off the free lists, oldest first, what is more than may be kept."""
-        now = self._clock()
-        if now >= self._window_end:
-            idle = now >= self._window_end + self._window
-            self._peak_before = self._lent_bytes if idle else self._peak
-            self._peak = self._lent_bytes
-            self._window_end = now + self._window
-        keep = min(self._limit, 2 * max(self._peak, self._peak_before))
-        surplus: list[_Block] = []
-        while self._free_bytes > keep:
-            oldest = min((stack for stack in self._free.values() if stack), key=lambda stack: stack[0].order)
-            block = oldest.popleft()
-            self._free_bytes -= block.size
-            surplus.append(block)
-        return surplus
+    def _keep_s(self) -> float:
+        return 0.0 if self._free_bytes > self._limit else _KEEP_S

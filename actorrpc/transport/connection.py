@@ -1,25 +1,25 @@
-"""One stream socket to a peer: who may read it, who may write it, and how neither ever blocks the other.
+"""One connection to a peer: which thread reads it, which thread writes it, and how neither blocks the other.
 
-**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. The thread that reads holds ``read_lock``: a
-pool thread that the kernel woke, or a caller that waits for its own reply. The rules, each of which was paid
-for in a hang:
+**Reading.** The socket is armed in the pool's epoll with EPOLLONESHOT. The thread that reads holds ``read_lock``: a
+pool thread that the kernel woke, or a caller that waits for its own reply. Each of these rules prevents a hang:
 
-* a thread that fails to get the lock goes away without arming; the thread that held it releases it *first* and then always
+* a thread that fails to get the lock leaves without arming; the thread that held the lock releases it *first* and then always
   arms;
-* whether the connection is suspended is looked at *under* the lock: the other side has been told how far reading has
-  come, and sends the rest again, although the failed socket may still have it;
+* a thread that arms while the stream has ``pending`` bytes hands the connection to a pool thread, because the kernel does not
+  report these bytes;
+* whether the connection is suspended is checked *under* the lock: the other side was told how far reading has come, and sends
+  the rest again, although the failed socket may still have it;
 * a pool thread reads with MSG_DONTWAIT only, because a wake-up may be stale;
-* under the lock, frames are only split, and control frames handled (they are short and run no user code);
-  everything else happens after the release.
+* under the lock, frames are only split, and control frames handled (they are short and run no user code); everything else
+  happens after the release.
 
 **Writing.** See :mod:`actorrpc.transport.writer`.
 
-Lock order: ``read_lock`` before the writer's, which is waited for only where the connection is suspended or broken: a writer may
-wait for what has to be read. Neither is ever held while user code, or code that may run the garbage collector into
-user code for long, is called on purpose. The functions that read, write and arm are marked
-uninterruptible: signal handlers wait for their end, and any exception in one of them closes the connection.
+Lock order: ``read_lock`` before the writer's, which a thread waits for only if the connection is suspended or broken. No user
+code runs under either on purpose. The functions that read, write and arm are marked uninterruptible: signal handlers wait for
+their end, and any exception in one of them closes the connection.
 
-**The agent.** A connection knows it by :class:`Events` only, which the agent's inbox implements; tests put in their own.
+**The agent.** A connection knows it by :class:`Events` only, which the agent's inbox implements; tests use their own.
 """
 
 from __future__ import annotations
@@ -44,18 +44,17 @@ from actorrpc.transport.buffers import untouched
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED, Goodbye, StateMachine
 from actorrpc.transport.lane import Lane
 from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, WEIGHT, Spinning, spinner
-from actorrpc.transport.session import Replay
+from actorrpc.transport.session import ReliableStream
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.transport.tls import Stream
+from actorrpc.transport.stream import RECEIVE, Stream
 from actorrpc.transport.writer import Writer
-from actorrpc.wire.frames import FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader
-from actorrpc.wire.integrity import SealedReader, Seals
+from actorrpc.wire.frames import ACK, FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader, pack_frame
 
 __all__ = ["Connection", "Events", "ReadWaiter"]
 
 
 class ReadWaiter(Protocol):
-    """Somebody for whom a thread waits at a connection.
+    """The call, or other object, for which a thread waits at a connection.
 
     Attributes:
         polling: the connection that the thread reads meanwhile. Another thread sets ``awake``, then wakes ``polling``.
@@ -88,54 +87,49 @@ class Events(Protocol):
         """Run ``task()`` on a pool thread."""
 
 
-_DONTWAIT: Final = socket.MSG_DONTWAIT
 _LOOKED_AT: Final = STREAM | MAIL | OBJECTS
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 
 
 class Connection(StateMachine):
-    """One connected, authenticated stream socket.
+    """One connected, authenticated stream.
 
     Args:
+        stream: what is read and written. If it is a :class:`ReliableStream`, the connection goes on over another socket after the
+            first breaks; otherwise a broken socket means that the peer died.
         attach: the token that names it.
         local: both ends are on this host, without TCP.
-        replay: resumes the connection over another socket after the first breaks; None on one host, where a broken socket
-            means that the peer died.
-        seals: make and check the proofs that the bytes were not changed on the way.
-        leftover: bytes that came together with the handshake; see :meth:`read_rest`.
 
     Attributes:
+        session: the stream, if it goes on over another socket after the first breaks; otherwise None.
         peer: the worker at the other end, once it is known.
-        assemblies: what takes the chunks that are coming in, by the number of their stream.
-        undelivered: one entry for each batch that was read and is not delivered yet; put in under the read lock.
-        heard: when bytes came last.
+        assemblies: large messages that arrive in chunks, by the number of their stream.
+        undelivered: one entry for each batch that was read and not delivered yet; added under the read lock.
+        heard: the time of the last received byte.
         reader: splits received bytes into frames. ``read_lock`` guards it, reading, and the poller.
-        read_by: the number of the thread that holds the read lock, and may run finalisers meanwhile; 0 where that cannot be.
+        read_by: the number of the thread that holds the read lock and may run finalisers; otherwise 0.
         outbox, flush: the writer's.
         spinning: for threads that wait for a reply; ``answering``: for threads that have executed a call.
-        expecting: since when the socket is disarmed and has no reader: the caller will read its reply, or the clock re-arms the
-            socket within some milliseconds. 0: it is not.
+        expecting: since when the socket has been disarmed without a reader, because the caller will read its reply, or the clock
+            re-arms the socket within some milliseconds; otherwise 0.
         unattended: replies that waiting callers still have to read before :meth:`expect` may disarm the socket again.
     """
 
     def __init__(
         self,
-        sock: Stream,
+        stream: Stream,
         *,
         epoll: select.epoll,
         events: Events,
         settings: Settings,
         attach: bytes,
         local: bool,
-        replay: Replay | None = None,
-        seals: Seals | None = None,
-        leftover: bytes = b"",
     ) -> None:
         super().__init__()
-        sock.setblocking(True)  # non-blocking operations say so themselves (MSG_DONTWAIT)
-        self.sock: Stream = sock
-        self.fd = sock.fileno()
+        self.stream = stream
+        self.session = stream if isinstance(stream, ReliableStream) else None
+        self.fd = stream.sock.fileno()
         self.local = local
         self.attach = attach
         self.events = events
@@ -144,26 +138,21 @@ class Connection(StateMachine):
         self.assemblies: dict[int, Any] = {}
         self.undelivered: deque[None] = deque()
         self.goodbye: Goodbye | None = None
-        self.replay = replay
         self.heard = _time.now()
         self.read_lock = _time.Lock()
         self.read_by = 0
-        self.writer = Writer(self, None if seals is None else seals.outgoing)
+        self.writer = Writer(self)
         self.outbox = self.writer.outbox
         self.flush = self.writer.flush
-        self.reader = (FrameReader if seals is None else partial(SealedReader, seals.incoming))(
+        self.reader = FrameReader(
             max_frame=settings.max_frame,
             max_chunk=max(settings.chunk, 1 << 20),
             sink_for=self._sink_for,
             allocate=untouched,
         )
-        if leftover:
-            self.reader.put(leftover)
-            if replay is not None:
-                replay.count(len(leftover))
         self._epoll = epoll
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        #: wakes for what comes, for :meth:`wake` and, on the main thread, for a signal handler that was put off
+        #: wakes for received bytes, for :meth:`wake` and for a deferred signal handler
         self._poller = _time.poll()
         for fd in (self.fd, self._wake_fd, signals.wake_fd()):
             if fd >= 0:
@@ -197,15 +186,19 @@ class Connection(StateMachine):
                     if self.fd != fd:
                         continue
                 raise
+            if self.stream.pending:
+                self.events.submit(self.turn)
             return
 
     def arm(self, mask: int) -> None:
-        """Arm (the kernel wakes a pool thread for the next bytes) or disarm. Harmless when closed."""
+        """Arm (a pool thread reads the next bytes) or disarm. Harmless when closed."""
         if self.state is not CLOSED:
             try:
                 self._epoll.modify(self.fd, mask)
             except (OSError, ValueError):
                 pass
+            if self.stream.pending and mask != DISARMED:
+                self.events.submit(self.turn)  # the kernel does not report these bytes
 
     @uninterruptible
     def reading(
@@ -234,7 +227,7 @@ class Connection(StateMachine):
             self.expecting = 0.0
         else:
             try:
-                modify(self.fd, DISARMED)  # otherwise what comes wakes a pool thread as well
+                modify(self.fd, DISARMED)  # otherwise received bytes wake a pool thread as well
             except (OSError, ValueError):  # it is closed
                 pass
         try:
@@ -259,6 +252,8 @@ class Connection(StateMachine):
                 modify(self.fd, ARMED)
             except (OSError, ValueError):
                 pass
+            if self.stream.pending:
+                self.events.submit(self.turn)  # the kernel does not report these bytes
         return self.events.deliver(self, frames, waiter is not None) if frames else False
 
     @property
@@ -267,18 +262,18 @@ class Connection(StateMachine):
         return partial(self.reading, None, None, None, True)  # no function between the two
 
     def reply(self) -> None:
-        """Send the answers in the outbox, and read what comes at once or soon after: the end of a call that was executed here.
+        """Send the answers in the outbox after a call was executed here, and read what comes at once or soon after.
 
-        Where both ends share a processor, the next request is here before ``send`` returns: then it is read here,
-        instead of waking another thread for it. Where they do not, spinning may pay. Any thread may call it; the measurements
-        need no exactness.
+        If both ends share a processor, the next request has arrived when ``send`` returns: this thread reads it, instead of
+        waking another thread. Otherwise spinning may find it. Any thread may call this; the measurements need not be exact.
         """
         spinning = self.answering
         if spinning.at_once > spinner.pays or not spinning.count & 15:
             before = self.reader.received
             came = self.reading()
             if self.outbox:
-                # It has answers to other threads' callers as well: with nothing to execute, this thread waits until they leave.
+                # The outbox has answers of other threads as well. Unless this thread has a call to execute, it waits until they
+                # are sent.
                 self.flush(not came)
             if came is None:
                 return
@@ -293,10 +288,10 @@ class Connection(StateMachine):
 
     @uninterruptible
     def expect(self) -> bool:
-        """Stop listening for a moment, because the reply to what is sent now is read by the thread that sends it.
+        """Disarm the socket for a moment, because the thread that sends a call now will read the reply.
 
-        Otherwise that reply wakes a pool thread, which has nothing to do with it. Returns False where somebody reads, or where
-        that thread did not come lately. The caller has :meth:`listen` called soon.
+        Otherwise the reply would wake a pool thread as well. Returns False if another thread reads, or if callers did not come to
+        read their replies lately. The caller arranges that :meth:`listen` is called soon.
         """
         if self.expecting or self.unattended or not self.read_lock.acquire(False):
             return False
@@ -310,7 +305,7 @@ class Connection(StateMachine):
 
     @uninterruptible
     def listen(self) -> bool:
-        """Listen again, if nobody has come to read what was expected; says whether that is so."""
+        """Arm the socket again, if no thread has come to read the expected reply; return whether that is so."""
         was = 0.0
         if self.expecting and self.read_lock.acquire(False):
             was, self.expecting = self.expecting, 0.0
@@ -336,7 +331,7 @@ class Connection(StateMachine):
         # Another thread that wakes the waiter sees ``polling`` and wakes this thread, or this thread sees ``awake``.
         waiter.polling = self
         try:
-            if waiter.awake:
+            if waiter.awake or (self.stream.pending and self.receive(frames)):
                 return
             if spinning.at_once < spinner.shared and spinning.pays() and self._spin(frames, spinning):
                 return
@@ -373,37 +368,34 @@ class Connection(StateMachine):
             spinning.found += WEIGHT * (came - spinning.found)
         return came
 
-    def receive(self, frames: list[Frame], fresh: bool = False) -> bool:
+    def receive(self, frames: list[Frame]) -> bool:
         """Read without blocking; while chunks come in, read on for a while. Returns whether anything came.
 
         What is to be delivered is added to ``frames``; the connection acts on control frames.
-
-        Args:
-            fresh: look at what came with the handshake, and read nothing else.
         """
-        reader, events, came = self.reader, self.events, False
+        reader, events, stream, came = self.reader, self.events, self.stream, False
         for _ in range(_BULK_READS):
-            count = 0
-            if not fresh:
-                try:
-                    if reader.empty is not None:
-                        count = self.sock.recv_into(reader.empty, 0, _DONTWAIT)
-                    else:
-                        count = self.sock.recvmsg_into(reader.target(), 0, _DONTWAIT)[0]
-                except BlockingIOError:
-                    if reader.sink is None or not self._poller.poll(1):
-                        return came
-                    continue
-                if not count:
-                    raise EOFError("end of file")
-                self.heard = _time.now()
-                if self.replay is not None and self.replay.count(count):
-                    self.flush()
+            try:
+                if reader.empty is not None:
+                    count = stream.recv_into(reader.empty, 0, RECEIVE)
+                else:
+                    count = stream.recvmsg_into(reader.target(), 0, RECEIVE)[0]
+            except BlockingIOError:
+                if reader.sink is None or not self._poller.poll(1):
+                    return came
+                continue
+            if not count:
+                raise EOFError("end of file")
+            self.heard = _time.now()
+            if stream.owed:
+                self.outbox.appendleft(pack_frame(ACK, stream.owed))
+                stream.told()
+                self.flush()
             came = True
             found = reader.fed(count)
             while True:
                 for frame in found:
-                    # Whole messages pass; what controls the connection, is in chunks, has objects or is for a mailbox does not.
+                    # Whole messages pass. Control frames, and messages in chunks, with objects or for a mailbox do not.
                     if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
                         frames.append(frame)
                         continue
@@ -413,7 +405,7 @@ class Connection(StateMachine):
                 if not reader.more:
                     break
                 found = reader.fed(0)
-            if fresh or frames or reader.sink is None or self.state is CLOSED:
+            if frames or reader.sink is None or self.state is CLOSED:
                 break
         return came
 
@@ -434,7 +426,7 @@ class Connection(StateMachine):
             )
         # The error is kept for a while, and a thread that waits for its answer reads itself: its caller's frames would be, too.
         let_frames_go(error)
-        if self.replay is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
+        if self.session is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)
         else:
             self.close(error)
@@ -450,37 +442,35 @@ class Connection(StateMachine):
 
         ``None``: a later attempt has told it already. What is returned can be told: it stays true for this attempt.
         """
-        assert self.replay is not None
+        assert self.session is not None
         with self.read_lock:
-            if not self.replay.may_tell(attempt):
+            if not self.session.may_tell(attempt):
                 return None
-            # An earlier attempt may have come back meanwhile, with what it was told then.
+            # An earlier attempt may have come back meanwhile, with the count that it was told.
             self.suspend(ConnectionResetError("another attempt to come back has begun"))
-            return self.replay.received
+            return self.session.received
 
-    @uninterruptible
-    def resume(self, sock: Stream, attempt: int, arrived: int, move: Callable[[], None]) -> bool:
-        """Go on over another socket; say whether that was possible. The caller registers it, and flushes.
+    def resume(self, stream: Stream, attempt: int, arrived: int, move: Callable[[], None]) -> bool:
+        """Go on over another socket's stream; say whether that was possible. The caller registers it, and flushes.
 
         Args:
             attempt: its number, which :meth:`standstill` was called with. After a later one's, it cannot come back.
             arrived: how many bytes of ours the other side has.
-            move: has the pool watch ``sock`` in place of the old one.
+            move: has the pool watch the new socket in place of the old one.
 
         Raises:
             ProtocolError: the other side cannot have had just so much.
         """
-        assert self.replay is not None
+        assert self.session is not None
         with self.read_lock:
-            # Before the other lock: the thread that has that may wait for an acknowledgement, which somebody has to read.
-            if self.state is not SUSPENDED or self.replay.is_overtaken(attempt):
+            if self.state is not SUSPENDED or self.session.is_overtaken(attempt):
                 return False
             with self.writer.lock:
-                self.writer.rewind(arrived)
+                self.writer.send_first(self.session.rewind(arrived))
                 move()
                 self._poller.unregister(self.fd)
-                self.sock.close()
-                self.sock, self.fd = sock, sock.fileno()
+                self.session.replace(stream)
+                self.fd = stream.sock.fileno()
                 self._poller.register(self.fd, select.POLLIN)
                 self.expecting = 0.0
                 self.heard = _time.now()
@@ -494,28 +484,25 @@ class Connection(StateMachine):
 
     def _shut(self) -> None:
         try:
-            self.sock.shutdown(socket.SHUT_RDWR)
+            self.stream.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         self.wake()
 
-    @uninterruptible
-    def read_rest(self, patience_s: float = -1.0, fresh: bool = False) -> list[Frame]:
-        """Return what has arrived and no thread has read.
+    def read_rest(self, patience_s: float = -1.0) -> list[Frame]:
+        """Read and return what has arrived.
 
         Args:
             patience_s: how long to wait for a thread that reads now; -1: for as long as it takes.
-            fresh: only what came right behind the handshake, unless somebody who waits for a reply has it. An error in it counts.
         """
         frames: list[Frame] = []
         if not self.read_lock.acquire(timeout=patience_s):
             return frames
         try:
-            while self.receive(frames, fresh) and not fresh:
+            while self.receive(frames):
                 pass
-        except (OSError, EOFError, ProtocolError, MemoryError) as error:
-            if fresh:
-                self.failed(error)
+        except (OSError, EOFError, ProtocolError, MemoryError):
+            pass
         finally:
             if frames:
                 self.undelivered.append(None)
@@ -523,15 +510,15 @@ class Connection(StateMachine):
         return frames
 
     def reap(self) -> None:
-        """Close the descriptors, once nobody reads or writes any more. Runs on a pool thread or at the very end."""
+        """Close the descriptors when no thread reads or writes. Runs on a pool thread or at the very end."""
         with self.read_lock, self.writer.lock:
-            if self.sock.fileno() < 0:
+            if self._wake_fd < 0:
                 return
             try:
                 self._epoll.unregister(self.fd)
             except (OSError, ValueError):
                 pass
-            self.sock.close()
+            self.stream.close()
             os.close(self._wake_fd)
             self._wake_fd = -1
         self.writer.clear()
@@ -541,7 +528,7 @@ class Connection(StateMachine):
     def abandon(self) -> None:
         """Close the descriptors in a forked child, where locks may be held by threads that do not exist."""
         self.state = CLOSED  # not by enter(): another thread may have held the lock at the fork
-        for close in (self.sock.close, lambda: os.close(self._wake_fd)):
+        for close in (self.stream.close, lambda: os.close(self._wake_fd)):
             try:
                 close()
             except OSError:

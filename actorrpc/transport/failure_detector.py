@@ -1,13 +1,13 @@
-"""What the silence of a peer means, and what its host can say about it.
+"""How long a peer may be silent, and what its host says about its process.
 
-Silence is measured from the last byte that came. After one heartbeat of it the peer is asked for a sign of life; after
-two it is *suspect*; after ``misses`` of them, less half a one, it is *lost*: found within ``heartbeat * misses`` seconds.
-What becomes of a lost peer is decided elsewhere: where its process can be asked, and runs, it is merely busy (C code
-that holds the GIL, an overloaded machine) and stays suspect; where it cannot, or is stopped or a zombie, it is dead.
+Silence is measured from the last byte received. After one heartbeat of silence the peer is asked for a sign of life; after
+two it is *suspect*; after ``misses`` heartbeats, less half a one, it is *lost*: found within ``heartbeat * misses`` seconds.
+The caller decides about a lost peer. If its process can be inspected and runs, the peer is busy (C code that holds the GIL, an
+overloaded machine) and stays suspect. If the process cannot be inspected, or is stopped or a zombie, the peer is dead.
 
-Time in which this process itself did not run (stopped, or busy as above) counts for nobody's silence.
-:class:`FailureDetector` is used by the clock's thread only and knows no clock: it is told the time. The functions read
-``/proc`` and may be called anywhere.
+Time in which this process did not run (stopped, or busy as above) counts for no peer's silence.
+:class:`FailureDetector` is used by the clock's thread only and is told the time. The functions read ``/proc``; any thread may
+call them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import struct
 from typing import Final, NamedTuple
 
 from actorrpc.config import Settings
-from actorrpc.transport.tls import Stream, TlsSocket
 
 __all__ = ["FailureDetector", "Look", "holds_back", "is_direct", "process_state", "set_up_tcp"]
 
-_ASK: Final = 0.75  # of a heartbeat: those who are due soon are asked along with those who are due
-_PID: Final = struct.Struct("=i")  # what the kernel's credentials of a peer begin with
+_ASK: Final = 0.75  # of a heartbeat: peers that are due soon are asked together with those that are due
+_PID: Final = struct.Struct("=i")  # the first field of the kernel's credentials of a peer
 _OUTQNSD: Final = 0x894B  # SIOCOUTQNSD, which Python has no name for: bytes that have not left yet
 _MOST_S: Final = 32767  # the most that the kernel takes for keep-alives
 _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
@@ -106,7 +105,7 @@ class FailureDetector:
         return Look(ask, "suspect" if silent < lost else "lost", min(wait, heartbeat / 2))
 
 
-def set_up_tcp(sock: Stream, settings: Settings) -> None:
+def set_up_tcp(sock: socket.socket, settings: Settings) -> None:
     """Have the kernel send small messages at once, and give up on another host that does not acknowledge anything.
 
     That takes as long as for a silent peer. It also ends connections whose peer reads nothing for so long; between
@@ -124,21 +123,21 @@ def set_up_tcp(sock: Stream, settings: Settings) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(bound, _MOST_S) * 1e3))
 
 
-def holds_back(sock: Stream) -> bool:
+def holds_back(sock: socket.socket) -> bool:
     """Whether the kernel has bytes for another host that it may not send yet; False where it cannot say, or has ended.
 
     They are lost where the socket is closed while the other side still writes: its bytes are answered by a reset.
     """
     count = array.array("i", [0])
     try:
-        fcntl.ioctl(sock.wire() if type(sock) is TlsSocket else sock.fileno(), _OUTQNSD, count)
+        fcntl.ioctl(sock.fileno(), _OUTQNSD, count)
     except (OSError, ValueError):
         return False
     return count[0] > 0
 
 
 def process_state(pid: int) -> str:
-    """Say what a process of this host is: "running" (or ready to, or waiting for a disk), "stopped" or "gone"."""
+    """Return the state of a process of this host: "running" (or ready to, or waiting for a disk), "stopped" or "gone"."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name in parentheses may itself hold spaces and parentheses.
@@ -150,14 +149,14 @@ def process_state(pid: int) -> str:
     return "gone" if state in (b"Z", b"X", b"x") else "running"
 
 
-def is_direct(sock: Stream, pid: int) -> bool:
+def is_direct(sock: socket.socket, pid: int) -> bool:
     """Say whether the other end of a connection is a socket of a process of this host, with nothing in between.
 
     A relay, a tunnel or a forwarded port may be in between even where both ends are on one host: then a silent peer may be
     well and the way to it broken, and its process says nothing about that.
     """
     try:
-        if sock.family == socket.AF_UNIX and not isinstance(sock, TlsSocket):
+        if sock.family == socket.AF_UNIX:
             (other_end,) = _PID.unpack_from(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             return bool(other_end == pid)
         own, other = sock.getsockname()[1], sock.getpeername()[1]

@@ -1,7 +1,7 @@
-"""Who holds how much of a host's memory for objects: each process writes what it holds into a file that all of its group read.
+"""Who holds how much of a host's memory for objects: each process writes what it holds into a file that its group reads.
 
-A segment counts once, however many hold it, and as long as any process does. A file whose process is gone, which the lock on it
-tells, does not count, and the process that finds it removes it.
+A segment counts once, however many processes hold it. The file of a process that has ended, which the lock on the file
+shows, does not count; the process that finds it removes it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,10 +17,10 @@ from actorrpc import _time
 __all__ = ["Holding", "ObjectAccounts", "amount"]
 
 _TEXT: Final = 104
-_ROW: Final = struct.Struct(f"<16sQ{_TEXT}s{_TEXT}s")  # the segment's id and bytes, its label, its site
+# The segment's id and bytes, its label, its site. The first row of a file has the worker's name as its label, and no segment.
+_ROW: Final = struct.Struct(f"<16sQ{_TEXT}s{_TEXT}s")
 _NONE: Final = bytes(16)
 _SHOWN: Final = 4  # holders of one segment
-_OWNER: Final = b"\xff" * 16  # the first row of a file: whose it is stands where others have their label
 
 
 def amount(nbytes: int) -> str:
@@ -49,59 +48,53 @@ class Holding:
 
     def __str__(self) -> str:
         where = f" made at {self.site}" if self.site else ""
-        whose = ", ".join(self.holders[:_SHOWN])
         more = f" and {len(self.holders) - _SHOWN} more" if len(self.holders) > _SHOWN else ""
-        return f"{amount(self.nbytes)} of {self.label}{where}, held by {whose}{more}"
+        return (
+            f"{amount(self.nbytes)} of {self.label}{where}, held by {', '.join(self.holders[:_SHOWN])}{more}"
+        )
 
 
 class ObjectAccounts:
-    """The accounts of one process, and its look at those of the others.
+    """The accounts of one process, and its view of the accounts of the others.
 
-    ``_lock`` guards the table of rows and the file; re-entrant, as ``ObjectStore._lock``, which is taken first where both are.
+    ``_lock`` guards the table of rows and the file. It is re-entrant, and taken after the lock of the ObjectStore.
 
-    The file is empty until its owner has locked it: others lock only what is not, and learn by that whether the owner lives.
-    It is read and written, not mapped: on a full disk that is an error, not a signal.
+    The file is empty until its owner has locked it. Others try to lock only files with content: a lock that they get shows that
+    the owner has ended. The file is read and written, not mapped: on a full disk that is an error, not a signal.
 
     Args:
-        path: this process's file; None keeps the accounts of this process alone.
-        suffix: how the files of the group end, which lie beside it.
+        path: this process's file; None: the other processes do not count this one.
+        suffix: how the files of the group end, which are in the same directory.
         worker: the name of this worker.
     """
 
     def __init__(self, path: str | None, suffix: str = "", worker: str = "") -> None:
         self._lock = _time.RLock()
-        self._held: dict[bytes, Holding] = {}
-        self._rows: dict[bytes, int] = {}
-        self._unused: list[int] = []
-        self._row_count = 1
+        self._held: dict[bytes, tuple[int, Holding]] = {}  # with the number of its row
+        self._unused: list[int] = []  # rows
         self._worker = worker
         self._directory = None if path is None else os.path.dirname(path)
-        self._name = "" if path is None else os.path.basename(path)
         self._suffix = suffix
         self._path = path
         self._fd = -1
 
     def hold(self, segment_id: bytes, nbytes: int, label: str, site: str) -> None:
-        """Note that a segment is held here, of so many bytes; again where more of it is used."""
+        """Record that this process holds a segment of so many bytes; call it again when more of the segment is used."""
         with self._lock:
-            known = self._held.get(segment_id)
-            most = max(nbytes, known.nbytes if known else 0)
-            held = Holding((_named(self._worker, os.getpid()),), segment_id, most, label, site)
-            self._held[segment_id] = held
-            row = self._rows.get(segment_id)
-            if row is None:
-                row = self._unused.pop() if self._unused else self._row_count
-                self._row_count = max(self._row_count, row + 1)
-                self._rows[segment_id] = row
-            texts = [text.encode()[:_TEXT] for text in (label, site)]
-            self._write(row, _ROW.pack(segment_id, held.nbytes, *texts))
+            row, known = self._held.get(segment_id, (0, None))
+            if known is not None:
+                nbytes = max(nbytes, known.nbytes)
+            else:
+                row = self._unused.pop() if self._unused else 1 + len(self._held)
+            holder = (_named(self._worker, os.getpid()),)
+            self._held[segment_id] = row, Holding(holder, segment_id, nbytes, label, site)
+            self._write(row, _ROW.pack(segment_id, nbytes, label.encode()[:_TEXT], site.encode()[:_TEXT]))
 
     def let_go(self, segment_id: bytes) -> None:
-        """Note that a segment is held here no more."""
+        """Record that this process no longer holds a segment."""
         with self._lock:
-            self._held.pop(segment_id, None)
-            row = self._rows.pop(segment_id, None)
-            if row is not None:
+            row, _ = self._held.pop(segment_id, (0, None))
+            if row:
                 self._unused.append(row)
                 self._write(row, _NONE)
 
@@ -113,22 +106,25 @@ class ObjectAccounts:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 self._fd = os.open(self._path, flags, 0o600)
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.pwrite(self._fd, _ROW.pack(_OWNER, 0, self._worker.encode()[:_TEXT], b""), 0)
+                os.pwrite(self._fd, _ROW.pack(_NONE, 0, self._worker.encode()[:_TEXT], b""), 0)
             os.pwrite(self._fd, content, row * _ROW.size)
         except OSError:  # no disk, no descriptors: others do not count this process
             self._remove()
 
     def own(self) -> list[Holding]:
-        """Return what is held here."""
+        """Return what this process holds."""
         with self._lock:
-            return list(self._held.values())
+            return [holding for _, holding in self._held.values()]
 
     def rows(self) -> list[Holding]:
-        """Return what the processes of the group hold on this host, each segment once, as who has written it says."""
-        with self._lock:
-            found = dict(self._held)
-        for other in self._others():
-            for each in other:
+        """Return what the processes of the group hold on this host, each segment once."""
+        found = {each.segment_id: each for each in self.own()}
+        for name in self._names():
+            try:
+                rows = _read(os.path.join(self._directory or "", name))
+            except OSError:
+                continue  # removed meanwhile, or no file
+            for each in rows:
                 known = found.get(each.segment_id)
                 if known is not None:
                     first, second = (known, each) if known.nbytes >= each.nbytes else (each, known)
@@ -136,37 +132,26 @@ class ObjectAccounts:
                 found[each.segment_id] = each
         return list(found.values())
 
+    def _names(self) -> list[str]:
+        try:
+            names = [] if self._directory is None else os.listdir(self._directory)
+        except OSError:
+            return []
+        own = os.path.basename(self._path or "")
+        return [name for name in names if name.endswith(self._suffix) and name != own]
+
     def total(self) -> int:
         """Return how many bytes they hold together."""
-        with self._lock:
-            found = {segment_id: each.nbytes for segment_id, each in self._held.items()}
-        for other in self._others():
-            for each in other:
-                found[each.segment_id] = max(found.get(each.segment_id, 0), each.nbytes)
-        return sum(found.values())
-
-    def _others(self) -> Iterator[list[Holding]]:
-        if self._directory is None:
-            return
-        try:
-            names = os.listdir(self._directory)
-        except OSError:
-            return
-        for name in names:
-            if name.endswith(self._suffix) and name != self._name:
-                try:
-                    yield _read(os.path.join(self._directory, name))
-                except OSError:
-                    pass  # removed meanwhile, or no file
+        return sum(each.nbytes for each in self.rows())
 
     def close(self) -> None:
-        """Remove the file: nothing is held here any more, or nothing that counts. Idempotent."""
+        """Remove the file: what this process holds does not count from here on. Idempotent."""
         with self._lock:
             self._directory = None
             self._remove()
 
     def abandon(self) -> None:
-        """Let go of the file in a forked child: it is the parent's."""
+        """Close the file in a forked child: it is the parent's."""
         self._lock = _time.RLock()
         self._path = self._directory = None
         self._remove()
@@ -192,23 +177,20 @@ def _read(path: str) -> list[Holding]:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            pass  # its process lives
+            data = os.pread(fd, size, 0)  # its process lives
         else:
             os.unlink(path)
             return []
-        owner = os.path.basename(path).split("-")[1:2]  # as keys.accounts_path names it
-        pid = int(owner[0]) if owner and owner[0].isdecimal() else 0
-        data = os.pread(fd, size, 0)
     finally:
         os.close(fd)
     data = data.ljust(-(-len(data) // _ROW.size) * _ROW.size, b"\0")
-    rows = list(_ROW.iter_unpack(data))
-    worker = next((_text(label) for segment_id, _, label, _ in rows if segment_id == _OWNER), "")
-    holder = (_named(worker, pid),)
+    owner, *rows = _ROW.iter_unpack(data)
+    pid = os.path.basename(path).split("-")[1:2]  # as keys.accounts_path names it
+    holder = (_named(_text(owner[2]), int(pid[0]) if pid and pid[0].isdecimal() else 0),)
     return [
         Holding(holder, segment_id, nbytes, _text(label), _text(site))
         for segment_id, nbytes, label, site in rows
-        if segment_id not in (_NONE, _OWNER)
+        if segment_id != _NONE
     ]
 
 

@@ -1,21 +1,18 @@
 """Objects in shared memory: written once, read by any number of processes of the host, each of which may change what it reads.
 
 A *segment* is nameless memory (a ``memfd``), or, where memory is full and a directory is given for that, an unlinked file. The
-process that makes it, its writer, maps it for writing, and seals it: nobody else ever can. Readers get a descriptor that is open
-for reading only, over a Unix socket, and map it privately: copy-on-write, so that each has tensors and arrays of its own.
+process that makes it, its writer, maps it for writing and seals it, so that no other process can. Readers get a descriptor
+that is open for reading only, over a Unix socket, and map it privately: copy-on-write, so that each has tensors and arrays of
+its own.
 
 The kernel counts the readers. A lease for writing is granted to a descriptor if and only if no other description of that file is
-open for reading: none in another process, none in flight in a socket, none behind a mapping, none that a forked child has
-inherited. The writer keeps such a descriptor, its *probe*, and asks. So no message says that an object is no longer used, and
-none can be lost: whichever process dies, the answer is right. A segment that nobody reads is filled again, as memory that was
-used before is several times faster to fill, or goes back to the system. After its writer's death a segment lives as long as
-somebody reads it.
+open for reading: none in another process, none in a socket, none behind a mapping, none that a forked child has
+inherited. The writer keeps such a descriptor, its *probe*, and asks for a lease. So no message says that an object is no longer
+used, and none can be lost: whichever process dies, the answer is right. A segment without readers is filled again, as memory
+that was used before is several times faster to fill, or goes back to the system. After its writer's death a segment lives as
+long as it has readers.
 
 Objects below 8 MiB share segments, in ranges that begin at pages; a segment is used again as a whole only.
-
-One lock, ``ObjectStore._lock``, guards the tables. No user code runs under it, and no memory is copied. It is re-entrant for one
-case only: a finaliser that the collector runs in the middle of a section, and that makes an object itself; ``_busy`` turns it
-away.
 """
 
 from __future__ import annotations
@@ -29,32 +26,42 @@ import stat
 import tempfile
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
 from actorrpc.errors import LimitError, ObjectStoreFullError, ProtocolError
 from actorrpc.transport import fd_limits
-from actorrpc.transport.buffers import Loans, is_sealed, reserve, sealed_memfd, size_class, size_classes
+from actorrpc.transport.buffers import (
+    Loans,
+    MemoryBlock,
+    MemoryStats,
+    Recycler,
+    drained,
+    is_sealed,
+    reserve,
+    sealed_memfd,
+    size_class,
+)
 from actorrpc.transport.object_accounts import Holding, ObjectAccounts, amount
 from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["Allocation", "ObjectStore", "Segment", "StoreStats", "StoredRange"]
 
-SEGMENT_ID_SIZE: Final = 16
 OWN_SEGMENT: Final = 8 << 20
 """Objects of so many bytes have a segment to themselves."""
 
 # Of a segment that objects share: pages that nobody has written take no memory.
 _SHARED_SIZE: Final = 64 << 20
 _PAGE: Final = mmap.PAGESIZE
-_KEEP_S: Final = 1.0  # a segment that nobody reads is kept for so long, warm, to be filled again
-_LOOK_S: Final = 0.1  # how long what all processes hold is taken for what it was
+_KEEP_S: Final = 1.0  # a segment without readers is kept for so long, warm, to be filled again
+_LOOK_S: Final = 0.1  # how long a sum over the accounts of all processes is relied on
 _WAIT_S: Final = 0.01  # between two looks whether there is room
+_ID_SIZE: Final = 16
 _NAME: Final = "actorrpc-object"
 _KEPT: Final = "memory that is kept to be used again"
 _F_SEAL_FUTURE_WRITE: Final = 0x10
@@ -68,16 +75,17 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-class _Descriptor:
-    """A descriptor for reading, which is closed when its segment is gone.
+class _Use:
+    """One use of a segment by this process: by a :class:`Segment`, which keeps its descriptor here, or by a mapping.
 
-    Not the segment itself: an object that has a finaliser can be had from a weak reference while that runs.
+    It is no part of the Segment, because a weak reference may revive an object whose finaliser runs.
     """
 
-    __slots__ = ("fd",)
+    __slots__ = ("fd", "pid", "segment_id", "store")
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, store: ObjectStore, segment_id: bytes, fd: int = -1) -> None:
+        self.store, self.segment_id, self.fd = store, segment_id, fd
+        self.pid = os.getpid()
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1
@@ -86,21 +94,8 @@ class _Descriptor:
 
     def __del__(self) -> None:
         self.close()
-
-
-class _Claim:
-    """A use of a segment by this process, by a reference or a mapping: as long as there is one, it is on the accounts."""
-
-    __slots__ = ("pid", "segment_id", "store")
-
-    def __init__(self, store: ObjectStore, segment_id: bytes) -> None:
-        self.store = store
-        self.segment_id = segment_id
-        self.pid = os.getpid()
-
-    def __del__(self) -> None:
         if self.pid == os.getpid():
-            self.store.let_go.append(self.segment_id)
+            self.store.ended.append(self.segment_id)
             self.store.ring()
 
 
@@ -108,74 +103,48 @@ class Segment:
     """A segment as one process holds it: a descriptor for reading, as long as anything here needs it.
 
     Attributes:
-        id: names what it is filled with now, in all processes.
+        store: the process's objects, whose lock guards ``whole`` and ``given``.
+        id: names its present content, in all processes.
         size: in bytes.
-        store: the process's objects.
-        label: what is in it, in words; of several, the latest.
+        label: what its content is, in words; of several objects, the latest.
         site: where that was made.
+        whole: what keeps all of it mapped, and where; None before the first object of many is read.
+        given: the offsets of the objects of which views on ``whole`` live.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_claim",
-        "_descriptor",
-        "_given",
-        "_whole",
-        "id",
-        "label",
-        "site",
-        "size",
-        "store",
-    )
+    __slots__ = ("__weakref__", "_use", "given", "id", "label", "site", "size", "store", "whole")
 
     def __init__(
         self, store: ObjectStore, fd: int, segment_id: bytes, size: int, label: str, site: str
     ) -> None:
-        self.store = store
-        self._descriptor = _Descriptor(fd)
-        self._claim = store.claim(segment_id)
-        self.id = segment_id
-        self.size = size
-        self.label = label
-        self.site = site
-        self._whole: tuple[object, int] | None = None  # all of it, mapped, and where
-        self._given: set[int] = set()  # offsets of ranges of ``_whole`` whose views live
+        self.store, self.id, self.size, self.label, self.site = store, segment_id, size, label, site
+        self._use = store.use(segment_id, fd)
+        self.whole: tuple[object, int] | None = None
+        self.given: set[int] = set()
 
     @property
     def fd(self) -> int:
         """The descriptor; -1 in a fork of the process that holds it."""
-        return self._descriptor.fd
+        return self._use.fd
 
     def range(self, offset: int, nbytes: int) -> StoredRange:
         """Return one object's place in it.
 
         Raises:
-            ProtocolError: nothing begins there, or it is not long enough.
+            ProtocolError: no object can begin there, or it would end behind the segment.
         """
         if offset < 0 or nbytes < 0 or offset % _PAGE or offset + nbytes > self.size:
             raise ProtocolError(f"{nbytes} bytes at {offset} are no object in a segment of {self.size}")
         return StoredRange(self, offset, nbytes)
 
-    def lend(self, offset: int, map_all: Callable[[], tuple[object, int]]) -> tuple[object, int] | None:
-        """Return all of it, mapped once, and where, for views of a range; None where such live. Under the store's lock."""
-        if self._whole is None:
-            self._whole = map_all()
-        if offset in self._given:
-            return None
-        self._given.add(offset)
-        return self._whole
-
-    def take_back(self, offset: int) -> None:
-        """Record that the views of a range have died. Under the store's lock."""
-        self._given.discard(offset)
-
     def close(self) -> None:
-        """Close the descriptor; what is mapped stays."""
-        self._descriptor.close()
+        """Close the descriptor; mappings stay."""
+        self._use.close()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredRange:
-    """One object's bytes in a segment. It holds the segment here: dropping the last one lets go. Never changes. Thread-safe.
+    """One object's bytes in a segment, which it holds. Thread-safe.
 
     Attributes:
         segment: the segment.
@@ -183,12 +152,9 @@ class StoredRange:
         nbytes: its length.
     """
 
-    __slots__ = ("nbytes", "offset", "segment")
-
-    def __init__(self, segment: Segment, offset: int, nbytes: int) -> None:
-        self.segment = segment
-        self.offset = offset
-        self.nbytes = nbytes
+    segment: Segment
+    offset: int
+    nbytes: int
 
     def fileno(self) -> int:
         """Return the descriptor to be sent to a reader.
@@ -202,105 +168,86 @@ class StoredRange:
         return self.segment.fd
 
     def map(self) -> memoryview:
-        """Return the bytes as writable memory: each time anew, and nobody sees what is written to it.
+        """Return the bytes as writable memory: each time anew, and writes to it are visible to its users only.
 
         Raises:
             LimitError: there is no address space for it, or this is a fork.
         """
         return self.segment.store.map(self)
 
-    def __repr__(self) -> str:
-        return f"<StoredRange of {self.nbytes} bytes>"
 
-
-class Allocation:
-    """Room for one object, while one thread fills it. Dropping it gives the room back.
+class Allocation(NamedTuple):
+    """Room for one object, while one thread fills it. Dropping it, before others get ``stored``, gives the room back.
 
     Attributes:
         address: where to write.
-        nbytes: how much.
+        stored: the object's place.
+        memory: keeps it mapped for writing.
     """
 
-    __slots__ = ("_memory", "_range", "address", "nbytes")
-
-    def __init__(self, memory: mmap.mmap, address: int, stored: StoredRange) -> None:
-        self._memory: mmap.mmap | None = memory
-        self._range: StoredRange | None = stored
-        self.address = address
-        self.nbytes = stored.nbytes
-
-    def finish(self) -> StoredRange:
-        """Return the range; from here on nobody may write to it."""
-        stored = self._range
-        if stored is None:
-            raise RuntimeError("this room was given back")
-        self._memory = None
-        return stored
-
-    def discard(self) -> None:
-        """Give the room back unused."""
-        self._memory = self._range = None
+    address: int
+    stored: StoredRange
+    memory: object
 
 
-@dataclass(slots=True, eq=False)
-class _Written:
+class _Written(MemoryBlock):
     """A segment on its writer's side.
 
     Attributes:
-        name: the id of what is in it now.
+        probe: a descriptor for reading, for :meth:`ObjectStore._is_unread`.
+        name: the id of its present content.
         used: where the next object begins.
         touched: how many bytes have ever been written: so much memory it takes.
-        free: nobody reads it.
-        used_at: when it was filled, or found to be free.
+        is_free: it has no readers, and waits to be filled again.
     """
 
-    probe: int
-    memory: mmap.mmap = field(repr=False)
-    address: int
-    size: int
-    name: bytes = b""
-    used: int = 0
-    touched: int = 0
-    used_at: float = 0.0
-    free: bool = False
+    __slots__ = ("is_free", "name", "probe", "touched", "used")
 
-    def close(self, *, unmap: bool = True) -> None:
-        """Let go of it: it lives as long as it has readers. ``unmap``: now, as nobody fills it."""
-        if unmap:
-            self.memory.close()  # without the GIL, other than by the object's death
+    def __init__(self, probe: int, memory: mmap.mmap, address: int, size: int) -> None:
+        super().__init__(size)
+        self.probe, self.memory, self.address = probe, memory, address
+        self.name = b""
+        self.used = self.touched = 0
+        self.is_free = False
+
+    def close(self) -> None:
+        super().close()
         probe, self.probe = self.probe, -1
         if probe >= 0:
             os.close(probe)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStats:
-    """What a process has to do with objects in shared memory.
+@dataclass(frozen=True, slots=True)
+class StoreStats(MemoryStats):
+    """The use of shared memory for objects: the segments that are written here, and in general.
 
     Attributes:
-        held: what each segment has in it that is held here, by references or by values.
-        held_bytes: how much memory those take.
-        free_bytes: the same of segments that are kept to be filled again.
-        host_bytes: the same of all segments of the group on this host.
-        limit_bytes: how much those may be.
+        held: the segments that references or values of this process hold.
+        held_bytes: how much memory these segments take.
+        host_bytes: how much memory all segments of the group take on this host.
+        limit_bytes: the limit of ``host_bytes``.
     """
 
     held: tuple[Holding, ...]
     held_bytes: int
-    free_bytes: int
     host_bytes: int
     limit_bytes: int
 
 
-class ObjectStore:
+class ObjectStore(Recycler[_Written]):
     """Writes objects, and holds those of others, for one process.
 
+    No memory is copied under its lock; segments are made and mapped under it.
+
     Args:
-        accounts: what all processes of the group on this host hold, together.
-        limit_bytes: how much that may be.
-        spill_dir: a directory for what finds no room; None: those who write wait for room.
+        accounts: what all processes of the group on this host hold.
+        limit_bytes: how much all of them may hold together.
+        spill_dir: a directory for objects that find no room; None: those who write wait for room.
         clock: seconds.
-        on_let_go: hears, in a finaliser, that something was let go of here: :meth:`trim` is to be called soon.
+        on_let_go: called from finalisers when something here was released: :meth:`trim` is due soon.
+
+    Attributes:
+        ended: the segments of uses that have ended.
     """
 
     def __init__(
@@ -312,38 +259,23 @@ class ObjectStore:
         clock: Callable[[], float] = time.monotonic,
         on_let_go: Callable[[], None] | None = None,
     ) -> None:
-        self._on_let_go = on_let_go
-        self._rung = False
-        #: the segments of claims that have died
-        self.let_go: deque[bytes] = deque()
-        self._claims: dict[bytes, int] = {}
+        super().__init__(limit_bytes, clock, on_let_go)
+        self.ended: deque[bytes] = deque()
+        self._uses: Counter[bytes] = Counter()
         self._accounts = accounts
-        self._limit = limit_bytes
         self._spill_dir = spill_dir
-        self._clock = clock
-        self._lock = _time.RLock()
-        self._busy = False
-        self._closed = False
         self._held: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
-        self._written: dict[bytes, _Written] = {}  # by name; what was begun last is the last
+        self._written: dict[bytes, _Written] = {}  # by name; the segment that was begun last is the last
         self._shared: _Written | None = None  # where the next small object goes
-        self._views: Loans[tuple[weakref.ref[Segment] | None, int, int, int]] = Loans(
-            None if on_let_go is None else self.ring
-        )
+        self._views: Loans[tuple[weakref.ref[Segment], int, int, int] | None] = Loans(self.ring)
         self._recycles: bool | None = None  # whether the system grants leases; None: not tried yet
-        # What the group held when it was last looked at, when that was, and what was written here since.
+        # What the group held when its accounts were last read, when that was, and what was written here since.
         self._total, self._looked_at, self._spent = 0, float("-inf"), 0
 
-    def ring(self) -> None:
-        """Have :meth:`trim` called, once until it is. Runs in finalisers: takes no lock."""
-        if not self._rung and self._on_let_go is not None:
-            self._rung = True
-            self._on_let_go()
-
-    def claim(self, segment_id: bytes) -> _Claim:
+    def use(self, segment_id: bytes, fd: int = -1) -> _Use:
         """Count one more use of a segment here. Under the lock."""
-        self._claims[segment_id] = self._claims.get(segment_id, 0) + 1
-        return _Claim(self, segment_id)
+        self._uses[segment_id] += 1
+        return _Use(self, segment_id, fd)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -353,59 +285,47 @@ class ObjectStore:
         Thread-safe. Waits where there is no room, in steps, and at most until ``until`` on the monotonic clock.
 
         Raises:
-            ObjectStoreFullError: there is no room, and none has become free; who holds what is in the message.
+            ObjectStoreFullError: there is no room, and none has become free; the message says who holds how much.
         """
         while True:
             try:
-                found = self._look(nbytes, label, site)
+                return self._section(self._room, nbytes, label, site)
             except OSError:
                 return None  # no descriptors, no memory: the object stays where it is
-            if found is not None:
-                return found
-            if _time.now() >= until or _pages(nbytes) > self._limit:
-                raise self._full(nbytes, label)
+            except ObjectStoreFullError:
+                if self._spill_dir is not None or _time.now() >= until or _pages(nbytes) > self._limit:
+                    raise
             _time.sleep(_WAIT_S)
 
-    @uninterruptible
-    def _look(self, nbytes: int, label: str, site: str) -> Allocation | None:
-        """Return room; None where there is none now.
+    def _room(self, nbytes: int, label: str, site: str) -> Allocation:
+        """Return room, within the limit.
 
         Raises:
-            OSError: there is no memory to be had here.
+            ObjectStoreFullError: there is no room now.
+            OSError: the system gives no memory.
         """
-        dropped: list[_Written] = []
-        try:
-            with self._lock:
-                if self._busy or self._closed:
-                    raise BlockingIOError("a finaliser in the middle of a section, or it is closed")
-                self._busy = True
-                try:
-                    self._settle()
-                    return self._find(nbytes, label, site, dropped)
-                finally:
-                    self._busy = False
-        finally:
-            for each in dropped:
-                each.close()
-
-    def _find(self, nbytes: int, label: str, site: str, dropped: list[_Written]) -> Allocation | None:
-        """Return room, within the limit. Under the lock; the caller closes what is dropped for it."""
-        small = nbytes < OWN_SEGMENT
-        if small and (segment := self._beside(nbytes, dropped)) is not None:
-            return self._fill(segment, nbytes, label, site)
-        size = _SHARED_SIZE if small else size_class(_pages(nbytes))
-        written = self._reusable(size)
-        fresh = _pages(nbytes) - (0 if written is None else written.touched)
-        if fresh > 0 and not self._has_room(fresh, dropped, written):
-            return None if self._spill_dir is None else self._spill(self._spill_dir, nbytes, label, site)
-        if written is None:
-            written = self._make(size)
-        segment = self._begin(written, label, site, dropped)
-        if small:
-            self._shared = written
+        self._settle()
+        is_small = nbytes < OWN_SEGMENT
+        segment = self._beside(nbytes) if is_small else None
+        if segment is None:
+            size = _SHARED_SIZE if is_small else size_class(_pages(nbytes))
+            self._find_unread(size, 2 * size)
+            written = self._pick(size)
+            fresh = _pages(nbytes) - (0 if written is None else written.touched)
+            if fresh > 0 and not self._has_room(fresh):
+                if written is not None:
+                    used_at = written.used_at
+                    self._put(written)
+                    written.used_at = used_at  # this wait must not keep it from others who wait for memory
+                if self._spill_dir is None:
+                    raise self._full(nbytes, label)
+                return self._spill(self._spill_dir, nbytes, label, site)
+            segment = self._begin(written or self._add(self._new(size)), label, site)
+            if is_small:
+                self._shared = self._written[segment.id]
         return self._fill(segment, nbytes, label, site)
 
-    def _beside(self, nbytes: int, dropped: list[_Written]) -> Segment | None:
+    def _beside(self, nbytes: int) -> Segment | None:
         """Return the segment that small objects share at present, if there is room in it."""
         shared = self._shared
         segment = None if shared is None else self._held.get(shared.name)
@@ -413,19 +333,25 @@ class ObjectStore:
             self._shared = None
             return None
         fresh = shared.used + _pages(nbytes) - shared.touched
-        return segment if fresh <= 0 or self._has_room(fresh, dropped, shared) else None
+        return segment if fresh <= 0 or self._has_room(fresh) else None
 
-    def _begin(self, written: _Written, label: str, site: str, dropped: list[_Written]) -> Segment:
+    def _begin(self, written: _Written, label: str, site: str) -> Segment:
         """Make a written segment one that readers can have, under a new name."""
-        with undo_on_error(partial(self._drop, written, dropped)):
+        with undo_on_error(partial(self._put, written), partial(self._drop, written)):
             fd = os.open(f"/proc/self/fd/{written.probe}", os.O_RDONLY | os.O_CLOEXEC)
         fd_limits.make_room(fd)
-        segment = Segment(self, fd, os.urandom(SEGMENT_ID_SIZE), written.size, label, site)
+        segment = self._hold(fd, os.urandom(_ID_SIZE), written.size, written.touched, label, site)
         if self._written.pop(written.name, None) is not None:
             self._strike(written.name)
-        written.name, written.used, written.free = segment.id, 0, False
+        written.name, written.used, written.is_free = segment.id, 0, False
         self._written[segment.id] = written
-        self._held[segment.id] = segment
+        return segment
+
+    def _hold(self, fd: int, segment_id: bytes, size: int, taken: int, label: str, site: str) -> Segment:
+        """Return a new segment of this process, on the accounts with the memory that it takes."""
+        segment = Segment(self, fd, segment_id, size, label, site)
+        self._held[segment_id] = segment
+        self._accounts.hold(segment_id, taken, label, site)
         return segment
 
     def _fill(self, segment: Segment, nbytes: int, label: str, site: str) -> Allocation:
@@ -435,109 +361,46 @@ class ObjectStore:
         offset = written.used
         written.used += _pages(nbytes)
         written.touched = max(written.touched, written.used)
-        written.used_at = self._clock()
         self._accounts.hold(segment.id, written.touched, label, site)
-        return Allocation(written.memory, written.address + offset, StoredRange(segment, offset, nbytes))
+        return Allocation(written.address + offset, StoredRange(segment, offset, nbytes), written.memory)
 
-    def _reusable(self, size: int) -> _Written | None:
-        """Return a segment that nobody reads, of that size up to double of it: what was used last, as it is warmest."""
-        fitting = size_classes(size)
-        for written in reversed(self._written.values()):
-            if written.size in fitting and self._is_free(written):
-                return written
-        return None
-
-    def _is_free(self, written: _Written) -> bool:
-        """Ask whether nobody reads a segment: then it may be filled again."""
-        if (
-            not written.free
-            and written.name not in self._held
-            and self._recycles
-            and self._is_unread(written.probe)
-        ):
-            written.free, written.used_at = True, self._clock()
-            self._accounts.hold(written.name, written.touched, _KEPT, "")
-        return written.free
-
-    def _is_unread(self, probe: int) -> bool:
-        """Ask the kernel whether no other description is open for reading."""
-        try:
-            fcntl.fcntl(probe, _F_SETLEASE, fcntl.F_WRLCK)
-        except OSError as error:
-            if error.errno != errno.EAGAIN:
-                self._recycles = False
-            return False
-        fcntl.fcntl(probe, _F_SETLEASE, fcntl.F_UNLCK)
-        return True
-
-    def _try_leases(self, probe: int) -> bool:
-        """Say whether the system grants a lease to a descriptor that is alone, and only to such."""
-        if not self._is_unread(probe):
-            return False
-        other = os.open(f"/proc/self/fd/{probe}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return not self._is_unread(probe)
-        finally:
-            os.close(other)
-
-    def _may_go(self, written: _Written) -> bool:
-        """Whether a segment can be given up: it is not used here, and may not be, or is not to be, filled again."""
-        return self._is_free(written) or (not self._recycles and written.name not in self._held)
-
-    def _has_room(self, nbytes: int, dropped: list[_Written], kept: _Written | None) -> bool:
-        """Whether so many bytes more are within the limit, if need be in the place of segments that are kept to be used again.
-
-        ``kept`` is not among those: it is to be filled.
-        """
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes more are within the limit, if need be in the place of segments that are kept to be used again."""
         self._spent += nbytes
         now = self._clock()
         recently = now < self._looked_at + _LOOK_S and self._total + self._spent <= self._limit // 2
         if recently and nbytes < OWN_SEGMENT:
-            return True  # far from the limit a moment ago: to look at all accounts takes as long as to write something small
+            return True  # far from the limit a moment ago: reading all accounts takes as long as writing something small
         total = self._accounts.total()
         if total + nbytes > self._limit:
-            idle = [each for each in self._written.values() if each is not kept and self._may_go(each)]
-            for oldest in sorted(idle, key=lambda each: each.used_at):
-                self._drop(oldest, dropped)
+            self._find_unread()
+            while total + nbytes > self._limit and (oldest := self._oldest()) is not None:
+                self._drop(oldest)
                 total = self._accounts.total()
-                if total + nbytes <= self._limit:
-                    break
         self._total, self._looked_at, self._spent = total, now, nbytes
         return total + nbytes <= self._limit
 
-    def _drop(self, written: _Written, dropped: list[_Written]) -> None:
-        """Give a segment up; the caller closes what is dropped, outside the lock."""
-        dropped.append(written)
-        if written is self._shared:
-            self._shared = None
-        if self._written.pop(written.name, None) is not None:
-            self._strike(written.name)
-
-    def _make(self, size: int) -> _Written:
+    def _new(self, size: int) -> _Written:
         """Make a segment.
 
         Raises:
             OSError: the system does not give it.
         """
-        probe = -1
         fd = sealed_memfd(size, _NAME, 0)
         try:
             memory, address = reserve(size, fd)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
             probe = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-            if self._recycles is None:
-                self._recycles = self._try_leases(probe)
+            with undo_on_error(partial(os.close, probe)):
+                if self._recycles is None:
+                    self._recycles = self._try_leases(probe)
             fd_limits.make_room(probe)
             return _Written(probe, memory, address, size)
-        except BaseException:
-            if probe >= 0:
-                os.close(probe)
-            raise
         finally:
             os.close(fd)
 
     def _spill(self, directory: str, nbytes: int, label: str, site: str) -> Allocation:
-        """Return room in a file without a name: it is gone with its last reader, and never filled again.
+        """Return room in a file without a name: it ends with its last reader, and is never filled again.
 
         Raises:
             ObjectStoreFullError: there is no room on the disk.
@@ -562,10 +425,8 @@ class ObjectStore:
         finally:
             if fd >= 0:
                 os.close(fd)
-        segment = Segment(self, reader, os.urandom(SEGMENT_ID_SIZE), size, label, site)
-        self._held[segment.id] = segment
-        self._accounts.hold(segment.id, 0, label, site)
-        return Allocation(memory, address, StoredRange(segment, 0, nbytes))
+        segment = self._hold(reader, os.urandom(_ID_SIZE), size, 0, label, site)
+        return Allocation(address, StoredRange(segment, 0, nbytes), memory)
 
     def _full(self, nbytes: int, label: str) -> ObjectStoreFullError:
         rows = sorted(self._accounts.rows(), key=lambda row: -row.nbytes)
@@ -581,7 +442,7 @@ class ObjectStore:
 
     @uninterruptible
     def adopt(self, fd: int, segment_id: bytes, size: int, label: str = "", site: str = "") -> Segment:
-        """Return the segment of a descriptor that came from another process; it is this store's from here on. Thread-safe.
+        """Return the segment of a descriptor that came from another process; the store closes the descriptor. Thread-safe.
 
         Raises:
             ProtocolError: it is not memory that stays as it is.
@@ -592,9 +453,7 @@ class ObjectStore:
                 if segment is None:
                     taken = _memory_of(fd, size)
                     fd_limits.make_room(fd)
-                    segment, fd = Segment(self, fd, segment_id, size, label, site), -1
-                    self._held[segment_id] = segment
-                    self._accounts.hold(segment_id, taken, label, site)
+                    segment, fd = self._hold(fd, segment_id, size, taken, label, site), -1
                 elif segment.size != size:
                     raise ProtocolError("two segments of shared memory have one name")
             return segment
@@ -610,128 +469,144 @@ class ObjectStore:
         try:
             with self._lock:
                 self._clean()
-                fd = stored.fileno()
-                if nbytes < OWN_SEGMENT and segment.size > OWN_SEGMENT:
+                tag = None
+                if nbytes < OWN_SEGMENT and segment.size > OWN_SEGMENT and offset not in segment.given:
                     # Once for all objects that share it: a process may have 65 530 mappings.
-                    lent = segment.lend(offset, partial(self._map, segment, fd, segment.size, 0))
-                    if lent is not None:
-                        memory, base = lent
-                        # When its last view dies, the pages that were written to go, and the range is as it was: see _clean.
-                        tag = weakref.ref(segment), offset, base + offset, nbytes
-                        return self._lend(memory, base + offset, nbytes, tag)
-                memory, address = self._map(segment, fd, _pages(nbytes), offset)
-                return self._lend(memory, address, nbytes, (None, 0, 0, 0))
+                    if segment.whole is None:
+                        segment.whole = self._map(stored, 0, segment.size)
+                    memory, address = segment.whole[0], segment.whole[1] + offset
+                    segment.given.add(offset)
+                    # When its last view dies, the pages that were written to go, and the range is as it was: see _clean.
+                    tag = weakref.ref(segment), address, offset, nbytes
+                else:
+                    memory, address = self._map(stored, offset, _pages(nbytes))
+                return self._views.lend(memory, address, size_class(nbytes), tag)[:nbytes]
         except OSError as error:
             raise LimitError(
                 f"an object of {amount(nbytes)} in shared memory cannot be mapped here: {error.strerror or error}"
             ) from error
 
-    def _map(self, segment: Segment, fd: int, nbytes: int, offset: int) -> tuple[object, int]:
-        """Map a part of a segment; what is returned keeps it mapped, and on the accounts."""
-        memory, address = reserve(nbytes, fd, private=True, offset=offset)
-        return (memory, self.claim(segment.id)), address
-
-    def _lend(self, memory: object, address: int, nbytes: int, tag: Any) -> memoryview:
-        return self._views.lend(memory, address, size_class(nbytes), tag)[:nbytes]
+    def _map(self, stored: StoredRange, offset: int, nbytes: int) -> tuple[object, int]:
+        """Map a part of a segment; return what keeps it mapped, and on the accounts, and where it is."""
+        memory, address = reserve(nbytes, stored.fileno(), private=True, offset=offset)
+        return (memory, self.use(stored.segment.id)), address
 
     def _clean(self) -> None:
-        """Make ranges of shared mappings whose views have died what they were: their pages are the segment's again."""
-        returned = self._views.returned
-        while returned:
-            try:
-                found, offset, address, nbytes = returned.popleft()
-            except IndexError:
-                return
-            segment = None if found is None else found()
-            if segment is not None:
+        """Restore ranges of shared mappings whose views have died: the pages that were written to are dropped."""
+        for tag in drained(self._views.returned):
+            segment = None if tag is None else tag[0]()
+            if tag is not None and segment is not None:
+                _, address, offset, nbytes = tag
                 _madvise(address, _pages(nbytes), _DONTNEED)
-                segment.take_back(offset)
+                segment.given.discard(offset)
 
-    # -- giving back ------------------------------------------------------------------------------------
+    # -- giving back -------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Take segments off the accounts that nothing here uses any more."""
-        while self.let_go:
-            try:
-                segment_id = self.let_go.popleft()
-            except IndexError:
-                return
-            self._claims[segment_id] -= 1
-            if not self._claims[segment_id]:
-                del self._claims[segment_id]
+        """Take segments off the accounts whose last use here has ended."""
+        while self.ended:
+            segment_id = self.ended.popleft()
+            self._uses[segment_id] -= 1
+            if not self._uses[segment_id]:
+                del self._uses[segment_id]
                 self._strike(segment_id)
 
     def _strike(self, segment_id: bytes) -> None:
         """Take a segment off the accounts, unless it is used here, or kept by its writer: then it takes memory still."""
-        if segment_id not in self._claims and segment_id not in self._written:
+        if segment_id not in self._uses and segment_id not in self._written:
             self._accounts.let_go(segment_id)
 
-    @uninterruptible
-    def trim(self) -> None:
-        """Give segments back that nobody has read for a while; call it about once a second while :attr:`writes` says so."""
-        dropped: list[_Written] = []
-        with self._lock:
-            if self._busy or self._closed:
-                return
-            self._busy = True
-            try:
-                self._rung = False
-                self._settle()
-                self._clean()
-                now = self._clock()
-                crowded = bool(self._written) and self._accounts.total() > self._limit
-                for each in list(self._written.values()):
-                    was_free = each.free
-                    if self._may_go(each) and (
-                        not self._recycles or (was_free and (crowded or now - each.used_at >= _KEEP_S))
-                    ):
-                        self._drop(each, dropped)
-            finally:
-                self._busy = False
-        for each in dropped:
-            each.close()
+    def _find_unread(self, least: int = 0, most: int = 1 << 62) -> None:
+        """Find the written segments of these sizes that have no readers, and put them on the free list."""
+        for written in list(self._written.values()):
+            if written.is_free or written.name in self._held or not least <= written.size <= most:
+                continue
+            if self._recycles and self._is_unread(written.probe):
+                self._put(written)
+                self._accounts.hold(written.name, written.touched, _KEPT, "")
+            elif not self._recycles:  # it has readers perhaps, and is never filled again: they keep it
+                self._put(written)
+                self._drop(written)
+
+    def _is_unread(self, probe: int) -> bool:
+        """Ask the kernel whether no other description is open for reading."""
+        try:
+            fcntl.fcntl(probe, _F_SETLEASE, fcntl.F_WRLCK)
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                self._recycles = False
+            return False
+        fcntl.fcntl(probe, _F_SETLEASE, fcntl.F_UNLCK)
+        return True
+
+    def _try_leases(self, probe: int) -> bool:
+        """Say whether the system grants a lease to a descriptor that is alone, and only to such."""
+        if not self._is_unread(probe):
+            return False
+        other = os.open(f"/proc/self/fd/{probe}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return not self._is_unread(probe)
+        finally:
+            os.close(other)
+
+    def _put(self, block: _Written) -> None:
+        super()._put(block)
+        block.is_free = True
+
+    def _drop(self, block: _Written) -> None:
+        super()._drop(block)
+        if block is self._shared:
+            self._shared = None
+        if self._written.pop(block.name, None) is not None:
+            self._strike(block.name)
+
+    def _keep_s(self) -> float:
+        return 0.0 if self._accounts.total() > self._limit else _KEEP_S
+
+    def _trim(self) -> None:
+        self._clean()
+        self._settle()
+        self._find_unread()
+        super()._trim()
 
     @property
     def writes(self) -> bool:
-        """Whether there are segments of this process, which are to be given back one day."""
+        """Whether there are segments of this process, which have to be given back later."""
         return bool(self._written)
 
     def stats(self) -> StoreStats:
         """Return what is held here and on this host. Thread-safe."""
         self.trim()
         with self._lock:
-            held = tuple(each for each in self._accounts.own() if each.segment_id in self._claims)
+            held = tuple(each for each in self._accounts.own() if each.segment_id in self._uses)
+            held_bytes = sum(each.nbytes for each in held)
             return StoreStats(
-                held=held,
-                held_bytes=sum(each.nbytes for each in held),
-                free_bytes=sum(each.touched for each in self._written.values() if each.free),
-                host_bytes=self._accounts.total(),
-                limit_bytes=self._limit,
+                self._count,
+                self._lent_bytes,
+                sum(each.touched for each in self._written.values() if each.is_free),
+                held,
+                held_bytes,
+                self._accounts.total(),
+                self._limit,
             )
 
     @uninterruptible
     def close(self) -> None:
-        """Let go of what is written here; what others, or values here, use stays as long as they do. Idempotent."""
+        """Give up what is written here; readers, here and elsewhere, keep their segments. Idempotent."""
+        super().close()
         with self._lock:
-            self._closed = True
             written, self._written, self._shared = self._written, {}, None
-            # A thread that fills one holds its segment: the memory goes when it is done.
-            filled = {name for name in written if name in self._held}
             self._accounts.close()
-        for name, each in written.items():
-            each.close(unmap=name not in filled)
+        for each in written.values():
+            each.memory = None  # a thread that fills it keeps it mapped
+            each.close()
 
     def abandon(self) -> None:
-        """Give everything up in a forked child: what it has mapped stays, and the kernel counts it."""
-        self._lock = _time.RLock()
-        self._busy = False
-        self._closed = True
+        """Give everything up in a forked child: its mappings stay, and the kernel counts them."""
         for segment in list(self._held.values()):
             segment.close()
-        written, self._written, self._shared = self._written, {}, None
-        for each in written.values():
-            each.close()
         self._accounts.abandon()
+        super().abandon()
 
 
 def _memory_of(fd: int, size: int) -> int:

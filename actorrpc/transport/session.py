@@ -1,11 +1,11 @@
-"""Replay: what a connection has sent and the other side may not have, so that another socket can take its place.
+"""A stream that goes on over another socket when its socket fails.
 
 Each direction of a connection is a stream of bytes, counted from the first one behind the handshake. The reader counts
-what has come and says so now and then; the writer keeps what was sent until then. When the socket breaks, both sides tell
-each other how far they have come, over a new one, and the rest is sent again: every byte arrives once, in order, and as it
-was when it was first sent. What is above (frames, also half ones) does not notice.
+the bytes that have come and acknowledges them now and then; the writer keeps what it has sent until then. When the socket
+breaks, both sides tell each other over a new one how many bytes they have, and send the rest again: every byte arrives once, in
+order, and as it was first sent. Frames, half ones too, are not affected.
 
-Several attempts may be under way at both ends. The latest counts, by the number that each draws before it says anything.
+Both sides may make several attempts at once. Each attempt draws a number before it says anything, and the latest one counts.
 """
 
 from __future__ import annotations
@@ -13,82 +13,145 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc.errors import ProtocolError
+from actorrpc.transport.stream import Stream
 
-__all__ = ["Replay"]
+__all__ = ["ReliableStream"]
 
 _SAY_EVERY: Final = 1 << 20
 _LIMIT: Final = 8 << 20  # more than are on their way on most lines that this is for
-_LARGE: Final = 64 << 10  # fresh memory for so much costs more than copying
 
 
-class Replay:
-    """The memory of one connection.
+class ReliableStream(Stream):
+    """A stream over one socket after the other.
 
-    The reader, under the connection's read lock, uses :meth:`count`, :meth:`acknowledged` and :meth:`may_tell`; the writer, under
-    its lock, everything else. No lock of its own: they share numbers which only grow, and a mark.
+    The thread that holds the connection's read lock reads, and uses :meth:`acknowledged` and :meth:`may_tell`. The thread that
+    holds the writer's lock writes. :meth:`rewind` and :meth:`replace` need both. :attr:`is_full` and :meth:`wait` need none.
 
     Args:
+        stream: the stream over the first socket.
         other: name and incarnation of the worker at the other end, as it has proved itself.
         dialled: this side has dialled, and dials again.
-        say_every: bytes that come before the other side is told.
-        limit: bytes that may be on their way.
-        large: copies of at least so many bytes go into memory that is kept for them.
+        say_every: after how many bytes received the other side is told.
+        limit: how many bytes may be sent and not acknowledged before large messages wait.
 
     Attributes:
         attempts: numbers of attempts to come back.
-        received: bytes that have come.
-        owed: whether the other side is to be told so. That is done also while :attr:`full`, or two sides that are both
-            full would wait for each other.
+        received, sent: bytes of each direction.
+        stream: the stream over the present socket.
     """
-
-    __slots__ = (
-        "_acknowledged",
-        "_base",
-        "_large",
-        "_limit",
-        "_moved",
-        "_parts",
-        "_ring",
-        "_said",
-        "_say_every",
-        "_size",
-        "_told",
-        "attempts",
-        "dialled",
-        "other",
-        "owed",
-        "received",
-    )
 
     def __init__(
         self,
+        stream: Stream,
         other: tuple[str, str] = ("", ""),
         dialled: bool = True,
         *,
         say_every: int = _SAY_EVERY,
         limit: int = _LIMIT,
-        large: int = _LARGE,
     ) -> None:
+        self.stream = stream
         self.other = other
         self.dialled = dialled
         self.attempts = itertools.count(1)
         self._told = 0  # the latest attempt over which the other side was told how far reading has come
         self._say_every = say_every
         self._limit = limit
-        self._large = large
-        self.received = 0
-        self.owed = False
+        self.received = self.sent = 0
+        self.owed = 0
         self._said = 0
         self._acknowledged = 0
-        self._moved = _time.Event()  # wakes a writer that has to wait for an acknowledgement
-        self._base = 0  # what was sent before the parts
-        self._size = 0
-        self._parts: deque[bytes | memoryview] = deque()
-        self._ring: _Ring | None = None
+        self._moved = _time.Event()  # set when an acknowledgement comes
+        self._base = 0  # how many bytes were sent before the kept parts
+        self._parts: deque[bytes] = deque()
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0, /) -> int:
+        """Read into one buffer, and count."""
+        count = self.stream.recv_into(buffer, size, flags)
+        self._count(count)
+        return count
+
+    def recvmsg_into(self, buffers: Sequence[memoryview], ancillary: int = 0, flags: int = 0, /) -> Any:
+        """Read into several buffers, and count."""
+        found = self.stream.recvmsg_into(buffers, ancillary, flags)
+        self._count(found[0])
+        return found
+
+    def _count(self, count: int) -> None:
+        self.received += count
+        if self.received - self._said >= self._say_every:
+            self._said = self.owed = self.received
+
+    def told(self) -> None:
+        """Note that the other side is told how many bytes are owed."""
+        self.owed = 0
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    def send(self, data: bytes, flags: int = 0, /) -> int:
+        """Write what the kernel takes, and keep it."""
+        count = self.stream.send(data, flags)
+        self._keep(data if count == len(data) else data[:count])
+        return count
+
+    def sendmsg(self, parts: Sequence[memoryview], ancillary: Any = (), flags: int = 0, /) -> int:
+        """Write what the kernel takes, and keep a copy: the memory may change."""
+        count = left = self.stream.sendmsg(parts, ancillary, flags)
+        for part in parts:
+            if left <= 0:
+                break
+            self._keep(bytes(part[:left]))
+            left -= len(part)
+        return count
+
+    def _keep(self, data: bytes) -> None:
+        parts, acknowledged = self._parts, self._acknowledged
+        parts.append(data)
+        self.sent += len(data)
+        while parts and self._base + len(parts[0]) <= acknowledged:
+            self._base += len(parts.popleft())
+
+    def acknowledged(self, count: int) -> None:
+        """Note that the other side has ``count`` bytes."""
+        if count > self._acknowledged:
+            self._acknowledged = count
+            self._moved.set()
+
+    @property
+    def is_full(self) -> bool:  # type: ignore[override]
+        """Whether large messages wait for an acknowledgement."""
+        return self.sent - self._acknowledged >= self._limit
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until an acknowledgement makes room, for at most ``seconds``."""
+        self._moved.clear()
+        if self.is_full:
+            self._moved.wait(seconds)
+
+    # -- the socket ----------------------------------------------------------------------------------
+
+    @property
+    def sock(self) -> Any:  # type: ignore[override]
+        """The present socket."""
+        return self.stream.sock
+
+    @property
+    def pending(self) -> bool:  # type: ignore[override]
+        """As of the present socket's stream."""
+        return self.stream.pending
+
+    def shutdown(self, how: int, /) -> None:
+        """Shut the present socket."""
+        self.stream.shutdown(how)
+
+    def close(self) -> None:
+        """Close the present socket."""
+        self.stream.close()
 
     def is_overtaken(self, attempt: int) -> bool:
         """Whether a later attempt to come back has told the other side how far reading has come."""
@@ -99,68 +162,12 @@ class Replay:
         self._told = max(self._told, attempt)
         return self._told == attempt
 
-    def count(self, count: int) -> bool:
-        """Note that bytes have come; say whether the other side is to be told from now on."""
-        self.received += count
-        if self.received - self._said < self._say_every:
-            return False
-        self._said = self.received
-        self.owed = True
-        self._moved.set()
-        return True
-
-    def acknowledged(self, count: int) -> None:
-        """Note that the other side has ``count`` bytes."""
-        if count > self._acknowledged:
-            self._acknowledged = count
-            self._moved.set()
-
-    @property
-    def sent(self) -> int:
-        """Bytes that were sent."""
-        return self._base + self._size
-
-    @property
-    def full(self) -> bool:
-        """Whether as much is on its way as may be: then nothing is begun until an acknowledgement comes."""
-        self._trim()
-        # Not what is kept: of a part that has come but for its end, all is.
-        return self.sent - max(self._acknowledged, self._base) >= self._limit
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until an acknowledgement comes, or one is owed, for at most so long."""
-        self._moved.clear()
-        if self.full and not self.owed:
-            self._moved.wait(seconds)
-
-    def note(self, data: bytes) -> None:
-        """Keep bytes that were sent."""
-        self._parts.append(data)
-        self._size += len(data)
-
-    def note_parts(self, parts: Sequence[memoryview], count: int) -> None:
-        """Keep a copy of the first ``count`` bytes of what was sent in parts: their memory may change."""
-        for part in parts:
-            if count <= 0:
-                return
-            data = part[:count]
-            count -= len(data)
-            if len(data) < self._large:
-                self.note(bytes(data))
-                continue
-            if self._ring is None:
-                self._ring = _Ring(2 * self._limit)  # the last piece may go beyond the limit
-            for copy in self._ring.copy(data):
-                self._parts.append(copy)
-                self._size += len(copy)
-
     def rewind(self, count: int) -> list[memoryview]:
-        """Return what was sent behind the first ``count`` bytes, which are there; it counts as not sent any more.
+        """Return the bytes sent after the first ``count``, which have arrived; the returned bytes count as not sent.
 
         Raises:
-            ProtocolError: the other side cannot have had just so much.
+            ProtocolError: the other side cannot have received that many bytes.
         """
-        self._trim()
         if not self._base <= count <= self.sent:
             raise ProtocolError(
                 f"the other side says that it has {count} bytes of {self._base} to {self.sent}"
@@ -172,47 +179,11 @@ class Replay:
                 left.append(memoryview(part)[skip:])
             skip = max(0, skip - len(part))
         self._parts.clear()
-        self._ring = None  # what is in it is to be sent again, from there
-        self._base, self._size = count, 0
+        self._base = self.sent = count
+        self.acknowledged(count)
         return left
 
-    def _trim(self) -> None:
-        parts, acknowledged = self._parts, self._acknowledged
-        while parts and self._base + len(parts[0]) <= acknowledged:
-            part = parts.popleft()
-            size = len(part)
-            self._base += size
-            self._size -= size
-            if self._ring is not None and type(part) is memoryview:
-                self._ring.free(size)
-
-
-class _Ring:
-    """Memory for copies that are made and given back in the same order."""
-
-    __slots__ = ("_at", "_memory", "_used")
-
-    def __init__(self, size: int) -> None:
-        self._memory = memoryview(bytearray(size))
-        self._at = 0
-        self._used = 0
-
-    def copy(self, data: memoryview) -> list[memoryview | bytes]:
-        """Return copies of ``data``, in one or two parts; as bytes where there is no room."""
-        size, end = len(data), len(self._memory)
-        if self._used + size > end:
-            return [bytes(data)]
-        self._used += size
-        first = min(size, end - self._at)
-        parts: list[memoryview | bytes] = []
-        for piece in (data[:first], data[first:]):
-            if len(piece):
-                place = self._memory[self._at : self._at + len(piece)]
-                place[:] = piece
-                parts.append(place)
-                self._at = (self._at + len(piece)) % end
-        return parts
-
-    def free(self, size: int) -> None:
-        """Take back the oldest ``size`` bytes."""
-        self._used -= size
+    def replace(self, stream: Stream) -> None:
+        """Close the present socket, and go on over another one."""
+        self.stream.close()
+        self.stream = stream

@@ -1,16 +1,15 @@
 """Writing: how small frames and large memory leave a connection, and neither waits for the other.
 
-Frames are put into the outbox; the thread that gets the lock sends what is there, for everybody. A thread that does not get it
-goes away: the holder looks again after releasing. Large memory leaves as chunks, piece by piece, each preceded by whatever small
-frames have come up. Nobody blocks in a send except the thread whose chunk it is. That one sleeps while the kernel is full, under
-the lock, or while the connection waits for another socket, without it. It wakes for the deadline, signal handlers and the end of
-the connection.
+Frames are put into the outbox; the thread that gets the lock sends all of them. A thread that does not get the lock leaves: the
+holder looks at the outbox again after releasing it. Large memory is sent as chunks, each preceded by the small frames that
+wait. No thread blocks in a send, except the thread that sends a chunk. It sleeps under the lock while the kernel is full;
+without the lock while the other side has not acknowledged enough, or while the connection waits for another socket. It wakes
+for the deadline, for signal handlers and at the end of the connection.
 """
 
 from __future__ import annotations
 
 import select
-import socket
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -20,16 +19,14 @@ from actorrpc import _time
 from actorrpc.transport.blocked_sends import BlockedSends
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
-from actorrpc.transport.tls import TlsSocket
-from actorrpc.wire.frames import ACK, CHUNK, STREAM_ABORT, pack_frame, pack_position
-from actorrpc.wire.integrity import Seal, chunk_head
+from actorrpc.transport.stream import SEND
+from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
 
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
 __all__ = ["Sendable", "Writer"]
 
-_SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _RESUMED_S: Final = 0.01  # how often it is looked whether a connection can go on
@@ -43,38 +40,23 @@ class Sendable(Protocol):
 
 
 class Writer:
-    """The writing side of one connection. Any thread may use it, several at a time.
+    """The writing side of one connection. Any thread may use it.
 
     Attributes:
         outbox: the frames to send next.
         lock: guards sending, and the counts.
-        sent: bytes that have gone over the connection's sockets; ``sent_in_chunks``: the part of them in chunks.
-        seal: seals what is sent, in the order of the wire; None: nothing is sealed.
-        blocked: the time in which a thread had a chunk to send and the kernel took no byte. The lock guards it.
+        sent: bytes that were sent; ``sent_in_chunks``: the part of them in chunks.
+        blocked: the time in which a thread had a chunk to send and could send no byte.
     """
 
-    __slots__ = (
-        "_conn",
-        "_flushing",
-        "_poller",
-        "_rest",
-        "blocked",
-        "lock",
-        "outbox",
-        "seal",
-        "sent",
-        "sent_in_chunks",
-    )
-
-    def __init__(self, conn: Connection, seal: Seal | None) -> None:
+    def __init__(self, conn: Connection) -> None:
         self._conn = conn
         self.outbox: deque[bytes | Sendable] = deque()
         self.lock = _time.Lock()
         self.sent = self.sent_in_chunks = 0
-        self.seal = seal
         self.blocked = BlockedSends()
-        self._rest: list[memoryview] = []  # what was sent in part
-        self._flushing = False  # a pool thread is to send the outbox
+        self._rest: list[memoryview] = []  # of a frame that was sent in part
+        self._flushing = False  # a pool thread sends the outbox
         self._poller: select.poll | None = None
 
     # -- small frames ------------------------------------------------------------------------------
@@ -85,14 +67,12 @@ class Writer:
 
         Args:
             wait: sleep while the kernel takes no more; otherwise a pool thread sends the rest.
-            held: this thread holds the lock, and sends the rest itself. False then also means that nothing more may be sent until
-                the other side acknowledges what it has.
+            held: this thread holds the lock, and sends the rest itself.
         """
         conn, outbox = self._conn, self.outbox
-        replay = conn.replay
         if conn.lane.is_open:
             conn.lane.hand_back(outbox)
-        while outbox or self._rest or (replay is not None and replay.owed):
+        while outbox or self._rest:
             if conn.state is not OPEN:
                 return False
             if not held and not self.lock.acquire(False):
@@ -104,36 +84,26 @@ class Writer:
                         if self._rest:
                             self._send_rest()
                             continue
-                        if replay is not None:
-                            if replay.owed:
-                                replay.owed = False
-                                outbox.appendleft(pack_frame(ACK, replay.received))
-                            elif replay.full:
-                                full = True
-                                break
                         if not outbox:
                             break
                         item = outbox.popleft()  # only the thread that holds the lock takes items out
                         if type(item) is not bytes:
                             item.sent = True  # type: ignore[union-attr]
                             item = item.frame  # type: ignore[union-attr]
-                        if outbox or self.seal is not None:
+                        if outbox:
                             item = self._join(item)
                         try:
-                            count = conn.sock.send(item, _SEND)
+                            count = conn.stream.send(item, SEND)
                         except OSError:
                             self._rest = [memoryview(item)]  # another socket may take it
                             raise
                         self.sent += count
                         if count != len(item):
                             self._rest = [memoryview(item)[count:]]
-                            item = item[:count]
-                        if replay is not None:
-                            replay.note(item)
                 except BlockingIOError:
                     full = True
-                if full and wait:
-                    self._wait_writable()
+                    if wait:
+                        self._wait_writable()
             except BaseException as error:
                 conn.failed(error)
                 return False
@@ -145,7 +115,7 @@ class Writer:
                     self._flushing = True
                     conn.events.submit(self.flush_waiting)
                 return False
-        return not held or replay is None or not replay.full
+        return True
 
     def flush_waiting(self) -> None:
         """Send everything, on a pool thread that may sleep meanwhile."""
@@ -170,10 +140,8 @@ class Writer:
             BlockingIOError: the kernel takes no more.
         """
         conn, rest = self._conn, self._rest
-        count = conn.sock.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
+        count = conn.stream.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), SEND)
         self.sent += count
-        if conn.replay is not None:
-            conn.replay.note_parts(rest, count)
         while rest and count >= len(rest[0]):
             count -= len(rest[0])
             del rest[0]
@@ -181,8 +149,7 @@ class Writer:
             rest[0] = rest[0][count:]
 
     def _join(self, first: bytes) -> bytes:
-        outbox, seal = self.outbox, self.seal
-        parts = [first if seal is None else seal.sealed(first)]
+        outbox, parts = self.outbox, [first]
         size = len(first)
         while size < _JOIN:
             try:
@@ -192,32 +159,21 @@ class Writer:
             if type(item) is not bytes:
                 item.sent = True  # type: ignore[union-attr]
                 item = item.frame  # type: ignore[union-attr]
-            parts.append(item if seal is None else seal.sealed(item))
+            parts.append(item)
             size += len(item)
         return b"".join(parts)
 
     def _wait_writable(self, deadline: float | None = None) -> None:
         """Sleep until the kernel takes more, for at most a slice. Under the lock."""
-        conn = self._conn
-        if not self._rest and conn.replay is not None and conn.replay.full:
-            conn.replay.wait(0.1)
-            return
         if (poller := self._poller) is None:
             poller = self._poller = _time.poll()
-            sock = conn.sock
-            poller.register(sock.wire() if type(sock) is TlsSocket else conn.fd, select.POLLOUT)
+            poller.register(self._conn.fd, select.POLLOUT)
         left = 0.1 if deadline is None else min(0.1, max(0.0, deadline - _time.now()))
         poller.poll(left * 1e3)
 
-    def rewind(self, arrived: int) -> None:
-        """Queue all bytes after the first ``arrived`` for another socket: the peer did not get them. Under the lock.
-
-        Raises:
-            ProtocolError: the other side cannot have had just so much.
-        """
-        replay = self._conn.replay
-        assert replay is not None
-        self._rest = replay.rewind(arrived) + self._rest
+    def send_first(self, parts: list[memoryview]) -> None:
+        """Queue bytes before everything else, to be sent over another socket. Under the lock."""
+        self._rest = parts + self._rest
         self._poller = None
 
     def clear(self) -> None:
@@ -231,36 +187,31 @@ class Writer:
     def send_chunks(
         self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
     ) -> bool:
-        """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping where the kernel is
-        full.
+        """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping while the kernel is full.
 
-        Small frames overtake between chunks. Returns False if it had to stop (deadline, closed); the stream was then aborted
-        cleanly, as it is where a signal handler raises: the chunk that was under way is finished from a copy.
+        Small frames overtake between chunks. Returns False if it had to stop (deadline, closed). The stream is aborted then, and
+        also if a signal handler raises; a chunk that has begun is finished from a copy.
         """
-        conn, done, copy = self._conn, False, memoryview(b"")
+        conn, done = self._conn, False
         try:
             for index, offset, piece in pieces:
                 prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
-                if self.seal is not None:
-                    # From a copy: what is sent must be what was sealed, also where the caller's memory changes meanwhile.
-                    # It can be made again for the next piece: what is left of this one is copied once more below.
-                    copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
-                    copy[: len(piece)] = piece
-                    piece = copy[: len(piece)]
-                    prefix = chunk_head(prefix, piece)
                 if not self._send(prefix, piece, deadline):
                     return False
             done = conn.state is not CLOSED
             return done
         finally:
+            self.blocked.since = None
             if not done and conn.state is not CLOSED:
                 self.outbox.append(pack_frame(STREAM_ABORT, stream))
                 self.flush()
 
     def _send(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool:
-        conn = self._conn
+        conn, done = self._conn, None
         while True:
-            done = None if conn.state is SUSPENDED else self._try(prefix, piece, deadline)
+            stream = conn.stream
+            if conn.state is not SUSPENDED and not stream.is_full:
+                done = self._try(prefix, piece, deadline)
             checkpoint()  # between chunks, without a lock
             if done is not None:
                 return done
@@ -268,6 +219,11 @@ class Writer:
                 return False
             if conn.state is SUSPENDED:
                 _time.pause(_RESUMED_S)
+            elif stream.is_full:
+                if self.blocked.since is None:
+                    self.blocked.since = _time.now()
+                stream.wait(0.1)
+                self._note_blocked()
 
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
         """Send one chunk; None: before it began, the socket has failed or a signal handler was put off."""
@@ -288,8 +244,7 @@ class Writer:
                 if self.flush(held=True):
                     if begun:
                         return True
-                    head = prefix if self.seal is None else self.seal.tagged(prefix)
-                    self._rest = [memoryview(head), piece]
+                    self._rest = [memoryview(prefix), piece]
                     self.sent_in_chunks += len(piece)
                     begun = True
                     continue
@@ -301,7 +256,7 @@ class Writer:
                 self._note_blocked()
                 late = deadline is not None and _time.now() > deadline
                 if late or pending_here():
-                    # The chunk must be finished, but not by us and not from the caller's memory.
+                    # The chunk must be finished, but by another thread and from a copy of the caller's memory.
                     left = self._leave(begun)
                     conn.events.submit(self.flush_waiting)
                     return begun and not self._rest if late else left  # all of it may have gone
@@ -314,7 +269,7 @@ class Writer:
             self.flush()
 
     def _note_blocked(self) -> None:
-        """Have a wait that takes long logged, elsewhere: a handler of the log may run anything. Under the lock."""
+        """Have a wait that takes long logged on another thread: a handler of the log may run anything."""
         blocked, conn = self.blocked, self._conn
         if blocked.since is not None and blocked.is_due(blocked.since):
             name = conn.peer.name if conn.peer else "a stranger"

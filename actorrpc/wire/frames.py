@@ -158,44 +158,25 @@ def unpack_position(position: int) -> tuple[int, int]:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames, incrementally.
+    """Cuts a stream of bytes into frames.
 
-    The reader of the socket asks :meth:`target` where to put the next bytes, and tells :meth:`fed` how many
-    came. A chunk's bytes go straight to their destination: ``sink_for(stream, position, length)`` gives the
-    memory, or raises ProtocolError. Not thread-safe: the connection's read lock guards it.
+    The thread that reads the socket asks :meth:`target` for memory and passes the number of received bytes to :meth:`fed`.
+    The bytes of a chunk are received into the memory that ``sink_for(stream, position, length)`` returns; it raises
+    ProtocolError for an unknown stream. Not thread-safe: the connection's read lock guards it.
 
     Args:
         max_frame: the largest frame (without its prefix) that is accepted, in bytes.
         max_chunk: the largest chunk that is accepted, in bytes.
         sink_for: gives the memory for a chunk; ``None`` refuses chunks.
         capacity: size of the read buffer, in bytes.
-        allocate: makes the read buffer: zeros that can be written to, of so many bytes.
+        allocate: returns writable memory of so many bytes, for the read buffer.
 
     Attributes:
-        empty: the whole read buffer, where the next bytes begin a frame; ``None``: see :meth:`target`.
+        empty: the whole read buffer, if the next bytes begin a frame; otherwise ``None``, and :meth:`target` has the memory.
         more: see :meth:`fed`.
         received: how many bytes have come; ``received_in_chunks``: the part of them in chunks.
-        sink: where a chunk goes that has begun and whose rest has not been read; ``None``: there is none.
+        sink: the memory of a chunk whose rest has not been read; otherwise ``None``.
     """
-
-    __slots__ = (
-        "_allocate",
-        "_buffer",
-        "_chunk",
-        "_end",
-        "_max_chunk",
-        "_max_frame",
-        "_sink_for",
-        "_sink_got",
-        "_start",
-        "_view",
-        "_whole",
-        "empty",
-        "more",
-        "received",
-        "received_in_chunks",
-        "sink",
-    )
 
     def __init__(
         self,
@@ -227,26 +208,19 @@ class FrameReader:
         """Whether part of a frame has been read and the rest has not."""
         return self.sink is not None or self._end > self._start
 
-    def put(self, data: bytes) -> None:
-        """Take the first bytes, which came by another way; the next :meth:`fed`, also of 0, cuts them."""
-        self._view[: len(data)] = data
-        self._end = len(data)
-        self.empty = None
-
     def target(self) -> list[memoryview]:
         """Return the memory that the next bytes go to, in order. Never empty, never of zero size."""
         sink = self.sink
         if sink is None:
             return [self._view[self._end :]] if self._end else self._whole
-        # Behind a chunk, read no more than the next prefix: further chunk bytes go to their own place
-        # directly.
+        # Read no more than the next prefix behind a chunk, so that the next chunk is received into its own memory.
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
         """Record ``count`` new bytes and return the frames that are now whole.
 
-        Where ``more`` is true after that, handle them and call this again with 0: the rest waits for it.
+        If ``more`` is true then, the caller handles these frames and calls this again with 0 for the rest.
 
         Raises:
             ProtocolError: the bytes make no sense, or something is over a limit.
@@ -266,20 +240,17 @@ class FrameReader:
         while end - start >= PREFIX_SIZE:
             length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(view, start)
             if kind == CHUNK:
-                start += PREFIX_SIZE
-                start = self._begin_chunk(
-                    frames, start, end, length, Frame(kind, length, id, remaining, chain, b"", b"")
-                )
+                chunk = Frame(kind, length, id, remaining, chain, b"", b"")
+                start = self._begin_chunk(frames, start + PREFIX_SIZE, end, length, chunk)
                 if self.sink is not None:
                     break
                 continue
             if length > max_frame or not 0 < kind <= LAST_KIND or remaining != remaining:
                 raise ProtocolError(self._nonsense(kind, length, extra))
-            start += PREFIX_SIZE
-            stop = start + length
+            stop = start + PREFIX_SIZE + length
             if stop > end:
-                start -= PREFIX_SIZE
                 break
+            start += PREFIX_SIZE
             header = b""
             if extra:
                 if extra > length or extra > MAX_EXTRA:
@@ -297,20 +268,19 @@ class FrameReader:
                 frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None)))
             start = stop
             if flags & STREAM and kind <= FAILURE:
-                # Its chunks may be here already, and need the memory that is made when this frame is seen.
+                # Its chunks may be in the buffer already: their memory is allocated when this frame is handled.
                 self.more = True
                 break
         self._start = start
         if start == end:
             self._start = self._end = 0
         elif self.sink is None and not self.more:  # what is behind a frame that has more is not checked yet
-            here = end - start
-            self._make_room(PREFIX_SIZE + (PREFIX.unpack_from(view, start)[0] if here >= PREFIX_SIZE else 0))
+            self._make_room()
         self.empty = None if self._end or self.sink is not None else self._view
         return frames
 
     def _begin_chunk(self, frames: list[Frame], start: int, end: int, length: int, frame: Frame) -> int:
-        """Move what is here of a chunk to its place; return where the next frame starts."""
+        """Move the received bytes of a chunk to its memory; return where the next frame starts."""
         if self._sink_for is None or not 0 < length <= self._max_chunk:
             raise ProtocolError(self._nonsense(CHUNK, length, 0))
         sink = self._sink_for(frame.id, frame.chain, length)
@@ -327,9 +297,11 @@ class FrameReader:
         frames.append(self._chunk)
         self.sink = self._chunk = None
 
-    def _make_room(self, needed: int) -> None:
-        """Make sure that what has begun, a frame of ``needed`` bytes or its prefix, fits into the buffer."""
-        here = self._end - self._start
+    def _make_room(self) -> None:
+        """Make sure that the frame that has begun fits into the buffer, or its prefix."""
+        here, needed = self._end - self._start, PREFIX_SIZE
+        if here >= PREFIX_SIZE:
+            needed += PREFIX.unpack_from(self._view, self._start)[0]
         capacity = len(self._buffer)
         if needed > capacity:
             # Checked against the limit above; grown once, and kept.

@@ -10,8 +10,9 @@ Either side may answer REFUSE (a code and a short text) instead. Each proof is a
 group's key over everything both sides have said, plus a role string, so that none can be reflected,
 replayed, moved to another connection or made to choose an older version.
 
-Sans-I/O: the one that owns the socket feeds bytes in and sends what comes out; one thread at a time. No
-message has more than 256 bytes and never more than one is held. This module, and what it imports,
+Sans-I/O: the owner of the socket feeds bytes in and sends what comes out; one thread at a time. The dialler's owner reads
+:attr:`Dialler.wanted` bytes at a time, so that it takes nothing of what follows the handshake. No message has more than 256 bytes
+and never more than one is held. This module, and what it imports,
 must never import pickle or call anything that the peer names.
 """
 
@@ -22,8 +23,8 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 from actorrpc.errors import (
     AuthenticationError,
@@ -36,8 +37,6 @@ from actorrpc.errors import (
 from actorrpc.wire.identity import check_name
 
 __all__ = [
-    "LANE",
-    "MAIN",
     "MAX_MESSAGE",
     "VERSIONS",
     "Acceptor",
@@ -48,7 +47,7 @@ __all__ = [
 ]
 
 MAX_MESSAGE = 256
-VERSIONS = (4, 4)
+VERSIONS = (5, 5)
 """The lowest and the highest version of the protocol that this code speaks."""
 
 _MAGIC = b"aRPC"
@@ -67,7 +66,7 @@ _SIZES = {
     _REFUSE: (_REFUSE_FIXED.size, _REFUSE_FIXED.size + 200),
 }
 _KEYLESS = 1  # flag: this side has no key and was told that this is fine
-_SEALS = 2  # flag: this side wants what follows to be sealed, and so it is for both
+_SEALS = 2  # flag: this side wants the connection to be sealed; one side that wants it is enough
 _MIN_KEY = 16
 _GIVE_KEY = "start every worker with the same ACTORRPC_KEY (or ACTORRPC_KEY_FILE)"
 
@@ -80,7 +79,6 @@ class Purpose(enum.IntEnum):
     RESUME = 2  # takes the place of a connection that has broken; ``attach`` names it
 
 
-MAIN, LANE = Purpose.MAIN, Purpose.LANE
 _PURPOSES = frozenset(int(purpose) for purpose in Purpose)
 
 
@@ -89,7 +87,6 @@ class Refusal(enum.IntEnum):
 
     KEY = 1
     VERSION = 2
-    PEER = 3
     BUSY = 4
     PROTOCOL = 5
 
@@ -102,8 +99,7 @@ class Session:
         peer_name: the worker at the other end; in any case, it holds the key (where there is one).
         attach: 16 bytes that name the connection that a LANE connection belongs to, or a RESUME connection takes the place of.
         key: 32 secret bytes, equal on both sides, different for every connection.
-        sealed: whether what follows is sealed (:mod:`actorrpc.wire.integrity`): one side at least wants it.
-        leftover: bytes that came after the handshake's last message; they belong to what follows.
+        sealed: whether what follows is sealed (:mod:`actorrpc.transport.sealed`): one side at least wants it.
     """
 
     peer_name: str
@@ -113,35 +109,21 @@ class Session:
     version: int
     key: bytes = field(repr=False)
     sealed: bool = False
-    leftover: bytes = field(default=b"", repr=False)
 
 
 class _Side:
     """What both ends share: the key, reading one bounded message at a time, and ending for good."""
 
-    __slots__ = (
-        "_binding",
-        "_buffer",
-        "_challenge",
-        "_failure",
-        "_hello",
-        "_incarnation",
-        "_key",
-        "_name",
-        "_result",
-        "_seals",
-        "_versions",
-    )
-
     def __init__(
         self,
+        *,
         name: str,
         incarnation: str,
         key: bytes,
-        insecure: bool,
-        binding: bytes,
-        versions: tuple[int, int],
-        seals: bool,
+        insecure: bool = False,
+        binding: bytes = b"",
+        versions: tuple[int, int] = VERSIONS,
+        seals: bool = False,
     ) -> None:
         if not key and not insecure:
             raise ConfigError(
@@ -180,13 +162,13 @@ class _Side:
             raise ProtocolError("the handshake is not over")
         return self._result
 
-    def _fail(self, error: RpcError) -> None:
+    def _fail(self, error: RpcError) -> NoReturn:
         self._buffer = b""
         self._failure = error
         raise error
 
-    def _take(self, data: bytes, expected: int) -> tuple[int, bytes, bytes] | None:
-        """Add ``data``; return kind, whole message and what follows it, or None while it is incomplete."""
+    def _take(self, data: bytes, expected: int) -> tuple[int, bytes] | None:
+        """Add ``data``; return kind and whole message, or None while it is incomplete."""
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
         if self._result is not None:
@@ -215,11 +197,10 @@ class _Side:
             self._buffer = whole
             return None
         self._buffer = b""
-        return kind, whole[:end], data[end - held :]
-
-    def _expect_no_more(self, rest: bytes) -> None:
+        rest = held + len(data) - end
         if rest:
-            self._fail(ProtocolError(f"{len(rest)} bytes came in the handshake before their turn"))
+            self._fail(ProtocolError(f"{rest} bytes came in the handshake before their turn"))
+        return kind, whole
 
     def _proof(self, role: bytes, *more: bytes) -> bytes:
         # Every part delimits itself: the messages by their heads, the binding by its length.
@@ -245,7 +226,6 @@ class _Side:
             return check_name(raw.decode("ascii"))
         except (ValueError, ConfigError):
             self._fail(ProtocolError("the other side of the handshake sent a name that no worker may have"))
-            raise  # not reached
 
     def _decode_flags(self, flags: int) -> bool:
         """Return whether the other side has no key; note whether it wants seals."""
@@ -262,19 +242,6 @@ class Dialler(_Side):
     before anything is proved to it. One thread at a time.
     """
 
-    __slots__ = (
-        "_attach",
-        "_auth",
-        "_peer",
-        "_peer_name",
-        "_purpose",
-        "_started",
-        "_version",
-        "_wanted",
-        "refused",
-        "replaced",
-    )
-
     def __init__(
         self,
         *,
@@ -290,7 +257,15 @@ class Dialler(_Side):
         versions: tuple[int, int] = VERSIONS,
         seals: bool = False,
     ) -> None:
-        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
+        super().__init__(
+            name=name,
+            incarnation=incarnation,
+            key=key,
+            insecure=insecure,
+            binding=binding,
+            versions=versions,
+            seals=seals,
+        )
         if purpose not in _PURPOSES:
             raise ConfigError(f"a connection is for one of {list(Purpose)}, not {purpose!r}")
         if attach is None:
@@ -305,20 +280,16 @@ class Dialler(_Side):
         self._wanted = None if peer_incarnation is None else _incarnation_bytes(peer_incarnation)
         self._purpose = Purpose(purpose)
         self._attach = attach
-        self._started = False
         self._auth = b""
         self._peer: tuple[str, bytes] | None = None
         self._version = 0
-        self.refused: Refusal | None = None
-        """Why the other side refused, where it did and said so."""
         self.replaced = False
         """Whether a later life of the worker that was meant has answered, or so it says: nothing was proved."""
 
     def start(self) -> bytes:
         """Return the first message."""
-        if self._started:
+        if self._hello:
             raise ProtocolError("this handshake was started before")
-        self._started = True
         nonce = secrets.token_bytes(32)
         name = self._name.encode("ascii")
         fixed = _HELLO_FIXED.pack(
@@ -326,6 +297,12 @@ class Dialler(_Side):
         )
         self._hello = _message(_HELLO, fixed + name)
         return self._hello
+
+    @property
+    def wanted(self) -> int:
+        """How many bytes of the acceptor to read next, at most."""
+        held = len(self._buffer)
+        return (_HEAD if held < _HEAD else _HEAD + self._buffer[5]) - held
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the acceptor; return those to send to it.
@@ -336,44 +313,39 @@ class Dialler(_Side):
             LimitError: it has no place for another connection now.
             ProtocolError: anything else.
         """
-        if not self._started:
+        if not self._hello:
             raise ProtocolError("this handshake was not started")
         taken = self._take(data, _WELCOME if self._auth else _CHALLENGE)
         if taken is None:
             return b""
-        kind, message, rest = taken
+        kind, message = taken
         if kind == _REFUSE:
             self._refused(message)
         if kind == _CHALLENGE:
-            self._expect_no_more(rest)
             self._read_challenge(message)
             self._auth = _message(_AUTH, self._proof(b"dialler"))
             return self._auth
-        self._read_welcome(message, rest)
+        self._read_welcome(message)
         return b""
 
     def _target(self) -> str:
         return f"worker {self._peer_name!r}" if self._peer_name is not None else "the worker that was dialled"
 
-    def _refused(self, message: bytes) -> None:
+    def _refused(self, message: bytes) -> NoReturn:
         code, size = _REFUSE_FIXED.unpack_from(message, _HEAD)
         raw = message[_HEAD + _REFUSE_FIXED.size :]
         if len(raw) != size or not all(32 <= byte < 127 for byte in raw):
             self._fail(ProtocolError("the other side refused the handshake without a readable reason"))
-        try:
-            self.refused = Refusal(code)
-        except ValueError:
-            self._fail(ProtocolError(f"the other side refused the handshake with an unknown code {code}"))
         text = f"{self._target()} refused worker {self._name!r}: {raw.decode('ascii')}"
-        if self.refused is Refusal.KEY:
+        if code == Refusal.KEY:
             self._fail(AuthenticationError(f"{text}; {_GIVE_KEY}"))
-        if self.refused is Refusal.VERSION:
+        if code == Refusal.VERSION:
             self._fail(VersionError(f"{text}; install the same version of actorrpc on both sides"))
-        if self.refused is Refusal.PEER:
-            self._fail(AuthenticationError(text))
-        if self.refused is Refusal.BUSY:
+        if code == Refusal.BUSY:
             self._fail(LimitError(text))
-        self._fail(ProtocolError(text))
+        if code == Refusal.PROTOCOL:
+            self._fail(ProtocolError(text))
+        self._fail(ProtocolError(f"the other side refused the handshake with an unknown code {code}"))
 
     def _read_challenge(self, message: bytes) -> None:
         body = message[_HEAD:]
@@ -406,7 +378,7 @@ class Dialler(_Side):
         self._challenge = message
         self._peer = (name, incarnation)
 
-    def _read_welcome(self, message: bytes, rest: bytes) -> None:
+    def _read_welcome(self, message: bytes) -> None:
         assert self._peer is not None  # set by the challenge, without which no WELCOME is expected
         name, incarnation = self._peer
         if not hmac.compare_digest(message[_HEAD:], self._proof(b"acceptor", self._auth)):
@@ -424,36 +396,17 @@ class Dialler(_Side):
             version=self._version,
             key=self._proof(b"session"),
             sealed=self._seals,
-            leftover=rest,
         )
 
 
 class Acceptor(_Side):
     """The side that was dialled; it promises nothing before the dialler has proved itself.
 
-    ``admit`` is asked, once the dialler has proved that it holds the key, whether it may come in; it
-    returns ``None``, or a refusal and its reason. It must be quick and must not raise. After an error,
-    ``farewell`` holds what should be sent before the connection is closed. One thread at a time.
+    After an error, ``farewell`` holds the bytes to send before the connection is closed. One thread at a time.
     """
 
-    __slots__ = ("_admit", "_claim", "farewell")
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        incarnation: str,
-        key: bytes,
-        insecure: bool = False,
-        binding: bytes = b"",
-        versions: tuple[int, int] = VERSIONS,
-        seals: bool = False,
-        admit: Callable[[Session], tuple[Refusal, str] | None] | None = None,
-    ) -> None:
-        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
-        self._admit = admit
-        self._claim: Session | None = None
-        self.farewell = b""
+    _claim: Session | None = None
+    farewell: bytes = b""
 
     @property
     def greeted(self) -> bool:
@@ -464,17 +417,16 @@ class Acceptor(_Side):
         """Take bytes of the dialler; return those to send to it.
 
         Raises:
-            AuthenticationError: it does not hold the key, or was not admitted.
+            AuthenticationError: it does not hold the key.
             VersionError: it speaks no common version.
             ProtocolError: anything else.
         """
         taken = self._take(data, _AUTH if self._claim is not None else _HELLO)
         if taken is None:
             return b""
-        kind, message, rest = taken
+        kind, message = taken
         if kind == _REFUSE:
             self._fail(ProtocolError("a dialler does not refuse: it closes the connection"))
-        self._expect_no_more(rest)
         if self._claim is None:
             return self._read_hello(message)
         return self._read_auth(message, self._claim)
@@ -485,7 +437,7 @@ class Acceptor(_Side):
         reason = "".join(char if " " <= char <= "~" else "?" for char in text)[:200].encode("ascii")
         return _message(_REFUSE, _REFUSE_FIXED.pack(code, len(reason)) + reason)
 
-    def _turn_away(self, code: Refusal, text: str, error: RpcError) -> None:
+    def _turn_away(self, code: Refusal, text: str, error: RpcError) -> NoReturn:
         self.farewell = self.refuse(code, text)
         self._fail(error)
 
@@ -500,7 +452,6 @@ class Acceptor(_Side):
             self._turn_away(
                 Refusal.VERSION, f"it speaks versions {_span(self._versions)}", VersionError(text)
             )
-            raise AssertionError  # not reached
         if keyless != (not self._key):
             why = "it needs a key" if self._key else "it runs without a key"
             text = _keyless_text(self._name, name, bool(self._key))
@@ -540,13 +491,7 @@ class Acceptor(_Side):
                     f"that it holds the group's key; {_GIVE_KEY}"
                 ),
             )
-        session = replace(claim, key=self._proof(b"session"))
-        verdict = self._admit(session) if self._admit is not None else None
-        if verdict is not None:
-            code, text = verdict
-            kind = AuthenticationError if code in (Refusal.KEY, Refusal.PEER) else ProtocolError
-            self._turn_away(code, text, kind(f"worker {self._name!r} refused {claim.peer_name!r}: {text}"))
-        self._result = session
+        self._result = replace(claim, key=self._proof(b"session"))
         return _message(_WELCOME, self._proof(b"acceptor", message))
 
 

@@ -20,7 +20,9 @@ class Header(TypedDict, total=False):
     # Any message
     sizes: list[int]  # of its buffers, in bytes
     stream: int  # the number under which its buffers come in chunks
-    placement: bytes  # where in shared memory its buffers are (shared_memory.Placement)
+    placement: (
+        tuple[int, int] | list[int]
+    )  # its buffers are in shared memory: segment, loan (shared_memory.Lender)
     objects: list[Any]  # the numbers of the segments of shared memory that it names; before it is sent, those
     references: Any  # the references that it carries, as the protocol of reference counts packs them
     tag: Any  # the recorder's, of the tensors that it carries (hooks.Recorder)

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import msgpack
@@ -39,7 +39,7 @@ MAX_NAME = 127
 """The longest worker name, in characters (torch's limit: names are *shorter than* 128)."""
 
 FIRST_VISITOR = 1 << 30
-"""The ranks from here on are of visitors: of those who only ask a worker something, and are no members of its group."""
+"""The first rank of visitors, which ask a worker something and are no members of its group."""
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]+", re.ASCII)
 _INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -161,7 +161,7 @@ class WorkerRecord:
 
     @property
     def is_visitor(self) -> bool:
-        """Whether this is no member of the group: it is not listed, and nobody is told of it."""
+        """Whether this is no member of the group: visitors are not listed, and no worker is told of them."""
         return self.rank >= FIRST_VISITOR
 
     @property
@@ -171,54 +171,42 @@ class WorkerRecord:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        if not _is_int(self.rank, -1, 1 << 31):
-            raise ConfigError(f"a worker's rank must be an integer, not {say(self.rank, repr)}")
-        if not (isinstance(self.incarnation, str) and _INCARNATION.fullmatch(self.incarnation)):
-            raise ConfigError("an incarnation is 32 lower-case hexadecimal digits")
-        if not (isinstance(self.host, str) and _HOST.fullmatch(self.host)):
-            raise ConfigError("a host identity is 1 to 128 messages and digits")
-        path = self.unix_path
-        if path is not None and not (isinstance(path, str) and 0 < len(path) <= 108 and "\0" not in path):
-            raise ConfigError("a Unix socket's path has 1 to 108 characters")
-        if not isinstance(self.tcp, tuple) or len(self.tcp) > _MAX_ADDRESSES:
-            raise ConfigError(f"tcp addresses are a tuple of at most {_MAX_ADDRESSES}")
-        for address in self.tcp:
-            if not (isinstance(address, tuple) and len(address) == 2 and _is_address(*address)):
-                raise ConfigError("a tcp address is (host, port) with a port from 1 to 65535")
-        if not _is_int(self.pid, 0, 1 << 31):
-            raise ConfigError("a process id is a positive integer")
-        if not (isinstance(self.main, str) and len(self.main) <= 64):
-            raise ConfigError("a main module's identity has at most 64 characters")
-        if not _is_int(self.cuda_devices, 0, 1 << 16):
-            raise ConfigError("a number of CUDA devices is a positive integer")
-        if not (isinstance(self.devices, tuple) and all(map(_is_device, self.devices))):
-            raise ConfigError("devices are a tuple of names such as cuda:0")
-        if not isinstance(self.device_maps, tuple):
-            raise ConfigError("device maps are a tuple")
-        for route in self.device_maps:
-            if not (isinstance(route, tuple) and len(route) == 3 and all(map(_is_device, route[1:]))):
-                raise ConfigError("an entry of a device map is (worker, device here, device there)")
+        path, devices, routes = self.unix_path, self.devices, self.device_maps
+        for is_right, what in (
+            (
+                _is_int(self.rank, -1, 1 << 31),
+                f"a worker's rank must be an integer, not {say(self.rank, repr)}",
+            ),
+            (_matches(_INCARNATION, self.incarnation), "an incarnation is 32 lower-case hexadecimal digits"),
+            (_matches(_HOST, self.host), "a host identity is 1 to 128 letters and digits"),
+            (path is None or _is_text(path, 1, 108), "a Unix socket's path has 1 to 108 characters"),
+            (
+                isinstance(self.tcp, tuple)
+                and len(self.tcp) <= _MAX_ADDRESSES
+                and all(map(_is_address, self.tcp)),
+                f"tcp addresses are a tuple of at most {_MAX_ADDRESSES} (host, port) with a port from 1 to 65535",
+            ),
+            (_is_int(self.pid, 0, 1 << 31), "a process id is a positive integer"),
+            (_is_text(self.main, 0, 64), "a main module's identity has at most 64 characters"),
+            (_is_int(self.cuda_devices, 0, 1 << 16), "a number of CUDA devices is a positive integer"),
+            (
+                isinstance(devices, tuple) and all(_matches(_DEVICE, each) for each in devices),
+                "devices are a tuple of names such as cuda:0",
+            ),
+            (
+                isinstance(routes, tuple) and all(map(_is_route, routes)),
+                "device maps are a tuple of (worker, device here, device there)",
+            ),
+            (type(self.data_only) is bool, "data_only is a bool"),
+        ):
+            if not is_right:
+                raise ConfigError(what)
+        for route in routes:
             check_name(route[0])
-        if type(self.data_only) is not bool:
-            raise ConfigError("data_only is a bool")
 
     def to_bytes(self) -> bytes:
         """Return the record as a msgpack array."""
-        fields = [
-            self.name,
-            self.rank,
-            self.incarnation,
-            self.host,
-            self.unix_path,
-            self.tcp,
-            self.pid,
-            self.main,
-            self.cuda_devices,
-            self.devices,
-            self.device_maps,
-            self.data_only,
-        ]
-        packed: bytes = msgpack.packb([_RECORD_FORMAT, *fields])
+        packed: bytes = msgpack.packb([_RECORD_FORMAT, *(getattr(self, each.name) for each in fields(self))])
         return packed
 
     @classmethod
@@ -237,40 +225,41 @@ class WorkerRecord:
             row: Any = msgpack.unpackb(data, raw=False)
             if not isinstance(row, list) or not row or row[0] != _RECORD_FORMAT or isinstance(row[0], bool):
                 raise ValueError("it was written by another version of actorrpc, or by something else")
-            _, name, rank, incarnation, host, path, tcp, pid, main, cuda, devices, device_maps, only = row
-            if not isinstance(tcp, list) or not all(isinstance(address, list) for address in tcp):
-                raise ValueError("its tcp addresses are not a list of pairs")
-            if not isinstance(device_maps, list) or not all(isinstance(route, list) for route in device_maps):
-                raise ValueError("its device maps are not a list of triples")
-            if not isinstance(devices, list):
-                raise ValueError("its devices are not a list")
-            return cls(
-                name=name,
-                rank=rank,
-                incarnation=incarnation,
-                host=host,
-                unix_path=path,
-                tcp=tuple(tuple(address) for address in tcp),
-                pid=pid,
-                main=main,
-                cuda_devices=cuda,
-                devices=tuple(devices),
-                device_maps=tuple(tuple(route) for route in device_maps),
-                data_only=only,
-            )
+            names = [each.name for each in fields(cls)]
+            return cls(**dict(zip(names, map(_with_tuples, row[1:]), strict=True)))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise RendezvousError(
                 f"what a worker has said of itself in the store cannot be read: {error}"
             ) from error
 
 
+def _with_tuples(value: Any) -> Any:
+    """Make tuples of lists, and of the lists in them: msgpack knows lists only."""
+    if not isinstance(value, list):
+        return value
+    return tuple(tuple(each) if isinstance(each, list) else each for each in value)
+
+
 def _is_int(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
 
 
-def _is_address(host: object, port: object) -> bool:
-    return isinstance(host, str) and 0 < len(host) <= 255 and "\0" not in host and _is_int(port, 1, 65536)
+def _is_text(value: object, low: int, high: int) -> bool:
+    return isinstance(value, str) and low <= len(value) <= high and "\0" not in value
 
 
-def _is_device(value: object) -> bool:
-    return isinstance(value, str) and _DEVICE.fullmatch(value) is not None
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_address(pair: object) -> bool:
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and _is_text(pair[0], 1, 255)
+        and _is_int(pair[1], 1, 65536)
+    )
+
+
+def _is_route(route: object) -> bool:
+    return isinstance(route, tuple) and len(route) == 3 and all(_matches(_DEVICE, each) for each in route[1:])

@@ -292,7 +292,7 @@ class Resident:
     def __init__(self, worker: Worker, spec: Any) -> None:
         self.worker = worker
         self.spec = spec
-        self.mailbox = Mailbox({"": 1})
+        self.mailbox = Mailbox()
         self.queue = self.mailbox.queues[""]
         self.ended = False
 

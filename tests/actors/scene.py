@@ -54,14 +54,14 @@ class Scene:
         monkeypatch.setattr(Worker, "die", die)
 
     def scatter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have deeds done at any time later, as threads would that are held up."""
+        """Have actions done at any time later, as threads would that are held up."""
 
-        def perform(deeds: list[Callable[[], object]]) -> None:
+        def perform(actions: list[Callable[[], object]]) -> None:
             def first() -> None:
-                deeds[0]()
-                perform(deeds[1:])
+                actions[0]()
+                perform(actions[1:])
 
-            if deeds:
+            if actions:
                 self.world.tasks.append((self.driver, first))
 
         for module in ("supervision.groups", "groups.supervision", "supervision.supervisor"):

@@ -19,6 +19,7 @@ from actorrpc.wire.handshake import Dialler, Purpose
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
 from tests import certificates
+from tests.streams import Blocking
 
 KEY = Key.from_text("the key of these tests")
 __all__ = ["KEY", "Stranger", "agents", "record"]
@@ -81,9 +82,8 @@ class Stranger:
         if path is None:
             sock = socket.create_connection(to.record.tcp[0])
             if to.connector.tls is not None:
-                self.sock = to.connector.tls.dial(sock, _time.now() + 10)
-                self.sock.settimeout(None)
-                binding = self.sock.binding
+                stream = to.connector.tls.dial(sock, _time.now() + 10)
+                self.sock, binding = Blocking(stream), stream.binding
             else:
                 self.sock = sock
         else:
@@ -109,9 +109,8 @@ class Stranger:
             if data:
                 self.sock.sendall(data)
             if self._dialler.done:
-                self._reader.put(self._dialler.result.leftover)
                 return
-            received = self.sock.recv(4096)
+            received = self.sock.recv(self._dialler.wanted)
             if not received:
                 raise ConnectionResetError("closed during the handshake")
             data = self._dialler.feed(received)
@@ -123,9 +122,6 @@ class Stranger:
     def frames(self) -> list[Frame]:
         """Read until there is a whole frame; an empty list at the end of the connection."""
         while True:
-            found = self._reader.fed(0)  # what came behind the handshake
-            if found:
-                return found
             target = self._reader.target()
             try:
                 data = self.sock.recv(len(target[0]))

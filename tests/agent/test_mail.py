@@ -33,7 +33,7 @@ class Router:
         self.places: list[int] = []
         self.given_up: list[int] = []
         self.grew = threading.Condition()
-        agent.post = self
+        agent.inbox.mail_router = self
 
     def take(self, conn: Any, peer: Any, frame: Frame) -> None:
         with self.grew:

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from actorrpc import _time
+from actorrpc.agent import connector
 from actorrpc.agent.agent import Agent
 from actorrpc.errors import ShutdownError
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.tls import TlsSocket
+from actorrpc.transport.stream import Stream, send_all
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from actorrpc.wire.headers import pack_header
@@ -168,7 +169,7 @@ def test_what_another_thread_has_taken_out_and_not_sent_is_waited_for(
         _meet(first, second)
         over, states = _watch(second)
         conn: Any = _conn(first, "a1")
-        conn.sock = gated = _Gated(conn.sock)
+        conn.stream = gated = _Gated(conn.stream)
         taken = threading.Event()
 
         class Outbox(type(conn.outbox)):  # type: ignore[misc]
@@ -243,17 +244,13 @@ def test_a_connection_whose_introduction_is_read_after_the_end_of_its_peer_ends_
 
 def test_the_goodbye_comes_after_the_answer_to_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, proceed = threading.Event(), threading.Event()
-    for kind in (socket.socket, TlsSocket):
 
-        def answer(sock: Any, data: bytes, send: Any = kind.sendall) -> None:
-            if threading.current_thread().name.startswith(
-                "actorrpc-"
-            ):  # the pool's, which admits the stranger
-                entered.set()
-                assert proceed.wait(20)
-            send(sock, data)
+    def answer(stream: Stream, data: bytes, limit: float) -> None:  # on the thread that admits the stranger
+        entered.set()
+        assert proceed.wait(20)
+        send_all(stream, data, limit)
 
-        monkeypatch.setattr(kind, "sendall", answer)
+    monkeypatch.setattr(connector, "send_all", answer)
     with agents(2) as (agent, _):
         stranger = Stranger(agent)
         with contextlib.closing(stranger.sock):
@@ -291,6 +288,6 @@ def test_an_answer_counts_that_lies_in_the_other_connection_when_the_end_of_one_
             here.pool.forget(first.fd)  # no thread is woken for it: it comes too late
         over = threading.Event()
         future.add_done_callback(lambda _: over.set())
-        second.sock.shutdown(socket.SHUT_RD)
+        second.stream.shutdown(socket.SHUT_RD)
         assert over.wait(20)  # a thread that waited for the future itself would read
         assert future.wait() == 3

@@ -32,8 +32,8 @@ import pytest
 
 import actorrpc
 from actorrpc import futures
-from actorrpc.actors.host.carriers import ActorThreads
-from actorrpc.actors.host.threads import ActorThread
+from actorrpc.actors.host.carriers import ActorThread, ActorThreads
+from actorrpc.actors.host.threads import Runner
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Call
 from actorrpc.agent.peers import Peer
@@ -43,6 +43,7 @@ from actorrpc.futures import WAITING, Future
 from actorrpc.transport import reader
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import SocketStream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from tests.agent.agents import record
@@ -110,16 +111,18 @@ class _Spinner(reader.Spinner):
         return self._dice.random() < 0.7 and self.lock.acquire(False)
 
 
-class _Guest(ActorThread):
-    """The thread of an actor: sleeps where its last caller's next message comes, and is called for orders."""
+class _Guest(Runner):
+    """Runs on the thread of an actor: sleeps where its last caller's next message comes, and is called for orders."""
 
     def __init__(self, world: _World) -> None:
+        threads = ActorThreads(world.agent)
         super().__init__(
-            cast(Any, SimpleNamespace(agent=world.agent, runners=ActorThreads(world.agent))),
+            cast(Any, SimpleNamespace(agent=world.agent, actor_threads=threads)),
             cast(Any, SimpleNamespace(waiting=False, has_ready=False, yielding=False)),
         )
         self._world = world
-        self.caller = world.conn
+        self.thread = ActorThread(threads, self, own=True)
+        self.thread.caller = world.conn
         self.orders: deque[str] = self.work  # type: ignore[assignment]
         self.posted = 0
         self.ended = False
@@ -129,13 +132,13 @@ class _Guest(ActorThread):
         self.wake()
 
     def run(self) -> None:
-        self.ident = threading.get_ident()
+        self.ident = self.thread.ident = threading.get_ident()
         WAITING.runner = self
         while not self.ended:
             if self.orders:
                 self._carry_out()
             else:
-                self._sleep()
+                self.thread._sleep()
 
     def serve(self) -> None:
         outer, self._stirs = self._stirs, []
@@ -200,7 +203,12 @@ class _World:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_608)
         self.other = Other(there, dice, _ASKED)
         self.conn = conn = Connection(
-            here, epoll=made.pool.epoll, events=made.inbox, settings=settings, attach=b"", local=True
+            SocketStream(here),
+            epoll=made.pool.epoll,
+            events=made.inbox,
+            settings=settings,
+            attach=b"",
+            local=True,
         )
         conn.peer, self.peer.conn = self.peer, conn
         self.peer.conns.append(conn)

@@ -28,7 +28,8 @@ from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.session import Replay
+from actorrpc.transport.session import ReliableStream
+from actorrpc.transport.stream import SocketStream
 from actorrpc.wire import handshake
 from actorrpc.wire.frames import REPLY, Frame, pack_frame
 from actorrpc.wire.identity import WorkerRecord
@@ -248,6 +249,18 @@ def test_what_is_sent_again_is_what_it_was() -> None:
         assert torch.equal(future.wait(), torch.zeros(200_000))
 
 
+def test_the_socket_after_the_first_has_the_same_options() -> None:
+    with behind() as ((a0, a1), proxies):
+        for number in range(2):
+            assert call(a0, note, number, 1) == 1
+            for agent, other in ((a0, "a1"), (a1, "a0")):
+                conn = agent.peer(other).conn
+                assert conn is not None
+                assert conn.lapses == number
+                assert conn.stream.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            proxies[1].reset()
+
+
 def test_a_call_under_way_is_not_made_again() -> None:
     _gate.clear()
     with behind() as ((a0, _), proxies):
@@ -420,20 +433,18 @@ class _Late:
 
 
 @contextlib.contextmanager
-def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Quiet]]:
+def alone() -> Iterator[tuple[Connection, socket.socket, _Quiet]]:
     """Make one end of a connection; the other one is a bare socket."""
     here, there = socket.socketpair()
     events = _Quiet()
     with select.epoll() as epoll, there:
         conn = Connection(
-            here,
+            ReliableStream(SocketStream(here)),
             epoll=epoll,
             events=events,
             settings=Settings(),
             attach=b"",
             local=False,
-            replay=Replay(),
-            leftover=leftover,
         )
         try:
             conn.register()
@@ -443,9 +454,9 @@ def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Q
             conn.reap()
 
 
-def _replay(conn: Connection) -> Replay:
-    assert conn.replay is not None
-    return conn.replay
+def _session(conn: Connection) -> ReliableStream:
+    assert conn.session is not None
+    return conn.session
 
 
 _READERS: dict[str, Callable[[Connection], object]] = {
@@ -463,38 +474,22 @@ def test_nobody_reads_a_failed_socket_any_more_once_it_was_said_how_far_reading_
 
         def other_thread() -> None:  # between the reader's first look and its lock
             conn.suspend(ConnectionResetError())
-            told.append(conn.standstill(next(_replay(conn).attempts)))
+            told.append(conn.standstill(next(_session(conn).attempts)))
 
         conn.read_lock = cast(Any, _Late(other_thread))
         frames = _READERS[reader](conn)
         assert told == [0]
-        assert _replay(conn).received == 0
+        assert _session(conn).received == 0
         assert not frames
         assert not events.delivered
         # What was not read comes again, over another socket.
         conn.read_lock = threading.Lock()
         here, again = socket.socketpair()
         with again:
-            assert conn.resume(here, 1, 0, lambda: None)
+            assert conn.resume(SocketStream(here), 1, 0, lambda: None)
             again.sendall(pack_frame(REPLY, 7, b"once"))
             conn.turn()
         assert [frame.body for frame in events.delivered] == [b"once"]
-
-
-def test_what_came_with_the_handshake_counts() -> None:
-    first, second = pack_frame(REPLY, 1, b"first"), pack_frame(REPLY, 2, b"second")
-    with alone(leftover=first + second[:10]) as (conn, _, events):
-        conn.suspend(ConnectionResetError())
-        assert (
-            conn.standstill(next(_replay(conn).attempts)) == len(first) + 10
-        )  # also before anybody has looked at it
-        here, again = socket.socketpair()
-        with again:
-            assert conn.resume(here, 1, 0, lambda: None)
-            assert [frame.body for frame in conn.read_rest(fresh=True)] == [b"first"]
-            again.sendall(second[10:])
-            conn.turn()
-            assert [frame.body for frame in events.delivered] == [b"second"]
 
 
 @pytest.mark.parametrize("came_back", [False, True])
@@ -507,20 +502,20 @@ def test_an_attempt_does_not_come_back_once_a_later_one_has_said_how_far_reading
         for sock in (first, first_there, second, second_there):
             stack.enter_context(sock)
         conn, _, events = stack.enter_context(alone())
-        early, late = next(_replay(conn).attempts), next(_replay(conn).attempts)
+        early, late = next(_session(conn).attempts), next(_session(conn).attempts)
         conn.suspend(ConnectionResetError())
         assert conn.standstill(early) == 0
         first_there.sendall(pack_frame(REPLY, 1, b"sent at once"))
         if came_back:
-            assert conn.resume(first, early, 0, lambda: None)
+            assert conn.resume(SocketStream(first), early, 0, lambda: None)
         # From here on the other side is told that nothing has come, and sends it again over the second socket.
         assert conn.standstill(late) == 0
-        assert _replay(conn).is_overtaken(early)
+        assert _session(conn).is_overtaken(early)
         assert conn.standstill(early) is None
-        assert not conn.resume(first, early, 0, lambda: None)
+        assert not conn.resume(SocketStream(first), early, 0, lambda: None)
         conn.turn()
         assert not events.delivered
-        assert conn.resume(second, late, 0, lambda: None)
+        assert conn.resume(SocketStream(second), late, 0, lambda: None)
         second_there.sendall(pack_frame(REPLY, 1, b"sent again"))
         conn.turn()
         assert [frame.body for frame in events.delivered] == [b"sent again"]

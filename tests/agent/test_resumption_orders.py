@@ -25,10 +25,11 @@ from actorrpc.agent.outbound import Assembly
 from actorrpc.config import Settings
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.session import Replay
+from actorrpc.transport.sealed import SealedStream
+from actorrpc.transport.session import ReliableStream
+from actorrpc.transport.stream import SocketStream, Stream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
-from actorrpc.wire.integrity import Seals
 from tests.agent.steps import Steps
 from tests.layers import rest_is_slow
 
@@ -52,13 +53,6 @@ class _Wire(socket.socket):
             return super().recv(size, socket.MSG_DONTWAIT)
         except BlockingIOError:  # chosen for its patience was over
             raise TimeoutError from None
-
-    def sendall(self, data: Any, flags: int = 0, /) -> None:
-        self.steps.step()
-        super().sendall(data)
-
-    def settimeout(self, value: float | None, /) -> None:
-        pass  # patience says
 
     def _readable(self) -> bool:
         if self.fileno() < 0:
@@ -142,6 +136,7 @@ class _World:
         self.steps = Steps(self.dice)
         self.steps.install(monkeypatch)
         self.calm = False
+        self.sealed = sealed
         self.lines: list[_Line] = []
         self.epoll = select.epoll()
         self.settings = Settings()
@@ -161,19 +156,26 @@ class _World:
         self.ends: list[_End] = []
         for dialled, wire in zip((True, False), self.line().ends, strict=True):
             end = _End(
-                wire,
+                # So small that acknowledgements come, and what is kept is forgotten, and full.
+                ReliableStream(
+                    self._over(wire, dialled),
+                    ("dialler", "life"),
+                    dialled,
+                    say_every=3_000,
+                    limit=20_000,
+                ),
                 epoll=self.epoll,
                 events=self,
                 settings=self.settings,
                 attach=b"",
                 local=False,
-                # So small that acknowledgements come, and what is kept is forgotten, and full.
-                replay=Replay(("dialler", "life"), dialled, say_every=3_000, limit=20_000, large=1_000),
-                seals=Seals.of(bytes(32), dialled=dialled) if sealed else None,
             )
             end.steps = self.steps
             self.ends.append(end)
         self.ends[0].peer = SimpleNamespace(name="acceptor")
+
+    def _over(self, wire: _Wire, dialled: bool) -> Stream:
+        return SealedStream(wire, bytes(32), dialled=dialled) if self.sealed else SocketStream(wire)
 
     def line(self) -> _Line:
         self.lines.append(_Line(self.steps, self.patient))
@@ -184,15 +186,24 @@ class _World:
 
     # -- links -------------------------------------------------------------------------------------
 
+    def secure(self, stream: Stream, session: object, *, dialled: bool) -> Stream:
+        return self._over(cast(_Wire, stream.sock), dialled)
+
     def addresses(self, peer: Any) -> list[tuple[int, str]]:
         return [(socket.AF_UNIX, "acceptor")]
 
-    def dial(self, *_: Any) -> tuple[_Wire, None]:
+    def dial(self, *_: Any) -> tuple[Stream, None]:
         self.steps.step()
         mine, theirs = self.line().ends
         session = SimpleNamespace(peer_name="dialler", peer_incarnation="life")
         self.steps.spawn(
-            partial(self.resumption.admit, theirs, cast(Any, session), _ANSWER, cast(Any, self.ends[1]))
+            partial(
+                self.resumption.admit,
+                SocketStream(theirs),
+                cast(Any, session),
+                _ANSWER,
+                cast(Any, self.ends[1]),
+            )
         )
         try:
             left = len(_ANSWER)
@@ -204,7 +215,7 @@ class _World:
         except OSError:
             mine.close()
             raise
-        return mine, None
+        return SocketStream(mine), None
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -212,8 +223,8 @@ class _World:
         side = self.ends.index(cast(_End, connection))
         match frame.kind:
             case frames.ACK:
-                assert connection.replay is not None
-                connection.replay.acknowledged(frame.id)
+                assert connection.session is not None
+                connection.session.acknowledged(frame.id)
             case frames.REPLY:
                 size = int.from_bytes(frame.body, "big")
                 connection.assemblies[frame.id] = Assembly(frame, [size], lambda n: memoryview(bytearray(n)))

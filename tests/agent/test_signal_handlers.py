@@ -112,19 +112,19 @@ def test_handlers_may_interrupt_each_other_in_their_waits() -> None:
 
 
 class _Interrupted:
-    """A socket whose next ``send`` is interrupted once."""
+    """A stream whose next ``send`` is interrupted once."""
 
     def __init__(self, conn: Connection, found: list[int]) -> None:
-        self._conn, self._sock, self._found = conn, conn.sock, found
+        self._conn, self._stream, self._found = conn, conn.stream, found
 
     def send(self, *arguments: Any) -> int:
-        self._conn.sock = self._sock
+        self._conn.stream = self._stream
         signal.raise_signal(signal.SIGUSR1)
         assert not self._found
-        return self._sock.send(*arguments)
+        return self._stream.send(*arguments)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
+        return getattr(self._stream, name)
 
 
 def test_a_handler_that_comes_in_the_midst_of_sending_may_call_when_that_is_over() -> None:
@@ -133,7 +133,7 @@ def test_a_handler_that_comes_in_the_midst_of_sending_may_call_when_that_is_over
         assert _add(one, other) == 3
         conn = one.peer(other.name).conn
         assert conn is not None
-        conn.sock = cast(Any, _Interrupted(conn, found))
+        conn.stream = cast(Any, _Interrupted(conn, found))
         assert _add(one, other, 4) == 6
         assert found == [3]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Contexts
+from actorrpc.autograd.coordinator import Coordinator, settled
 from actorrpc.autograd.messages import Gradient, Message, Notice, Run
 from actorrpc.autograd.participant import Participant
 from actorrpc.autograd.recorder import GraphRecorder
@@ -47,7 +48,7 @@ from tests.autograd.programs import (
     perform,
 )
 
-__all__ = ["KINDS", "TYPES", "Fault", "Network", "Worker", "World"]
+__all__ = ["KINDS", "TYPES", "Fault", "Network", "Worker", "World", "run"]
 
 #: What can go wrong with a message.
 KINDS = ("drop", "duplicate", "delay", "kill target", "kill origin", "release")
@@ -65,6 +66,26 @@ class Fault:
     type: str
     nth: int = 0
     hit: bool = False
+
+
+def run(coordinator: Coordinator) -> Future[None]:
+    """Go through the steps of a pass as answers come; return a future of its end."""
+    result: Future[None] = Future()
+    steps = coordinator.steps()
+
+    def go(_: object = None) -> None:
+        try:
+            futures = next(steps)
+        except StopIteration:
+            result.set_result(None)
+        except BaseException as error:
+            coordinator.give_up(error)
+            result.set_exception(error)
+        else:
+            settled(futures).add_done_callback(go)
+
+    go()
+    return result
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +137,7 @@ class Worker:
     def leave(self, outer: Any) -> None:
         """No thread reads."""
 
-    def visited(self, begun: float, context: int) -> None:
+    def noted(self, kind: str, begun: float, context: int) -> None:
         pass
 
     def attends_another(self, part: Any) -> bool:
@@ -415,7 +436,7 @@ class World:
 
     def start(self, **options: Any) -> Future[None]:
         options.setdefault("timeout", _TIMEOUT)
-        return self.origin.participant.start(self.context, self.roots, **options)
+        return run(self.origin.participant.begin(self.context, self.roots, **options))
 
     def backward(self, **options: Any) -> None:
         """Run a pass to its end.
@@ -444,7 +465,7 @@ class World:
         found = {}
         for name, (leaf, tensor) in self.leaves.items():
             worker = self.network.worker(leaf.worker)
-            context = worker.contexts.find(self.context)
+            context = worker.contexts.live.get(self.context)
             if worker.alive and context is not None and id(tensor) in context.gradients:
                 found[name] = context.gradients[id(tensor)][1]
         return found
@@ -465,7 +486,7 @@ class World:
             future.acknowledge()  # where its worker died nobody has looked
         for worker in self.network.workers.values():
             if worker.alive:
-                assert len(worker.contexts) == 0, f"{worker.me} keeps {worker.contexts.all()}"
+                assert len(worker.contexts.live) == 0, f"{worker.me} keeps {worker.contexts.all()}"
                 assert not worker.asks
         assert not graph._taken
 

@@ -79,12 +79,12 @@ class Holder:
 
 
 def _knows(context: int) -> bool:
-    return contexts().find(context) is not None
+    return contexts().live.get(context) is not None
 
 
 def _count() -> int:
     gc.collect()
-    return len(contexts())
+    return len(contexts().live)
 
 
 # -- ways to go and come back --------------------------------------------------------------------
@@ -254,7 +254,7 @@ def _blocks(rank: int, _: int) -> None:
     _until(lambda: not rpc.rpc_sync("worker1", _knows, (context,)))
     with pytest.raises(ValueError, match="mine"), dist_autograd.context() as context:
         raise ValueError("mine")
-    assert contexts().find(context) is None
+    assert contexts().live.get(context) is None
     assert rpc.rpc_sync("worker1", _open_another) == "opened"
 
 
@@ -689,7 +689,7 @@ _seen: list[int] = []
 
 
 def _seen_context() -> bool:
-    if len(contexts()):
+    if len(contexts().live):
         _seen.append(1)
     return bool(_seen) or not _alive(0)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from actorrpc.autograd import contexts as module
 from actorrpc.autograd.contexts import Contexts, Receipt
 from actorrpc.autograd.messages import Sink
 from actorrpc.errors import RpcError
@@ -35,7 +34,7 @@ def test_what_is_not_known_is_said() -> None:
     contexts = Contexts(ME)
     with pytest.raises(RpcError, match=r"Could not find autograd context with id: 77$"):
         contexts.get(77)
-    assert contexts.find(77) is None
+    assert contexts.live.get(77) is None
     for wrong in ("77", 7.0, None, True):
         with pytest.raises(TypeError, match="named by an int"):
             contexts.get(wrong)  # type: ignore[arg-type]
@@ -53,16 +52,15 @@ def test_a_late_message_does_not_make_it_again() -> None:
     assert contexts.release(reached.id) is reached
     assert contexts.reach(reached.id) is None
     assert contexts.release(reached.id) is None
-    assert len(contexts) == 0
+    assert len(contexts.live) == 0
     # Nor one that comes after a release of what was never known here.
     assert contexts.release(5) is None
     assert contexts.reach(5) is None
 
 
-def test_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_REMEMBERED", 10)
+def test_the_last_10_000_released_contexts_are_remembered() -> None:
     contexts = Contexts(ME)
-    for id in range(30):
+    for id in range(10_020):
         contexts.release(id)
     assert contexts.reach(19) is not None
     assert contexts.reach(20) is None

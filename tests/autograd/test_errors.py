@@ -71,7 +71,7 @@ class Gate(torch.autograd.Function):
 
 def _arm(phase: str, fault: str, context: int, origin: str, pid: int) -> None:
     def over() -> bool:
-        found = contexts().find(context)
+        found = contexts().live.get(context)
         return found is None or not found.passes
 
     def happen() -> None:
@@ -129,7 +129,7 @@ def _gradient(context: int) -> Tensor | None:
 def _left() -> tuple[int, int, int]:
     """What this worker has of contexts, passes, and slots that are borrowed."""
     passes = sum(len(context.passes) for context in contexts().all())
-    return len(contexts()), passes, len(graph._taken)
+    return len(contexts().live), passes, len(graph._taken)
 
 
 def _forward(x: Tensor, at_gate: str, bystander: str, phase: str) -> Tensor:

@@ -30,7 +30,7 @@ from actorrpc.errors import PeerDiedError, RemoteError, RpcError, RpcTimeoutErro
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
 from tests.autograd.programs import compare, copies, expected, generate
-from tests.autograd.simulator import Network, Worker, World
+from tests.autograd.simulator import Network, Worker, World, run
 
 
 class Group:
@@ -47,7 +47,7 @@ class Group:
         return self.network.worker(rank)
 
     def known(self, rank: int) -> Context:
-        found = self.worker(rank).contexts.find(self.context)
+        found = self.worker(rank).contexts.live.get(self.context)
         assert found is not None
         return found
 
@@ -72,7 +72,7 @@ class Group:
 
     def start(self, *roots: Tensor, rank: int = 0, **options: Any) -> Future[None]:
         options.setdefault("timeout", 1000.0)
-        return self.worker(rank).participant.start(self.context, roots, **options)
+        return run(self.worker(rank).participant.begin(self.context, roots, **options))
 
     def backward(self, *roots: Tensor, rank: int = 0, **options: Any) -> None:
         future = self.start(*roots, rank=rank, **options)
@@ -368,11 +368,11 @@ def test_wrong_roots_are_refused_before_anything_is_asked() -> None:
             group.backward(*roots, **options)  # type: ignore[arg-type]
     part = group.worker(0).participant
     with pytest.raises(TypeError, match="incompatible function arguments"):
-        part.start(group.context, y)  # type: ignore[arg-type]
+        part.begin(group.context, y)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Could not find autograd context with id: 3"):
-        part.start(3, [y])
+        part.begin(3, [y])
     with pytest.raises(TypeError):
-        part.start("3", [y])  # type: ignore[arg-type]
+        part.begin("3", [y])  # type: ignore[arg-type]
     assert not group.network.counts
     assert not group.known(0).passes
 
@@ -483,7 +483,7 @@ def test_a_context_that_is_released_in_a_pass() -> None:
     with pytest.raises(RpcError, match="was released while a backward pass was under way"):
         future.value()
     group.network.settle()
-    assert [len(worker.contexts) for worker in group.network.workers.values()] == [0, 0, 0]
+    assert [len(worker.contexts.live) for worker in group.network.workers.values()] == [0, 0, 0]
     group.worker(0).participant.release(group.context)
     with pytest.raises(RpcError, match="it has been released"):
         group.start(loss)
@@ -551,10 +551,10 @@ def test_contexts_that_nobody_uses_expire_where_they_were_not_made() -> None:
         group.known(rank).touched -= 100
     for rank in range(2):
         group.worker(rank).participant.expire(1000)
-    assert [len(group.worker(rank).contexts) for rank in range(2)] == [1, 1]
+    assert [len(group.worker(rank).contexts.live) for rank in range(2)] == [1, 1]
     for rank in range(2):
         group.worker(rank).participant.expire(50)
-    assert [len(group.worker(rank).contexts) for rank in range(2)] == [1, 0]
+    assert [len(group.worker(rank).contexts.live) for rank in range(2)] == [1, 0]
     assert not group.network.mails
 
 
@@ -627,7 +627,9 @@ def test_a_hook_may_run_a_pass_of_its_own_even_in_the_same_context() -> None:
     done: list[int] = []
 
     def hook(_: Tensor) -> None:
-        group.worker(0).participant.start(group.context, [inner]).add_done_callback(lambda _: done.append(1))
+        run(group.worker(0).participant.begin(group.context, [inner])).add_done_callback(
+            lambda _: done.append(1)
+        )
         group.network.settle(lambda: bool(done))
 
     x.register_hook(hook)
@@ -736,8 +738,10 @@ def test_passes_on_many_threads() -> None:
         with ThreadPoolExecutor(4) as users:
             list(users.map(run, range(60)))
         until = time.monotonic() + 30
-        while any(len(worker.contexts) for worker in network.workers.values()) and time.monotonic() < until:
+        while (
+            any(len(worker.contexts.live) for worker in network.workers.values()) and time.monotonic() < until
+        ):
             network.pool.submit(int).result()  # notices are still on their way
     assert not wrong, wrong[:3]
-    assert not any(len(worker.contexts) for worker in network.workers.values())
+    assert not any(len(worker.contexts.live) for worker in network.workers.values())
     assert not graph._taken

@@ -278,7 +278,7 @@ def _programs(rank: int, workers: int, seeds: range) -> Counter[str]:
     _finished.set()
     for other in range(workers):
         _until(lambda other=other: rpc.rpc_sync(f"worker{other}", _is_finished))
-    _until(lambda: len(contexts()) == 0)
+    _until(lambda: len(contexts().live) == 0)
     assert not graph._taken
     assert not _parts
     return done + Counter(handled)

@@ -98,7 +98,7 @@ def sampled() -> Sampler:
 
 def test_what_speedscope_reads(sampled: Sampler, tmp_path: Path) -> None:
     path = str(tmp_path / "profile.json")
-    assert profile.write(path, [sampled], 4.0, False) == 2
+    assert profile.write(path, [sampled], {}, 1.0, 4.0, False).threads == 2
     with open(path, encoding="utf-8") as file:
         found = json.load(file)
     assert found == {
@@ -132,7 +132,7 @@ def test_what_speedscope_reads(sampled: Sampler, tmp_path: Path) -> None:
 
 def test_what_flamegraph_reads(sampled: Sampler, tmp_path: Path) -> None:
     path = tmp_path / "profile.txt"
-    assert profile.write(str(path), [sampled], 4.0, True) == 2
+    assert profile.write(str(path), [sampled], {}, 1.0, 4.0, True).threads == 2
     assert path.read_text() == "w;main;f (a.py) 1\nw;main;f (a.py);g (a.py) 3\nw;thread 2;a,b (a.py) 4\n"
 
 

@@ -114,8 +114,8 @@ def test_what_it_shows() -> None:
         assert [row[0] for row in _table(top, "actors")][:1] == ["Store#2"]  # the fullest mailbox first
         await _look(top, pilot)
         assert _table(top, "workers") == [
-            ["driver", "alive", "25", "3.0 MiB", "0", "0", "0", "0"],
-            ["Store-1", "stopped", "-", "0 B", "0", "0", "0", "0"],
+            ["driver", "alive", "25", "3.0 MiB", "", "", "0", "0"],
+            ["Store-1", "stopped", "-", "", "", "", "0", "0"],
         ]
         assert _table(top, "actors")[0] == [
             "Store#2",

@@ -14,10 +14,11 @@ from typing import Any
 
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.cluster import driver_rpc
+from actorrpc.cluster.driver import Cluster
 from actorrpc.cluster.provisioners.local import LocalCluster
 from tests import output
 
-__all__ = ["cluster", "script", "until", "workers"]
+__all__ = ["cluster", "engine", "script", "until", "workers"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HEAD = """
@@ -32,18 +33,24 @@ def spawn(label="Counter", **spec):
 """
 
 
-def cluster() -> LocalCluster:
-    """Return the embedded engine of the cluster that this process drives."""
+def cluster() -> Cluster:
+    """Return the cluster that this process drives."""
     found = driver_rpc.current()
     assert found is not None
-    assert isinstance(found.engine, LocalCluster)
-    return found.engine
+    return found
+
+
+def engine() -> LocalCluster:
+    """Return its embedded engine."""
+    found = cluster().engine
+    assert isinstance(found, LocalCluster)
+    return found
 
 
 @contextlib.contextmanager
 def workers(count: int = 1, label: str = "Counter", **spec: Any) -> Iterator[list[str]]:
     """Run workers in the cluster that is there; kill them at the end."""
-    futures = [cluster().spawn(ProcessSpec(label=label, **spec)) for _ in range(count)]
+    futures = [cluster().start(ProcessSpec(label=label, **spec)) for _ in range(count)]
     names = [future.wait(50).name for future in futures]
     try:
         yield names

@@ -15,7 +15,7 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.actors.spec.death_report import ProcessSpec
-from actorrpc.cluster.driver_rpc import spawn
+from actorrpc.cluster import driver_rpc
 
 _kept: list[Any] = []
 
@@ -87,7 +87,9 @@ def names() -> list[str]:
 def spawn_another(label: str) -> str:
     """Start a process from a worker, and return its name."""
     driver = rpc.get_worker_info(0)
-    info = rpc.rpc_sync(driver, spawn, (ProcessSpec(label=label), rpc.get_worker_info().name))
+    info = rpc.rpc_sync(
+        driver, driver_rpc.ask, ("spawn", ProcessSpec(label=label), rpc.get_worker_info().name)
+    )
     return info.name
 
 

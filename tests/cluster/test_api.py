@@ -20,7 +20,7 @@ from actorrpc.cluster import ClusterContext, driver_rpc, init
 from actorrpc.errors import ConfigError, NotInitializedError, PlacementError, RpcError, ShutdownError
 from tests.announced import BETWEEN_STEPS
 from tests.cluster import remotes
-from tests.cluster.drive import cluster, script, until, workers
+from tests.cluster.drive import cluster, engine, script, until, workers
 from tests.layers import rest_is_slow
 from tests.output import check
 from tests.ranks import rpc_group
@@ -43,7 +43,7 @@ def test_init_does_not_wait_and_shutdown_ends_everything() -> None:
     assert rpc.get_worker_info().id == 0
     assert rpc.get_rpc_timeout() == 7
     assert rpc.rpc_sync("boss", os.getpid) == os.getpid()
-    server = cluster().server
+    server = engine().server
     assert server is not None
     assert psutil.pid_exists(server.pid)
     rpc.shutdown()
@@ -208,26 +208,26 @@ def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_shutdown_while_workers_start_and_work() -> None:
     init()
-    futures = [cluster().spawn(ProcessSpec(label="Early")) for _ in range(3)]
+    futures = [cluster().start(ProcessSpec(label="Early")) for _ in range(3)]
     rpc.shutdown()
     for future in futures:
         with pytest.raises(ShutdownError):
             future.wait(10)
     init()
-    names = [cluster().spawn(ProcessSpec(label="Busy")).wait(50).name for _ in range(2)]
+    names = [cluster().start(ProcessSpec(label="Busy")).wait(50).name for _ in range(2)]
     waiting = rpc.rpc_async(names[0], remotes.wait_for_ever, timeout=0)
     late = cluster()
     rpc.shutdown(graceful=False)
     with pytest.raises(RpcError):
         waiting.wait(10)
     with pytest.raises(ShutdownError):
-        late.spawn(ProcessSpec(label="Late")).wait(10)
+        late.start(ProcessSpec(label="Late")).wait(10)
 
 
 @pytest.mark.slow
 def test_shutdown_does_not_wait_for_stopped_workers() -> None:
     with init():
-        name = cluster().spawn(ProcessSpec(label="Stopped")).wait(50).name
+        name = cluster().start(ProcessSpec(label="Stopped")).wait(50).name
         pid = rpc.rpc_sync(name, os.getpid)
         os.kill(pid, signal.SIGSTOP)
         rpc.shutdown(timeout=0.2)
@@ -386,11 +386,11 @@ def test_without_a_processor_there_is_no_place_for_what_says_nothing() -> None:
 @pytest.mark.slow
 def test_a_fork_of_the_driver_has_no_cluster() -> None:
     with init(), workers(1) as (name,):
-        server = cluster().server
+        server = engine().server
         assert server is not None
         assert server._sock is not None
         before = os.listdir("/proc/self/fd")
-        ours = {_link(str(fd)) for fd in (server._sock.fileno(), *cluster().logs._pipes)}
+        ours = {_link(str(fd)) for fd in (server._sock.fileno(), *engine().logs._pipes)}
         pid = os.fork()
         if pid == 0:
             code = 1

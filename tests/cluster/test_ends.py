@@ -24,7 +24,7 @@ from actorrpc.cluster.provisioners.ray import RayEngine
 from actorrpc.errors import PeerDiedError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
-from tests.cluster.drive import cluster, until, workers
+from tests.cluster.drive import cluster, engine, until, workers
 
 
 class _Peer:
@@ -78,6 +78,9 @@ class _Engine:
         self._spend = spend
         self.given: list[tuple[bool, float]] = []
 
+    def attach(self, agent: Any) -> None:
+        """It asks nothing of others."""
+
     def owns(self, worker: str) -> bool:
         return False
 
@@ -92,9 +95,10 @@ _FACTS = {"hosts": ["far"], "num_cpus": 1, "num_gpus": 0, "resources": {}, "labe
 def _cluster(engine: Any) -> tuple[Any, Any]:
     """Return a cluster that two have joined, and its agent."""
     agent: Any = _Agent()
-    made = Cluster(agent, Directory(), engine, Reception(settings={}, namespace="", timeout=1.0), nodes=list)
+    made = Cluster(agent, Directory(), engine, Reception(settings={}, namespace="", timeout=1.0))
     for rank, name in enumerate(("one", "other"), 1):
-        made.register(WorkerRecord(name=name, rank=rank, incarnation=new_incarnation(), host=name), _FACTS)
+        record = WorkerRecord(name=name, rank=rank, incarnation=new_incarnation(), host=name)
+        made.register(record.to_bytes(), _FACTS)
     return made, agent
 
 
@@ -125,11 +129,11 @@ def test_nobody_waits_for_one_that_died_while_it_joined(monkeypatch: pytest.Monk
         Directory(),
         engine,  # type: ignore[arg-type]
         Reception(settings={}, namespace="", timeout=1.0),
-        nodes=list,
     )
     monkeypatch.setattr(_Peer, "state", "dead")
+    record = WorkerRecord(name="one", rank=1, incarnation=new_incarnation(), host="far")
     with pytest.raises(PeerDiedError, match="'one' has died while it was joining"):
-        made.register(WorkerRecord(name="one", rank=1, incarnation=new_incarnation(), host="far"), _FACTS)
+        made.register(record.to_bytes(), _FACTS)
     assert made.joined() == []
     assert made.directory.members() == []
     assert not made.book.workers
@@ -274,10 +278,10 @@ def _open() -> list[str]:
 def test_ctrl_c_at_the_very_beginning_of_the_end_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     context = init()
-    cluster().spawn(ProcessSpec(label="Counter", num_gpus=1)).wait(60)
-    engine, server = cluster(), cluster().server
+    cluster().start(ProcessSpec(label="Counter", num_gpus=1)).wait(60)
+    server = engine().server
     assert server is not None
-    waiting = engine.spawn(ProcessSpec(label="Waits", num_gpus=1))  # there is but one device
+    waiting = cluster().start(ProcessSpec(label="Waits", num_gpus=1))  # there is but one device
     # What waits for a place fails before anything else is ended.
     waiting.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -293,21 +297,21 @@ def test_ctrl_c_at_the_very_beginning_of_the_end_leaves_no_process(monkeypatch: 
 @pytest.mark.limit(90)
 def test_a_start_is_bounded_also_where_the_fork_server_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with init(), workers():
-        server = cluster().server
+        server = engine().server
         assert server is not None
         os.kill(server.pid, signal.SIGSTOP)
         try:
             with monkeypatch.context() as patch:
                 patch.setattr("actorrpc.cluster.provisioners.local._IMPORT_S", 0.0)
                 patch.setattr("actorrpc.cluster.provisioners.local._START_S", 0.05)
-                future = cluster().spawn(ProcessSpec(label="Late"))
+                future = cluster().start(ProcessSpec(label="Late"))
             with pytest.raises(
                 RpcTimeoutError, match=r"'Late-\d+' \(the fork server has not made it\) has not joined"
             ):
                 future.wait(60)
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        until(lambda: len(cluster()._processes) == 1)  # it is made after all, and ended at once
+        until(lambda: len(engine()._workers) == 1)  # it is made after all, and ended at once
 
 
 @pytest.mark.slow
@@ -325,7 +329,7 @@ def test_a_process_without_descriptors_for_its_output(monkeypatch: pytest.Monkey
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "pipe2", second_fails)
-            future = cluster().spawn(ProcessSpec(label="Counter"))
+            future = cluster().start(ProcessSpec(label="Counter"))
         with pytest.raises(
             PeerDiedError, match=r"process for 'Counter' could not be started.*RLIMIT_NOFILE.*ulimit"
         ):

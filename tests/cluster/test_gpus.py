@@ -73,10 +73,10 @@ def test_a_process_sees_its_devices_and_others_wait_for_them(monkeypatch: pytest
             with workers(1) as (all_of_them,), workers(1, num_gpus=0) as (none,):
                 assert _visible_there(all_of_them) == "4, 5,GPU-abc"
                 assert _visible_there(none) == ""
-            waiting = cluster().spawn(ProcessSpec(label="Waiting", num_gpus=3))
+            waiting = cluster().start(ProcessSpec(label="Waiting", num_gpus=3))
             assert not waiting.done()
         name = waiting.wait(20).name
         assert _visible_there(name) == "4,5,GPU-abc"
         monkeypatch.setattr("actorrpc.cluster.provisioners.local._DEVICES_S", 0.01)
         with pytest.raises(ConfigError, match=f"They are held by: {name}"):
-            cluster().spawn(ProcessSpec(label="Late", num_gpus=1)).wait(20)
+            cluster().start(ProcessSpec(label="Late", num_gpus=1)).wait(20)

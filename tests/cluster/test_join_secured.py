@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -20,10 +21,10 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.cluster import driver_rpc, init, join
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
-from actorrpc.transport.tls import TlsSocket
 from tests import certificates
 from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, is_there, joiner
+from tests.transport.test_sealed import is_sealed
 
 pytestmark = pytest.mark.limit(90)
 _ROOT = Path(__file__).resolve().parents[2]
@@ -83,8 +84,8 @@ def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, t
     ours, others = certificates.files(), certificates.foreign()
     with _driver(**ours.environment) as address:
         with _joined(address, **ours.options) as conn:
-            assert isinstance(conn.sock, TlsSocket)
-            assert conn.writer.seal is None
+            assert isinstance(conn.stream.sock, ssl.SSLSocket)
+            assert not is_sealed(conn)
         _refused(
             address, AuthenticationError, "the certificate of the driver .* is refused", **others.options
         )
@@ -101,7 +102,7 @@ def test_sealed_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     with _driver(ACTORRPC_INTEGRITY="1") as address:
         with _joined(address) as conn:  # it is enough that one of the two wants it
-            assert conn.writer.seal is not None
+            assert is_sealed(conn)
         _refused(address, ProtocolError, "TLS", **certificates.files().options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from actorrpc.compat.rpc import internal
@@ -37,15 +36,6 @@ def test_a_missing_function_is_an_error_that_says_so() -> None:
     found = internal.deserialize(data, [])
     assert isinstance(found, AttributeError)
     assert "RPC pickler does not serialize" in str(found)
-    assert isinstance(internal._run_function(found), internal.RemoteException)
-
-
-def test_running_a_function() -> None:
-    assert internal._run_function(internal.PythonUDF(divmod, (7, 2), {})) == (3, 1)
-    failed = internal._run_function(internal.PythonUDF(divmod, (7, 0), {}))
-    with pytest.raises(ZeroDivisionError, match="by zero"):
-        internal._handle_exception(failed)
-    internal._handle_exception(3)
 
 
 def test_keys_of_profiles() -> None:

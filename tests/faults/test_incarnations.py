@@ -80,7 +80,7 @@ def _crash(agent: Agent) -> None:
     for peer in agent.peers():
         for conn in list(peer.conns):
             with contextlib.suppress(OSError):
-                conn.sock.shutdown(socket.SHUT_RDWR)
+                conn.stream.shutdown(socket.SHUT_RDWR)
     agent.close(0.0)
 
 

@@ -67,7 +67,7 @@ def _crash(agent: Agent) -> None:
     for peer in agent.peers():
         for conn in list(peer.conns):
             with suppress(OSError):
-                conn.sock.shutdown(socket.SHUT_RDWR)
+                conn.stream.shutdown(socket.SHUT_RDWR)
 
 
 def _time_out(a: Agent, b: Agent, future: Future[int]) -> None:

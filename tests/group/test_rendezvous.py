@@ -145,9 +145,9 @@ def test_what_is_looked_up_in_a_fixed_group_is_in_its_table(store: HashStore) ->
     together(*(lambda p=p, r=r: p.join(r) for p, r in zip(points, records, strict=True)))
     for point in points:
         assert point.members() == records
-        assert point.lookup("w1") == point.lookup_rank(1) == records[1]
-        assert point.lookup("w9") is None
-        assert point.lookup_rank(9) is None
+        assert point.resolve("w1") == point.resolve(1) == records[1]
+        assert point.resolve("w9") is None
+        assert point.resolve(9) is None
         point.close()
         point.close()
 
@@ -310,18 +310,18 @@ def test_workers_come_and_go(connect: Callable[[], Any]) -> None:
     assert two.join(record(-1, "b")).keys() == {"a", "b"}
     assert three.join(record(7, "c")).keys() == {"a", "b", "c"}
     assert [each.name for each in one.members()] == ["a", "b", "c"]
-    assert one.lookup("b") == two.record == three.lookup_rank(1)
-    assert two.lookup_rank(7) == three.record
-    assert one.lookup("d") is None
-    assert one.lookup_rank(3) is None
+    assert one.resolve("b") == two.record == three.resolve(1)
+    assert two.resolve(7) == three.record
+    assert one.resolve("d") is None
+    assert one.resolve(3) is None
     two.leave()
     two.leave()
     assert [each.name for each in one.members()] == ["a", "c"]
-    assert one.lookup("b") is None
-    assert one.lookup_rank(1) is None
+    assert one.resolve("b") is None
+    assert one.resolve(1) is None
     again = dynamic(connect())
     assert again.join(record(1, "b")).keys() == {"a", "b", "c"}
-    assert one.lookup("b") == again.record == one.lookup_rank(1)
+    assert one.resolve("b") == again.record == one.resolve(1)
     assert [each.name for each in one.members()] == ["a", "b", "c"]
 
 
@@ -360,13 +360,13 @@ def test_the_name_of_a_dead_worker_is_free(store: HashStore) -> None:
     assert dynamic(store).join(record(0, "a"))["a"].pid == os.getpid()
     with pytest.raises(RendezvousError, match="taken"):  # of other hosts nobody can say
         dynamic(store).join(record(-1, "b"))
-    found = far.lookup("b")
+    found = far.resolve("b")
     assert found is not None
     dynamic(store).remove(found)  # but who knows may say so
     again = dynamic(store)
     again.join(record(1, "b"))
     far.remove(found)  # not the new one
-    assert far.lookup("b") == again.record
+    assert far.resolve("b") == again.record
 
 
 def test_joining_costs_the_same_in_a_large_dynamic_group(store: HashStore) -> None:
@@ -682,9 +682,10 @@ def _meet_by_environment(rank: int, world_size: int, folder: str) -> Any:
     # The process that serves the store must not end before the others have read the table.
     (Path(folder) / str(rank)).touch()
     assert store_module.poll(lambda: len(os.listdir(folder)) == world_size, time.monotonic() + LONG)
+    own = point.own_address()
     point.close()
     names = [each.name for each in point.members()]
-    return point.rank, point.world_size, names, key.reveal().hex(), point.own_address()
+    return point.rank, point.world_size, names, key.reveal().hex(), own
 
 
 @pytest.mark.parametrize("agent", [False, True])

@@ -267,10 +267,11 @@ def _frames_of(rng: random.Random) -> list[bytes]:
         {"sizes": [-1]},
         {"sizes": [3], "stream": 1},
         {"sizes": [3], "stream": 1, "placement": 1},
-        {"placement": b"x" * 40},
-        {"placement": outbound.Placement(segment_id=1, loan=1, offsets=(0,), sizes=(4,)).pack()}
-        if _PLACES
-        else {"placement": b""},
+        {"sizes": [4], "placement": b"x" * 40},
+        {"sizes": [4], "placement": [1, 1]},
+        {"sizes": [4], "placement": [1 << 63, -1]},
+        {"sizes": [1 << 63, 1 << 63], "placement": [1, 1]},
+        {"placement": [1, 1]},
         {"notice": "receipt"},
         {"notice": "nobody"},
         {"notice": 3},
@@ -306,9 +307,6 @@ def _frames_of(rng: random.Random) -> list[bytes]:
     found.append(pack_frame(frames.REQUEST, 2, body))
     found.append(pack_frame(frames.REQUEST, 3, data))
     return found
-
-
-_PLACES = hasattr(outbound, "Placement")
 
 
 @nightly

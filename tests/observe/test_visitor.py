@@ -28,7 +28,7 @@ from actorrpc.observe.assemble import Silent
 from actorrpc.observe.outside import FoundGroup, at_address, find_groups, look
 from actorrpc.observe.processes import why_silent
 from actorrpc.observe.visitor import KeptVisits, Target, Visit
-from actorrpc.transport.session import Replay
+from actorrpc.transport.session import ReliableStream
 from actorrpc.wire.handshake import Acceptor, Refusal
 from actorrpc.wire.identity import new_incarnation
 from actorrpc.wire.keys import Key
@@ -83,7 +83,7 @@ def test_a_worker_is_looked_into_over_tcp(address: str, capsys: pytest.CaptureFi
 
 def test_a_long_visit_over_tcp(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker keeps what it has sent until it hears that it has come, and sends no more than a limit before."""
-    monkeypatch.setattr(connector, "Replay", partial(Replay, limit=256 << 10))
+    monkeypatch.setattr(connector, "ReliableStream", partial(ReliableStream, limit=256 << 10))
     monkeypatch.setattr(visitor, "_SAY_EVERY", 64 << 10)
     (target,) = at_address(address).targets
     limit = time.monotonic() + 50

@@ -69,14 +69,18 @@ def test_grad_is_free_meanwhile(leaves: list[torch.Tensor], context_id: int) -> 
         assert torch.equal(leaves[0].grad, torch.full((2,), 7.0))  # type: ignore[arg-type]
 
 
+def _clear(leaves: list[torch.Tensor], place: int | None, set_to_none: bool) -> None:
+    local_optimizer.LocalOptimizer(torch.optim.SGD(leaves)).clear(place, set_to_none)
+
+
 def test_clearing(leaves: list[torch.Tensor], context_id: int) -> None:
-    local_optimizer.clear(leaves[:1], context_id, False)
+    _clear(leaves[:1], context_id, False)
     found = dist_autograd.get_gradients(context_id)
     assert [found[leaf].sum().item() for leaf in leaves[:2]] == [0.0, 2.0]
-    local_optimizer.clear(leaves[:1], context_id, True)
+    _clear(leaves[:1], context_id, True)
     assert set(dist_autograd.get_gradients(context_id)) == {leaves[1]}
     assert leaves[0].grad is not None
-    local_optimizer.clear(leaves, None, True)
+    _clear(leaves, None, True)
     assert leaves[0].grad is None
 
 
@@ -86,7 +90,7 @@ def test_clearing_waits_for_whoever_has_the_gradients(leaves: list[torch.Tensor]
 
     def clear() -> None:
         entered.set()
-        local_optimizer.clear(leaves, None, True)
+        _clear(leaves, None, True)
 
     thread = threading.Thread(target=clear)
     with graph.Borrowed(leaves):
@@ -98,7 +102,7 @@ def test_clearing_waits_for_whoever_has_the_gradients(leaves: list[torch.Tensor]
 
 def test_unknown_contexts(leaves: list[torch.Tensor], workers: list[str]) -> None:
     local_optimizer.check_context(None)
-    for check in (local_optimizer.check_context, lambda id: local_optimizer.clear(leaves, id, True)):
+    for check in (local_optimizer.check_context, lambda id: _clear(leaves, id, True)):
         with pytest.raises(errors.RpcError, match="Could not find autograd context with id: 3"):
             check(3)
     for wrong in ("3", True, 3.0):

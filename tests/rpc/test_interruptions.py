@@ -9,6 +9,7 @@ import operator
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -236,6 +237,26 @@ def _interrupted(rank: int, world_size: int, name: str) -> int:
     return count
 
 
+def _values_left(rank: int, world_size: int) -> tuple[int, int]:
+    """Make an RRef with a signal at each step; return how many steps there are, and how many values are still held."""
+    made: list[weakref.ref[_Value]] = []
+
+    def work() -> None:
+        value = _Value()
+        made.append(weakref.ref(value))
+        rpc.RRef(value)
+
+    with raising() as raised:
+        count = Steps().at_each(work, raised, lambda place: None)
+    gc.collect()  # frames and what traces them
+    api.references().collect()
+    return count, sum(ref() is not None for ref in made)
+
+
+class _Value:
+    pass
+
+
 def _descriptors(before: int = 0) -> int:
     """Return how many there are; what only a reference cycle holds is not counted, where there are more than before."""
     count = len(os.listdir("/proc/self/fd"))
@@ -325,6 +346,12 @@ def test_a_handler_that_raises_while_a_thread_is_started_does_not_end_the_thread
                 thread.join()
 
     _, left = _left_at_each(start, 3)
+    assert not left
+
+
+def test_a_handler_that_raises_while_an_rref_is_made_leaves_no_value() -> None:
+    [(count, left)] = rpc_group(_values_left, 1)
+    assert count > 10
     assert not left
 
 

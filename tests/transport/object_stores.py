@@ -66,9 +66,8 @@ def put(store: ObjectStore, content: bytes, label: str = "a thing", *, until: fl
     """Write an object."""
     room = store.allocate(len(content), label=label, site="here.py:1", until=until)
     assert room is not None
-    assert room.nbytes == len(content)
     write(room.address, content)
-    return room.finish()
+    return room.stored
 
 
 def write(address: int, content: bytes) -> None:

@@ -120,7 +120,7 @@ def test_a_descriptor_that_comes_again_is_not_kept(host: Host) -> None:
 def test_small_objects_share_descriptors_and_mappings(host: Host) -> None:
     store, reader = host.store(1 << 40), host.store(1 << 40)
     fds, maps = descriptors(), mappings()
-    stored = [room(store, _SMALL).finish() for _ in range(1000)]  # nobody writes to them: they take no memory
+    stored = [room(store, _SMALL).stored for _ in range(1000)]  # nobody writes to them: they take no memory
     there = [hand_over(each, reader) for each in stored]
     views = [each.map() for each in there]
     assert descriptors() - fds <= 20
@@ -227,7 +227,7 @@ def test_memory_that_nobody_reads_is_filled_again(host: Host, nbytes: int) -> No
     store, reader = host.store(), host.store()
     used = set()
     for turn in range(200 if nbytes == _SMALL else 5):
-        stored = put(store, bytes([turn]) * nbytes) if turn < 5 else room(store, nbytes).finish()
+        stored = put(store, bytes([turn]) * nbytes) if turn < 5 else room(store, nbytes).stored
         used.add(inode(stored))
         hand_over(stored, reader).map()
         del stored
@@ -258,14 +258,10 @@ def test_what_is_used_again_and_again_stays_warm(host: Host) -> None:
 def test_room_that_is_not_used_is_given_back(host: Host) -> None:
     store = host.store(20 * MIB)
     for nbytes in (_SMALL, OWN_SEGMENT):
-        for end in ("discard", "drop"):
-            found: Allocation | None = room(store, nbytes)
-            assert found is not None
-            if end == "discard":
-                found.discard()
-            del found
-            host.pass_time(2)
-            assert not segments()
+        found = room(store, nbytes)
+        del found
+        host.pass_time(2)
+        assert not segments()
 
 
 def test_values_outlive_their_store(host: Host) -> None:
@@ -421,8 +417,8 @@ def test_memory_that_is_kept_is_not_given_back_while_it_is_filled(host: Host) ->
     fill(store, 50 * MIB)
     found = room(store, 56 * MIB)
     assert sum(memory_by_inode(each) for each in segments()) <= 59 * MIB
-    write(found.address, b"\7" * found.nbytes)
-    assert _content(found.finish()) == {7}
+    write(found.address, b"\7" * found.stored.nbytes)
+    assert _content(found.stored) == {7}
 
 
 def test_what_others_keep_counts_until_they_give_it_back(host: Host) -> None:
@@ -448,6 +444,26 @@ def test_who_finds_no_room_waits_for_it(host: Host, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_time, "sleep", sleep)
     room(store, 40 * MIB, until=_time.now() + 60)
     assert 3 <= len(slept) <= 10
+
+
+def test_who_waits_for_room_keeps_no_free_memory_from_others(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = host.store(64 * MIB), host.store(64 * MIB)
+    kept = fill(other, 28 * MIB)
+    fill(store, 33 * MIB)  # of the same size class as what is waited for
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 0.5
+        host.pass_time(0.5)
+
+    monkeypatch.setattr(_time, "now", lambda: now[0])
+    monkeypatch.setattr(_time, "sleep", sleep)
+    with pytest.raises(ObjectStoreFullError):
+        store.allocate(40 * MIB, label="a thing", until=5.0)
+    more = fill(other, 30 * MIB)
+    assert _content(kept) == _content(more) == {len("a thing")}
 
 
 def test_a_wait_for_room_is_over_at_its_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,12 +550,8 @@ def test_a_spilled_object_whose_writing_fails_leaves_nothing(host: Host, tmp_pat
     store = host.store(20 * MIB, tmp_path)
     kept = fill(store, 20 * MIB)
     fds, maps = descriptors(), mappings()
-    for end in ("discard", "drop"):
-        found: Allocation | None = room(store, 12 * MIB)
-        assert found is not None
-        if end == "discard":
-            found.discard()
-        del found
+    found = room(store, 12 * MIB)
+    del found
     host.pass_time(2)
     assert (descriptors(), mappings()) == (fds, maps)
     assert _content(kept) == {len("a thing")}
@@ -581,8 +593,6 @@ def test_without_descriptors_an_object_stays_where_it_is(host: Host) -> None:
                 os.close(fd)
             try:
                 found = store.allocate(OWN_SEGMENT, label="a thing")
-                if found is not None:
-                    found.discard()
                 del found
             finally:
                 for fd in taken[more:]:

@@ -75,9 +75,9 @@ class Objects(RuleBasedStateMachine):
     def finish(self, which: int) -> None:
         """Fill a room."""
         room, store, content = self.rooms.pop(which % len(self.rooms))
-        for place in _places(room.nbytes):
+        for place in _places(room.stored.nbytes):
             write(room.address + place, bytes([content]))
-        self.ranges.append((room.finish(), store, content))
+        self.ranges.append((room.stored, store, content))
 
     @precondition(lambda self: self.rooms)
     @rule(which=_ANY)

@@ -16,6 +16,7 @@ from actorrpc.futures import Future, wait_all
 from actorrpc.transport import reader
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import SocketStream
 from actorrpc.wire.frames import REPLY, REQUEST, Frame, pack_frame
 from tests.agent.agents import agents
 
@@ -79,7 +80,7 @@ def test_what_has_come_does_not_wait_until_the_other_end_reads(attends: bool) ->
 
     with select.epoll() as epoll:
         conn = Connection(
-            here,
+            SocketStream(here),
             epoll=epoll,
             events=cast(Any, SimpleNamespace(submit=left.append, closed=lambda *_: None, deliver=deliver)),
             settings=Settings(),
@@ -123,7 +124,7 @@ def test_what_comes_while_it_is_looked_whether_all_is_sent_is_sent_after_that() 
     late: list[bytes] = []
     with select.epoll() as epoll, there:
         conn = Connection(
-            here,
+            SocketStream(here),
             epoll=epoll,
             events=cast(Any, SimpleNamespace(closed=lambda *_: None)),
             settings=Settings(),

@@ -1,25 +1,54 @@
-"""Replay: whatever is lost, and wherever a stream is cut, all of it arrives once and in order."""
+"""Resumption: whatever is lost, and wherever a stream is cut, all of it arrives once and in order."""
 
 from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorrpc.errors import ProtocolError
-from actorrpc.transport.session import Replay
+from actorrpc.transport.session import ReliableStream
+from actorrpc.transport.stream import Stream
+
+
+class _Wire(Stream):
+    """A wire that takes and gives as many bytes as it is told to."""
+
+    def __init__(self) -> None:
+        self.room = 1 << 30
+        self.under_way = bytearray()
+        self.closed = False
+
+    def send(self, data: bytes, flags: int = 0, /) -> int:
+        return self.sendmsg([memoryview(data)])
+
+    def sendmsg(self, parts: Sequence[memoryview], ancillary: Any = (), flags: int = 0, /) -> int:
+        data = b"".join(parts)[: self.room]
+        self.under_way += data
+        return len(data)
+
+    def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0, /) -> int:
+        data = self.under_way[: len(buffer)]
+        del self.under_way[: len(buffer)]
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class _Line:
-    """A stream over sockets that break: what was sent and not taken yet is lost then."""
+    """A stream over wires that break: what was sent and not taken yet is lost then."""
 
     def __init__(self) -> None:
-        self.sender = Replay(limit=200)
-        self.receiver = Replay(say_every=40)
-        self.under_way = bytearray()
+        self.wire = _Wire()
+        self.sender = ReliableStream(self.wire, limit=200)
+        self.receiver = ReliableStream(self.wire, say_every=40)
         self.rest: list[memoryview] = []
         self.arrived = bytearray()
 
@@ -28,26 +57,29 @@ class _Line:
 
     def push(self, count: int) -> None:
         """Have the kernel take up to ``count`` bytes."""
-        if self.sender.full:
+        if self.sender.is_full or not self.rest:
             return
-        self.sender.note_parts(self.rest, count)
-        while self.rest and count > 0:
+        self.wire.room = count
+        count = self.sender.sendmsg(self.rest)
+        while self.rest and count >= 0:
             part = self.rest.pop(0)
-            self.under_way += part[:count]
             if count < len(part):
                 self.rest.insert(0, part[count:])
-            count -= min(count, len(part))
+                break
+            count -= len(part)
 
     def pull(self, count: int) -> None:
-        data = self.under_way[:count]
-        del self.under_way[:count]
-        self.arrived += data
-        if self.receiver.count(len(data)):
-            self.sender.acknowledged(self.receiver.received)
+        buffer = memoryview(bytearray(count))
+        self.arrived += buffer[: self.receiver.recv_into(buffer)]
+        if self.receiver.owed:
+            self.sender.acknowledged(self.receiver.owed)
+            self.receiver.told()
 
     def cut(self) -> None:
-        self.under_way.clear()
         self.rest = self.sender.rewind(self.receiver.received) + self.rest
+        self.wire = _Wire()
+        for end in (self.sender, self.receiver):
+            end.replace(self.wire)
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,41 +108,54 @@ def test_all_arrives_once_and_in_order(seed: int) -> None:
     assert line.arrived == sent
 
 
-def test_what_is_kept_is_bounded_and_goes_when_it_has_arrived() -> None:
-    replay = Replay(limit=1000)
-    data = bytes(100)
-    while not replay.full:
-        replay.note(data)
-    assert replay.sent == 1000
-    replay.acknowledged(replay.sent - 10)
-    assert not replay.full
-    replay.acknowledged(5)  # old news
-    assert sum(map(len, replay.rewind(replay.sent - 10))) == 10
-    assert replay.sent == 1000 - 10
+def test_large_messages_wait_until_enough_has_been_acknowledged() -> None:
+    stream = ReliableStream(_Wire(), limit=1000)
+    while not stream.is_full:
+        stream.send(bytes(100))
+    assert stream.sent == 1000
+    stream.acknowledged(stream.sent - 10)
+    assert not stream.is_full
+    stream.acknowledged(5)  # it came late
+    assert sum(map(len, stream.rewind(stream.sent - 10))) == 10
+    assert stream.sent == 1000 - 10
 
 
 def test_a_writer_that_waits_is_woken() -> None:
-    replay = Replay(limit=100)
-    replay.note(bytes(100))
-    thread = threading.Thread(target=lambda: replay.acknowledged(100))
+    stream = ReliableStream(_Wire(), limit=100)
+    stream.send(bytes(100))
+    thread = threading.Thread(target=lambda: stream.acknowledged(100))
     thread.start()
-    while replay.full:
-        replay.wait(20)
+    while stream.is_full:
+        stream.wait(20)
     thread.join()
 
 
 @pytest.mark.parametrize("count", [0, 9, 31, 1 << 63])
 def test_the_other_side_cannot_have_more_or_less(count: int) -> None:
-    replay = Replay()
-    for _ in range(3):
-        replay.note(bytes(10))
-    replay.acknowledged(10)
+    stream = ReliableStream(_Wire())
+    for _ in range(2):
+        stream.send(bytes(10))
+    stream.acknowledged(10)
+    stream.send(bytes(10))  # what has arrived is not kept any longer
     with pytest.raises(ProtocolError, match="bytes"):
-        replay.rewind(count)
+        stream.rewind(count)
 
 
 def test_copies_are_kept() -> None:
-    replay, memory = Replay(), bytearray(b"abcdef")
-    replay.note_parts([memoryview(memory)[:2], memoryview(memory)[2:]], 5)
+    wire, memory = _Wire(), bytearray(b"abcdef")
+    wire.room = 5
+    stream = ReliableStream(wire)
+    stream.sendmsg([memoryview(memory)[:2], memoryview(memory)[2:]])
     memory[:] = b"xxxxxx"
-    assert b"".join(replay.rewind(1)) == b"bcde"
+    assert b"".join(stream.rewind(1)) == b"bcde"
+
+
+def test_the_socket_that_failed_is_closed() -> None:
+    first, second = _Wire(), _Wire()
+    stream = ReliableStream(first)
+    stream.send(b"lost")
+    stream.replace(second)
+    stream.send(b"sent")
+    assert first.closed
+    assert second.under_way == b"sent"
+    assert not second.closed

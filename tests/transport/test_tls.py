@@ -36,6 +36,7 @@ from tests.agent.test_resumption import NIGHTLY, begin, behind, call
 from tests.certificates import files, foreign
 from tests.intruders.doors import reset
 from tests.ranks import Died, rpc_group, run_group
+from tests.streams import Blocking
 
 # -- the socket -----------------------------------------------------------------------------------------
 
@@ -83,15 +84,16 @@ def _pair(options: dict[str, Any]) -> Iterator[tuple[TlsSocket, TlsSocket]]:
 
 
 def _readable(sock: TlsSocket, wait_ms: int = 0) -> bool:
+    if sock.pending:
+        return True
     poller = select.poll()
     poller.register(sock.fileno(), select.POLLIN)
     return bool(poller.poll(wait_ms))
 
 
-def test_what_was_decrypted_and_not_taken_is_readable(pair: tuple[TlsSocket, TlsSocket]) -> None:
-    """Nothing is left in the kernel: whoever polls must be told all the same."""
+def test_bytes_that_were_decrypted_and_not_read_are_pending(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
-    one.sendall(bytes(range(200)) * 50)
+    Blocking(one).sendall(bytes(range(200)) * 50)
     assert _readable(other, 30_000)
     buffer = memoryview(bytearray(4_000))
     assert other.recv_into(buffer) == 4_000
@@ -108,8 +110,8 @@ def test_what_was_decrypted_and_not_taken_is_readable(pair: tuple[TlsSocket, Tls
 
 def test_every_byte_arrives_in_order_however_it_is_cut(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
-    other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    one.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+    other.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
     dice = random.Random(3)
     data = dice.randbytes(3_000_000)
     got = bytearray()
@@ -143,7 +145,7 @@ def test_every_byte_arrives_in_order_however_it_is_cut(pair: tuple[TlsSocket, Tl
             if not thread.is_alive():
                 thread.start()
             poller = select.poll()
-            poller.register(one.wire(), select.POLLOUT)
+            poller.register(one.fileno(), select.POLLOUT)
             assert poller.poll(30_000)
             continue
         while rest and count >= len(rest[0]):
@@ -157,28 +159,28 @@ def test_every_byte_arrives_in_order_however_it_is_cut(pair: tuple[TlsSocket, Tl
 
 def test_what_came_before_damage_counts(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
-    one.sendall(b"good" * 5_000)  # two records
+    Blocking(one).sendall(b"good" * 5_000)  # two records
     socket.socket.send(one._ssl, b"\x17\x03\x03\x00\x20" + bytes(32))
     data = b""
     while len(data) < 20_000:
         assert _readable(other, 30_000)
-        data += other.recv(100_000)
+        data += Blocking(other).recv(100_000)
     assert data == b"good" * 5_000
     assert _readable(other, 30_000)
     with pytest.raises(ssl.SSLError):
-        other.recv(100_000)
+        Blocking(other).recv(100_000)
 
 
-def _take_leave(sock: TlsSocket) -> None:
+def _take_leave(sock: Any) -> None:
     """Say TLS's own farewell."""
-    with sock._lock, pytest.raises(ssl.SSLError):  # the answer is not there yet
-        sock._ssl._sslobj.shutdown()
+    with pytest.raises(ssl.SSLError):  # the answer is not there yet
+        sock._sslobj.shutdown()
 
 
 def test_what_comes_behind_the_farewell_of_tls_is_not_waited_for(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
-    one.sendall(b"last")
-    _take_leave(one)
+    Blocking(one).sendall(b"last")
+    _take_leave(one.sock)
     socket.socket.send(one._ssl, b"more of something" * 100)
     assert _readable(other, 30_000)
     buffer = memoryview(bytearray(100))
@@ -186,7 +188,7 @@ def test_what_comes_behind_the_farewell_of_tls_is_not_waited_for(pair: tuple[Tls
     for _ in range(3):
         assert _readable(other, 30_000)
         assert other.recv_into(buffer) == 0
-    other.sendall(b"still")  # only one direction has ended
+    Blocking(other).sendall(b"still")  # only one direction has ended
 
 
 def test_what_was_closed_says_so_as_a_socket_does(pair: tuple[TlsSocket, TlsSocket]) -> None:
@@ -196,7 +198,7 @@ def test_what_was_closed_says_so_as_a_socket_does(pair: tuple[TlsSocket, TlsSock
         sock.close()
         attempts: list[Callable[[], object]] = [
             sock.shake,
-            lambda sock=sock: sock.recv(10),
+            lambda sock=sock: sock.recv_into(memoryview(bytearray(10))),
             lambda sock=sock: sock.send(b"a"),
             lambda sock=sock: sock.sendmsg((memoryview(b"a"),)),
         ]
@@ -229,9 +231,9 @@ def test_closing_waits_for_an_attempt_and_in_a_forked_child_for_nobody(
         # The child has said nothing: what comes is what was sent here.
         assert one._ssl.write(b"here") == 4
     assert _readable(other, 30_000)
-    assert other.recv(10) == b"here"
+    assert Blocking(other).recv(10) == b"here"
     thread.join()
-    assert one.wire() == -1
+    assert one.fileno() == -1
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
@@ -285,19 +287,6 @@ def test_a_broken_pipe_is_an_error_and_no_signal() -> None:
     assert run_group(_write_into_nothing, 1, files().options) == ["refused"]
 
 
-def test_waiting_has_an_end(pair: tuple[TlsSocket, TlsSocket]) -> None:
-    one, other = pair
-    one.settimeout(0.05)
-    with pytest.raises(TimeoutError):
-        one.recv(10)
-    one.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        one.recv(10)
-    other.shutdown(socket.SHUT_RDWR)
-    one.settimeout(30)
-    assert one.recv(10) == b""
-
-
 # -- workers ----------------------------------------------------------------------------------------------
 
 
@@ -309,7 +298,7 @@ def test_large_messages_come_back_whole() -> None:
         assert torch.equal(call(a0, torch.neg, value), -value)
         conn = a0.peer("a1").conn
         assert conn is not None
-        assert isinstance(conn.sock, TlsSocket)
+        assert isinstance(conn.stream.sock, ssl.SSLSocket)
         assert [call(a0, operator.add, number, 1) for number in range(50)] == list(range(1, 51))
 
 
@@ -335,9 +324,7 @@ def test_damage_is_found_and_what_follows_goes_over_another_socket() -> None:
             conn = a0.peer("a1").conn
             assert conn is not None
             with conn.writer.lock:
-                sock = conn.sock
-                assert isinstance(sock, TlsSocket)
-                socket.socket.send(sock._ssl, b"\x17\x03\x03\x00\x20" + bytes(32))
+                socket.socket.send(conn.stream.sock, b"\x17\x03\x03\x00\x20" + bytes(32))
             data = torch.full((50_000,), number)
             assert torch.equal(call(a0, torch.neg, data), -data)
             assert a0.peer("a1").conn is conn
@@ -357,8 +344,7 @@ def test_the_farewell_of_tls_is_not_ours() -> None:
         assert there is not None
         waiting = begin(a0, _wait_for_gate)
         with there.writer.lock:
-            assert isinstance(there.sock, TlsSocket)
-            _take_leave(there.sock)
+            _take_leave(there.stream.sock)
         assert call(a0, operator.add, 2, 2) == 4
         gate.set()
         assert waiting.result(60) == "open"
@@ -377,7 +363,7 @@ def test_a_unix_socket_stays_what_it_is() -> None:
         if a0.record.unix_path is None:
             pytest.skip("this run is forced over TCP")
         assert call(a0, operator.add, 1, 2) == 3
-        assert not isinstance(a0.peer("a1").conn.sock, TlsSocket)
+        assert not isinstance(a0.peer("a1").conn.stream.sock, ssl.SSLSocket)
 
 
 def test_ctrl_c_ends_a_wait() -> None:
@@ -411,7 +397,9 @@ def _all_of_it(rank: int, world_size: int) -> Any:
     assert [rpc.rpc_sync(f"worker{n}", operator.mul, (n, 7)) for n in range(world_size)] == [0, 7, 14]
     there = rpc.remote("worker1", torch.ones, (300_000,))
     assert rpc.rpc_sync("worker2", torch.sum, (there.to_here(),)).item() == 300_000
-    assert all(isinstance(peer.conn.sock, TlsSocket) for peer in agent.peers() if peer.conn is not None)
+    assert all(
+        isinstance(peer.conn.stream.sock, ssl.SSLSocket) for peer in agent.peers() if peer.conn is not None
+    )
     del there
     with pytest.raises(PeerDiedError):
         rpc.rpc_sync("worker2", os.kill, (rpc.rpc_sync("worker2", os.getpid), signal.SIGKILL))

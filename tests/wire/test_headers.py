@@ -13,7 +13,7 @@ from actorrpc.wire.headers import Header, pack_header, unpack_header
 
 
 def test_fields_travel_by_their_names() -> None:
-    header: Header = {"mailbox": 3, "method": "step", "keep": True, "sizes": [1, 2], "placement": b"x"}
+    header: Header = {"mailbox": 3, "method": "step", "keep": True, "sizes": [1, 2], "placement": [1, 2]}
     assert unpack_header(pack_header(header)) == header
     assert all(name.isidentifier() and len(name) > 2 for name in Header.__annotations__)
 

@@ -20,13 +20,13 @@ C = TypeVar("C")
 class Actor:
     """The base of a class of actors: ``class Counter(actorrpc.Actor)`` is what ``@actorrpc.remote class Counter`` is, with types.
 
-    ``Counter.remote(...)`` makes an actor, ``Counter.options(num_cpus=2).remote(...)`` one with these options; those that all are
-    to have are keywords of the class: ``class Counter(actorrpc.Actor, num_cpus=2)``. What inherits from it has them, too, but for
-    ``name`` and ``get_if_exists``, and says others beside them. ``Counter(...)`` is a plain object in this process.
+    ``Counter.remote(...)`` makes an actor, ``Counter.options(num_cpus=2).remote(...)`` one with these options. Options of all
+    actors are keywords of the class: ``class Counter(actorrpc.Actor, num_cpus=2)``. Subclasses inherit them, except ``name`` and
+    ``get_if_exists``, and may add others. ``Counter(...)`` is a plain object in this process.
 
     Methods below ``@actorrpc.method`` are typed on handles, which checkers take for instances: ``counter.add.remote(2)`` is an
-    ``ObjectRef[int]`` where ``add`` returns an int. What is a method of the class, and what goes into a ``remote``, is found at
-    run time as for ``@remote``: docs/how-to/types.md says what checkers cannot see.
+    ``ObjectRef[int]`` if ``add`` returns an int. At run time the class is used as with ``@remote``: docs/how-to/types.md lists
+    what checkers cannot see.
 
     Raises:
         ConfigError: a keyword of the class is not an option of an actor, or its value is wrong.
@@ -84,7 +84,7 @@ class Actor:
 
 
 class ActorMaker(Generic[P, C]):
-    """The type of ``Counter.options(...)`` where ``Counter`` is an :class:`Actor`. None is ever made: it is an ActorClass."""
+    """The type of ``Counter.options(...)`` if ``Counter`` is an :class:`Actor`. At run time it is an ActorClass."""
 
     if TYPE_CHECKING:
 

@@ -20,14 +20,22 @@ from actorrpc.serialization import codec
 from actorrpc.serialization.by_value import MAIN, goes_by_value, in_main, runs_one_script
 from actorrpc.serialization.local_refs import LocalReferences
 
-__all__ = ["OPTIONS", "ActorClass", "is_importable", "itself", "offer_class", "options_of"]
+__all__ = [
+    "OPTIONS",
+    "ActorClass",
+    "Itself",
+    "is_importable",
+    "offer_class",
+    "options_of",
+    "with_internal_options",
+]
 
 P = ParamSpec("P")
 C = TypeVar("C")
 #: Where a class that inherits from :class:`actorrpc.Actor` has the options that it was given as keywords.
 OPTIONS: Final = "__actorrpc_options__"
 
-# What other rooms put onto all actor classes, which they know and which does not know them.
+# Methods of all actor classes that higher packages add.
 _offered: dict[str, Any] = {}
 
 
@@ -37,9 +45,9 @@ def offer_class(name: str, function: Any) -> None:
 
 
 def is_importable(obj: Any) -> bool:
-    """Say whether an object of ours with a module and a qualified name is found by these, wherever it is imported.
+    """Return whether other processes can import an object by its module and qualified name.
 
-    What is in the main module is not: other processes have other main modules. Nor is what is to go by value.
+    They cannot if it is in the main module, as their main module may differ, or if it must be sent by value.
     """
     module, name = obj.__module__, getattr(obj, "__qualname__", None)  # what a partial() was made of has none
     if module in MAIN or name is None or goes_by_value(obj):
@@ -69,6 +77,12 @@ def options_of(actor: type) -> ActorOptions:
     return found
 
 
+def with_internal_options(actor_class: ActorClass[P, C], **options: Any) -> ActorClass[P, C]:
+    """Return the same class with options of its actors that users cannot give."""
+    own = _own(actor_class)
+    return actor_class._with(replace(own["_actorrpc_options"], **options), own["_actorrpc_alias"])
+
+
 class _Making(type):
     """``ActorClass(Cls)`` makes one without looking at ``__init__``, which is that of the class it is made of."""
 
@@ -90,22 +104,26 @@ class _Making(type):
         return made
 
 
-class _ClassItself:
-    """Pickles as a class; by way of its actor class where only that has the class's name in its module."""
+class Itself:
+    """Pickles as a class or a function.
 
-    __slots__ = ("_of",)
+    Args:
+        obj: the class or the function.
+        first: the actor class or task that may have the name of ``obj`` in its module; ``obj`` is its ``attribute``.
+    """
 
-    def __init__(self, actor_class: ActorClass[..., Any]) -> None:
-        self._of = actor_class
+    __slots__ = ("_attribute", "_first", "_obj")
+
+    def __init__(self, obj: Any, first: Any, attribute: str) -> None:
+        self._obj, self._first, self._attribute = obj, first, attribute
 
     def __reduce__(self) -> tuple[Any, ...]:
-        first = self._of._actorrpc_first
-        if first is not None and is_importable(first):
-            return getattr, (first, "__actor_class__")
-        return itself(self._of.__actor_class__)
+        if self._first is not None and is_importable(self._first):
+            return getattr, (self._first, self._attribute)
+        return _itself(self._obj)
 
 
-def itself(obj: Any) -> tuple[Any, ...]:
+def _itself(obj: Any) -> tuple[Any, ...]:
     """Reduce to a class or a function; in a snapshot to the object, where its name is all that would be copied.
 
     The program may give a name of the main module to another class, or change the class, while the snapshot waits to be
@@ -138,7 +156,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         options: of its actors.
     """
 
-    # Those of the instance are in its dict, so that nothing here hides an attribute of the class.
+    # The attributes of the instance are in its dict, so that the attributes here do not hide attributes of the class.
     __actor_class__: type[C]
     _actorrpc_options: ActorOptions
     _actorrpc_first: (
@@ -163,8 +181,8 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         def remote(self, *args, **kwargs):
             """Make an actor of the class; returns at once. Starts the embedded cluster if nothing runs.
 
-            Where it is made, and how it is looked after, the options say. What its constructor raises is raised by
-            every call, as the cause of an ActorDiedError.
+            The options say where it is made, and how it is supervised. An error of its constructor becomes the cause
+            of the ActorDiedError that every call raises.
 
             Returns:
                 The actor's handle.
@@ -176,7 +194,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
                 SerializationError: the class, or an argument, cannot be sent.
                 UnknownWorkerError: there is no such worker.
             """
-            own = _own(self)  # what is looked up on the actor class itself takes a step more each time
+            own = _own(self)  # attributes of the actor class itself are slower to look up
             info = ClassInfo.of(own["__actor_class__"])
             info.constructor.check(args, kwargs)
             if own["_actorrpc_info"] is not info:
@@ -228,8 +246,8 @@ class ActorClass(Generic[P, C], metaclass=_Making):
                 )
 
     def _to_send(self) -> object:
-        """Return what is pickled as the class."""
-        return _ClassItself(self)
+        """Return the object that is pickled as the class."""
+        return Itself(self.__actor_class__, self._actorrpc_first, "__actor_class__")
 
     # -- as the class that it stands for -----------------------------------------------------------------------
 
@@ -310,7 +328,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
     def __reduce__(self) -> Any:
         if is_importable(self):
             return self.__qualname__
-        return _rebuild, (_ClassItself(self), self._actorrpc_options, self._actorrpc_alias)
+        return _rebuild, (ActorClass._to_send(self), self._actorrpc_options, self._actorrpc_alias)
 
 
 # What Python and its libraries (dataclasses, for one) ask a class for, and ActorClass has of its own as an object.

@@ -1,14 +1,14 @@
 """Where an actor is, as one process knows it, and the order of the calls that this process makes to it.
 
-While an actor is being made, restarted or looked for, its calls wait in the queue, with their arguments as of
-the call; they leave in the order in which they were made, before any newer call. When an actor is found to be gone,
-its supervisor is asked once: at first what has become of it (which decides about the calls that may have run), then
-where it lives again. Calls that certainly did not run, and those that may be made again, go back to their places in
-the queue; nothing is sent before all calls to the former incarnation are accounted for.
+While an actor is being made, restarted or looked for, its calls wait in the queue, with their arguments as they were at the
+call. They are sent in the order in which they were made, before any newer call. When an actor has ended, its supervisor is asked
+first whether the actor restarts, which decides about calls that may have run, and then where it lives again. Calls that did not
+run, and calls that may be made again, return to their places in the queue. No call is sent before all calls to the former
+incarnation are accounted for.
 
-``_lock`` guards everything here but ``flying`` and the tables of templates, whose single steps are atomic. Nothing is
-called out under it but ``agent.submit`` and the clock, which only queue. It is re-entrant, because the collector may
-run a finaliser that makes a call to this very actor at any allocation.
+``_lock`` guards everything here except ``flying`` and the tables of templates, whose single steps are atomic. Only
+``agent.submit`` and the clock are called under it, which do not call other code. It is re-entrant, because the garbage collector
+may run a finaliser that calls this actor at any allocation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exception_text import is_a, is_of_handler, say
-from actorrpc.actors.client.call_template import CallTemplate
+from actorrpc.actors.client.call_template import CallTemplate, Place
 from actorrpc.actors.client.death_errors import Fate
 from actorrpc.actors.client.pending_call import (
     INFINITE,
@@ -70,49 +70,41 @@ _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError
 
 
 class _WaitingCalls:
-    """The calls that wait, by their numbers. The queue's lock guards it. A call that has ended stays in the heap for a while."""
+    """The calls that wait, by their numbers. The queue's lock guards it."""
 
-    __slots__ = ("_heap", "_over")
+    __slots__ = ("_calls", "_order")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, PendingCall]] = []
-        self._over = 0  # entries of calls that have ended; negative while a call is removed before swept() has counted it
+        self._calls: dict[int, PendingCall] = {}
+        self._order: list[int] = []  # a heap of their numbers, and of numbers of calls that have ended
 
     def __len__(self) -> int:
-        return len(self._heap) - self._over
+        return len(self._calls)
 
     def push(self, number: int, pending: PendingCall) -> None:
-        heapq.heappush(self._heap, (number, pending))
+        self._calls[number] = pending
+        heapq.heappush(self._order, number)
 
-    def swept(self) -> None:
-        """Record that a call has ended."""
-        self._over += 1
-        if self._over > 32 and self._over > len(self._heap) // 2:
-            kept = [entry for entry in self._heap if not entry[1].done]
-            self._over -= len(self._heap) - len(kept)
-            heapq.heapify(kept)
-            self._heap = kept
+    def discard(self, number: int) -> None:
+        self._calls.pop(number, None)
 
     def pop(self) -> PendingCall | None:
         """Return the first call, which the caller has to send or to end; None where none waits."""
-        while self._heap:
-            pending = heapq.heappop(self._heap)[1]
-            if pending.take():
+        while self._order:
+            pending = self._calls.pop(heapq.heappop(self._order), None)
+            if pending is not None and pending.take():
                 return pending
-            self._over -= 1
         return None
 
     def remove(self, *, impatient: bool = False) -> list[PendingCall]:
         """Remove and return all calls, or the calls that do not wait for a restart, in order; the caller has to end them."""
-        removed: list[tuple[int, PendingCall]] = []
-        kept: list[tuple[int, PendingCall]] = []
-        for entry in self._heap:
-            template = entry[1].template
-            wanted = template is not None and (template.impatient or not impatient) and entry[1].take()
-            (removed if wanted else kept).append(entry)
-        heapq.heapify(kept)
-        self._heap = kept
-        return [pending for _, pending in sorted(removed)]
+        removed = []
+        for number, pending in sorted(self._calls.items()):
+            template = pending.template
+            if template is not None and (template.impatient or not impatient) and pending.take():
+                removed.append(pending)
+                del self._calls[number]
+        return removed
 
 
 class CallQueue:
@@ -125,7 +117,7 @@ class CallQueue:
             sent at once.
         barrier: numbers of calls to a former incarnation that are not accounted for yet.
         fate: whether the actor is dead or restarts, and why.
-        location: where it lives, as far as that is known.
+        place: where it lives, and the worker there; None as long as this process does not know both.
         max_pending: the limit of ``max_pending_calls``, or -1.
     """
 
@@ -140,9 +132,8 @@ class CallQueue:
         self.kept_templates: dict[str, CallTemplate] = {}
         self.barrier: set[int] | None = None
         self.fate = Fate(card)
-        self.location = card.location
-        self._peer: Peer | None = None
-        self._hint = card.location is not None  # not looked at yet: that may ask the rendezvous store
+        self.place: Place | None = None
+        self._hint = card.location  # until its worker is looked up, which may ask the rendezvous store
         self._lock = threading.RLock()
         self._unplaced: dict[tuple[str, bool], CallTemplate] = {}
         self._waiting = _WaitingCalls()
@@ -157,53 +148,48 @@ class CallQueue:
         """How many calls are under way, or wait."""
         return len(self.flying) + len(self._waiting) + len(self._failing)
 
-    def waits_for(self) -> str:
-        """Say, for messages, what the calls in the queue wait for."""
-        return self.fate.waits_for()
-
     # -- calls on their way out ------------------------------------------------------------------------
+
+    @property
+    def location(self) -> Location | None:
+        """Where the actor lives, as far as that is known."""
+        hint, place = (
+            self._hint,
+            self.place,
+        )  # in this order, because `place` is set before the hint is dropped
+        return hint if place is None else place[0]
 
     def template_for(self, method: MethodInfo, options: CallOptions, refs: bool) -> CallTemplate:
         """Return how to make a call now; where ``peer`` is None, it has to wait."""
-        if self._hint:
-            self._take_hint()
-        if self._peer is None:
+        if self._hint is not None:
+            self._take_hint(self._hint)
+        if self.place is None:
             self._ask_here()
         with self._lock:
-            location, peer = self.location, self._peer
-            ready = peer is not None and self.barrier is None and not self._draining
+            place = self.place
+            ready = place is not None and self.barrier is None and not self._draining
             templates = self.kept_templates if refs else self.templates
         name = method.name
         if not ready:
             unplaced = self._unplaced.get((name, refs))
             if unplaced is None or unplaced.options is not options:
-                unplaced = self._unplaced[name, refs] = CallTemplate(self, method, options, refs, None, None)
+                unplaced = self._unplaced[name, refs] = CallTemplate(self, method, options, refs)
             return unplaced
         template = templates.get(name)
         if template is None or template.options is not options:
-            # If the actor is lost meanwhile, this is a table that nobody looks at any more.
-            template = templates[name] = CallTemplate(self, method, options, refs, location, peer)
+            # If the actor is lost meanwhile, the table that is filled here is no longer in use.
+            template = templates[name] = CallTemplate(self, method, options, refs, place)
         return template
 
-    def whereabouts(self) -> tuple[Location | None, Peer | None]:
-        """Return where the actor lives, as far as that is known."""
+    def _take_hint(self, hint: Location) -> None:
+        try:
+            place = hint, peer_of(self.agent, hint.worker)
+        except RpcError:  # then its supervisor knows more
+            place = None
         with self._lock:
-            return self.location, self._peer
-
-    def _take_hint(self) -> None:
-        location = self.location
-        peer: Peer | None = None
-        if location is not None:
-            try:
-                peer = peer_of(self.agent, location.worker)
-            except RpcError:  # then its supervisor knows more
-                pass
-        with self._lock:
-            if self._hint:
-                self._hint = False
-                self._peer = peer
-                if peer is None:
-                    self.location = None
+            if self._hint is hint:
+                self.place = place
+                self._hint = None
 
     def launch(
         self,
@@ -224,7 +210,7 @@ class CallQueue:
         flying, pending = self.flying, future.pending
         flying[future.number] = future
         awaits: Sequence[Future[Any]] = ()
-        # Many large results at a time would fill this process: then they are kept after all.
+        # Many large results at a time would fill this process. Then they stay with their actors.
         mail = template.mail if not template.inlines or len(flying) < _INLINED else template.kept_mail
         try:
             if unresolved or (pending is not None and pending.place is not None):
@@ -262,10 +248,9 @@ class CallQueue:
 
     def bounced(self, future: ResultFuture) -> None:
         """Take back a call that was not sent, because its worker is dead."""
-        # Where the end of the worker has found the call already, that tells us (``caught``).
+        # If the thread that ends the peer has claimed the call, it calls caught().
         if future.claim():
             assert future.template is not None
-            # The queue sends it when the actor lives again, or puts this into words.
             future.label = future.template
             self._take_back(future, future.template, ran=False, lost=True)
 
@@ -295,7 +280,7 @@ class CallQueue:
         if ended:
             future.end(self._error_of(template, False))
         elif pending.unwanted:
-            pending.cancel()  # the call that it is nested in was cancelled before it was in the queue
+            pending.cancel()  # the call that made it was cancelled before this call was in the queue
         elif crowd is not None and asyncio._get_running_loop() is None:
             # One thread sends the queue, and would never catch up with many that add to it.
             try:
@@ -306,31 +291,31 @@ class CallQueue:
     @property
     def _restarting(self) -> bool:
         """Whether the actor is known to be dead and to be restarted, and not yet to live again; the lock is held."""
-        return self._peer is None and self.fate.restarts
+        return self.place is None and self.fate.restarts
 
     def _put(self, pending: PendingCall) -> None:
-        """Have a call wait, and be sent as soon as that can be; the lock is held."""
+        """Queue a call, and send the queue if that is possible; the lock is held."""
         future = pending.future
         if future is None:
             return
         pending.rest()
         self._waiting.push(future.number, pending)
-        if self._peer is None:
+        if self.place is None:
             self._ask_soon()  # the last answer may have come before this call was put here
         else:
             self._go()
 
-    def swept(self) -> None:
-        """Record that a call in the queue is over."""
+    def swept(self, number: int) -> None:
+        """Record that a call in the queue has ended."""
         with self._lock:
-            self._waiting.swept()
+            self._waiting.discard(number)
 
     # -- calls that come back ----------------------------------------------------------------------------
 
     def caught(self, future: ResultFuture, error: BaseException) -> bool:
-        """Take over a call that has failed, if that is the actor's failure or it may be made again.
+        """Take over a failed call whose actor has failed, or which may be made again; return whether it was taken over.
 
-        The caller has claimed the future, and stops when this returns True. Quick, and calls no user code.
+        The caller has claimed the future. Quick, and calls no user code.
         """
         template = future.template
         if template is None:
@@ -353,19 +338,19 @@ class CallQueue:
 
     @staticmethod
     def is_retried(retried: bool | tuple[type[BaseException], ...], error: BaseException) -> bool:
-        """Say whether what a method has raised is a reason to call it again, where ``retry_exceptions`` is ``retried``."""
+        """Return whether a method that raised an error may be called again, given ``retry_exceptions`` of its call."""
         if not isinstance(error, RemoteError) or isinstance(error, (*_FINAL, HostedActorGoneError)):
             return False
         return retried is True or (retried is not False and is_a(error, retried))
 
     def _take_back(self, future: ResultFuture, template: CallTemplate, ran: bool, lost: bool) -> None:
-        """Put a call, whose future is claimed, back into the queue or among those that wait for the verdict."""
+        """Queue a call again whose future is claimed, or let it wait for the verdict."""
         pending = future.pending
         if pending is not None and not lost and (pending.place is None or pending.place[1] != template.epoch):
             call: Any = future.source
             pending.place = call.id, template.epoch
         with self._lock:
-            # It is pending again, and may be ended by anybody who claims it: before it has a source that says so.
+            # From here on, any thread may claim the future and end it, even before it has a new source.
             future.disclaim()
             self.passed(future.number)
             if lost:
@@ -379,31 +364,30 @@ class CallQueue:
                     self.agent.submit(self._fail)
             source = future.source
         if pending is not None and pending.unwanted and source is not None:
-            source.cancel()  # the thread that has cancelled it found neither the call nor what it is now
+            source.cancel()  # the thread that cancelled it found neither the former source nor the new one
 
     def _hold_back(self) -> None:
-        """Let new calls queue; the lock is held."""
+        """Make new calls queue; the lock is held."""
         self.templates, self.kept_templates = {}, {}
 
     def doomed(self) -> None:
-        """Record that somebody here has killed the actor: no further call goes to the incarnation that lived."""
+        """Record that this process killed the actor: no further call is sent to the incarnation that lived."""
         with self._lock:
             location = self.location
             if location is not None:
-                self._hint = False
                 self._lost(location.epoch, 1 << 63, "")
 
     def is_gone(self, epoch: int) -> bool:
-        """Say whether an incarnation of the actor is known to have ended, or to be about to."""
+        """Return whether an incarnation of the actor is known to have ended, or to end soon."""
         return epoch <= self.fate.after
 
     def _lost(self, epoch: int, number: int, label: str) -> None:
-        """Record that an incarnation is gone; the lock is held."""
+        """Record that an incarnation has ended; the lock is held."""
         location = self.location
         if self.fate.death is not None or location is None or location.epoch > epoch:
             return  # known already
         self._hold_back()
-        self.location = self._peer = None
+        self.place = self._hint = None
         templates = {each: future.template for each, future in list(self.flying.items())}
         flying = {
             each: found for each, found in templates.items() if found is not None and found.epoch <= epoch
@@ -432,7 +416,7 @@ class CallQueue:
                     self._go()
 
     def _lift(self, epoch: int) -> None:
-        """Wait no longer for calls to a former incarnation: one of them may go on there for hours."""
+        """Stop waiting for the answers of a former incarnation, which may still run for hours."""
         with self._lock:
             if self.barrier is not None and self.fate.after == epoch:
                 self.barrier = None
@@ -441,8 +425,8 @@ class CallQueue:
     # -- sending the queue ---------------------------------------------------------------------------------
 
     def _go(self) -> None:
-        """Begin to send the queue, if it is time and a call waits; the lock is held."""
-        if self._waiting and self._peer is not None and self.barrier is None and not self._draining:
+        """Begin to send the queue, if a call waits and can be sent; the lock is held."""
+        if self._waiting and self.place is not None and self.barrier is None and not self._draining:
             self._draining = True
             self._hold_back()
             self.agent.submit(self._drain)
@@ -451,21 +435,16 @@ class CallQueue:
         """Send the queue, in order; on a pool thread, one at a time."""
         while True:
             with self._lock:
-                location, peer = self.location, self._peer
-                if (
-                    location is None
-                    or peer is None
-                    or self.barrier is not None
-                    or (pending := self._waiting.pop()) is None
-                ):
+                place = self.place
+                if place is None or self.barrier is not None or (pending := self._waiting.pop()) is None:
                     self._draining = False
                     drained, self._drained = self._drained, None
                     break
-            pending.context.run(self._resend, pending, location, peer)
+            pending.context.run(self._resend, pending, place)
         if drained is not None:
             drained.set_result(None)
 
-    def _resend(self, pending: PendingCall, location: Location, peer: Peer) -> None:
+    def _resend(self, pending: PendingCall, place: Place) -> None:
         future, unplaced = pending.future, pending.template
         assert future is not None
         assert unplaced is not None
@@ -479,7 +458,7 @@ class CallQueue:
             args, kwargs, unresolved = *PendingCall.opened(pending.arguments), pending.unresolved
             if unresolved:
                 args, kwargs, unresolved = pack_arguments(args, kwargs)
-            template = future.template = unplaced.at(self, location, peer)
+            template = future.template = unplaced.at(self, place)
             self.launch(future, template, args, kwargs, left if left < INFINITE else 0.0, unresolved)
         except BaseException as error:
             self.ended_unsent(future, error)
@@ -509,17 +488,17 @@ class CallQueue:
         return answer
 
     def _ask_here(self) -> None:
-        """Ask the supervisor at once if it is in this process: no thread has to be woken for that."""
+        """Ask the supervisor at once if it is in this process, without waking a thread."""
         if self.card.supervisor != self.runtime.references.me:
             return
         with self._lock:
-            if self._asking or self._peer is not None or self.fate.death is not None:
+            if self._asking or self.place is not None or self.fate.death is not None:
                 return
             self._asking = True
         self._ask(False)
 
     def _ask_soon(self) -> None:
-        """Have the supervisor asked; the lock is held."""
+        """Have a pool thread ask the supervisor; the lock is held."""
         if not self._asking:
             self._asking = True
             self.agent.submit(partial(self._ask, False))
@@ -552,7 +531,7 @@ class CallQueue:
         elif type(error) is PeerDiedError or isinstance(error, UnknownWorkerError):
             self._give_up(self._error_of, self.fate.orphaned(error))
         elif isinstance(error, (ShutdownError, NotInitializedError)):
-            # This process ends as well, or this actor does: nobody need look at what that ends.
+            # This process leaves the group, so the failures of its calls are expected.
             self._give_up(lambda template, ran: error, known=True)
         else:
             why = f"its supervisor says: {say(original)}"
@@ -568,14 +547,14 @@ class CallQueue:
             self._asking = False
             if self.fate.death is not None:
                 return
-            if peer is None:  # gone again: those that wait for a location hear of that, too
+            if peer is None:  # it has ended again
                 self.fate.after = max(self.fate.after, location.epoch)
                 if self._waiting or self._waiters or self._failing:
                     self._ask_soon()
                 return
-            # Those of the former incarnation: queued calls are sent from here on, and may fail in a moment.
+            # The calls to the former incarnation. Queued calls are sent from here on, and may fail soon.
             failing, self._failing = self._failing, []
-            self.location, self._peer = location, peer
+            self.place, self._hint = (location, peer), None
             waiters, self._waiters = self._waiters, []
             self._go()
         self._end(failing, self._error_of)
@@ -585,7 +564,7 @@ class CallQueue:
     # -- the ends of calls ------------------------------------------------------------------------------------
 
     def _fail(self) -> None:
-        """End the calls that cannot be made again, as it is known now what has become of the actor."""
+        """End the calls that cannot be made again, now that it is known whether the actor is dead or restarts."""
         with self._lock:
             failing, self._failing = self._failing, []
         self._end(failing, self._error_of)
@@ -603,13 +582,13 @@ class CallQueue:
         death: ActorDiedError | None = None,
         known: bool = False,
     ) -> None:
-        """End every call that waits; ``known``: none is reported where nobody looks at its error."""
+        """End every call that waits. ``known``: the failures are expected, and not logged."""
         with self._lock:
             self._asking = False
             if death is not None:
                 self.fate.death = death
                 self._hold_back()
-                self.location = self._peer = None
+                self.place = self._hint = None
                 self.barrier = None
             waiting = self._waiting.remove()
             failing, self._failing = self._failing, []

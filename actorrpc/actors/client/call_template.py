@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from actorrpc.agent.mail import MailHeader
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.wire.headers import Header
 
-__all__ = ["CallTemplate", "Templated"]
+__all__ = ["CallTemplate", "Place", "Templated"]
 
+Place: TypeAlias = "tuple[Location, Peer]"  # where an actor lives, and the worker there
 _GENERATORS: Final = ("generator", "async_generator")
 
 
@@ -62,16 +63,15 @@ class CallTemplate:
         method: MethodInfo,
         options: CallOptions,
         refs: bool,
-        location: Location | None,
-        peer: Peer | None,
+        place: Place | None = None,
     ) -> None:
         self.method = method
         self.options = options
         self.refs = refs
         info, general = queue.card.info, queue.card.options
         self.label = info.prefix + (options.name or method.name.strip("<>"))
-        self.peer: Any = peer
-        self.epoch = -1 if location is None else location.epoch
+        self.peer: Any = None if place is None else place[1]
+        self.epoch = -1 if place is None else place[0].epoch
         tries = options.max_task_retries
         if tries is None:
             tries = general.max_task_retries if general is not None else None
@@ -92,9 +92,9 @@ class CallTemplate:
         self.inlines = False
         self._fetching: MailHeader | None = None
         self._there: CallTemplate | None = None
-        if location is None:
+        if place is None:
             return
-        header: Header = {"mailbox": location.instance_id, "method": method.name}
+        header: Header = {"mailbox": place[0].instance_id, "method": method.name}
         if options.concurrency_group is not None:
             header["group"] = options.concurrency_group
         if options.priority:
@@ -128,11 +128,11 @@ class CallTemplate:
             self.inlines = False
             self.mail = self.kept_mail
 
-    def at(self, queue: Templated, location: Location, peer: Peer) -> CallTemplate:
+    def at(self, queue: Templated, place: Place) -> CallTemplate:
         """Return the same for another incarnation."""
         there = self._there
-        if there is None or there.epoch != location.epoch:
-            there = self._there = CallTemplate(queue, self.method, self.options, self.refs, location, peer)
+        if there is None or there.epoch != place[0].epoch:
+            there = self._there = CallTemplate(queue, self.method, self.options, self.refs, place)
         return there
 
     def mail_for(self, unresolved: bool, place: tuple[int, int] | None = None) -> MailHeader | None:

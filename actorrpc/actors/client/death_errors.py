@@ -1,4 +1,4 @@
-"""What one process knows of the ends of an actor, and the errors of its calls: each call gets one of its own."""
+"""What one process knows about the deaths of an actor, and the errors of its calls: each call gets an error of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Fate", "forgotten", "unreachable"]
 
 
 class Fate:
-    """What has become of an actor, as its supervisor and its calls have said. The queue's lock guards it.
+    """Whether an actor is dead or restarts, according to its supervisor and its calls. The queue's lock guards it.
 
     Attributes:
         death: why the actor is dead, if it is known to be.
@@ -36,7 +36,7 @@ class Fate:
         self._oldest = ""
 
     def lost(self, epoch: int, oldest: str) -> None:
-        """Record that an incarnation is gone; ``oldest`` names this process's first call that it did not answer."""
+        """Record the end of an incarnation; ``oldest`` names this process's first call that it did not answer."""
         self.after, self._verdict, self._oldest = epoch, None, oldest
 
     def decided(self, verdict: Restarting) -> None:
@@ -115,7 +115,7 @@ class Fate:
 
 
 def forgotten(actor_id: int, supervisor: str) -> ActorDiedError:
-    """Return the death of an actor of which its supervisor knows nothing (any more)."""
+    """Return the death of an actor that its supervisor does not know, or no longer knows."""
     return ActorDiedError(
         f"actor {actor_id:016x} is dead: worker {supervisor!r} does not know it any more",
         worker=supervisor,

@@ -5,8 +5,8 @@ mailbox. Everything a class defines wins over what a handle has by itself: that 
 also a function of the package.
 
 Where the class is an nn.Module, ``handle.state_dict()`` calls the method in the actor and waits, as if the handle were the
-module: the RPC floor's :mod:`~actorrpc.rpc.modules` says what comes back in place of what cannot travel. With ``remote`` all of
-these are ordinary methods. What a class defines itself is what is called, whatever its name.
+module; :mod:`~actorrpc.rpc.modules` says what is returned in place of objects that cannot be sent. With ``remote`` all of
+these are ordinary methods. A method that the class defines is called, whatever its name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -25,7 +26,6 @@ from typing import (
     ParamSpec,
     Self,
     TypeVar,
-    get_args,
     overload,
 )
 
@@ -44,6 +44,7 @@ from actorrpc.errors import (
     ConfigError,
     PeerDiedError,
     RpcError,
+    RpcTimeoutError,
     RRefError,
     SerializationError,
 )
@@ -65,12 +66,14 @@ __all__ = [
     "ActorProxy",
     "as_handle",
     "call",
-    "call_function",
     "gives_one",
+    "is_alive",
     "is_direct",
     "kill",
-    "offer",
+    "monitor",
     "parameters",
+    "ready",
+    "route_of",
     "route_to",
     "run",
 ]
@@ -132,9 +135,9 @@ A = TypeVar("A", bound="Actor")
 R = TypeVar("R")
 P = ParamSpec("P")
 Out = TypeVar("Out")
+F = TypeVar("F", bound=Callable[..., Any])
 Style = Literal["rpc_sync", "rpc_async", "remote"]
 
-_new_ref: Final = ObjectRef.__new__
 _ASK_S: Final = 30.0  # how long a supervisor may take to answer
 
 # What the runtime itself asks of an actor, through its mailbox. No class has methods of such names.
@@ -142,19 +145,9 @@ _GETATTR: Final = MethodInfo.anything("<getattr>", "getattr")
 _CALL: Final = MethodInfo.anything("<call>", "call")
 _RREF: Final = MethodInfo.anything("<rref>", "rref")
 
-# What every handle offers, as far as its class has no methods of these names: name -> function of a handle.
-_offered: dict[str, Callable[..., Any]] = {}
-_offered_values: dict[str, Callable[[Any], Any]] = {}
-_offered_to_modules: dict[str, Callable[..., Any]] = {}  # only to those whose class is an nn.Module
-
-
-def offer(name: str, function: Callable[..., Any], *, value: bool = False) -> None:
-    """Put a function of a handle onto all handles, as a method, or (``value``) as an attribute."""
-    (_offered_values if value else _offered)[name] = function
-
 
 class _Doc:
-    """``__doc__``: of the class what is given here, of an object what its ``_doc`` says. Python calls this for both."""
+    """``__doc__``: of the class the text given here, of an object the docstring of its method."""
 
     __slots__ = ("_own",)
 
@@ -184,7 +177,7 @@ class _LikeItsMethod:
         return self._info.shown(self._card.info.function(self._info.name))
 
     def __get__(self, instance: object, owner: Any = None) -> Self:
-        # help() shows what has this method as it shows functions: with name, signature and docstring.
+        # help() shows an object with this method as a function: with name, signature and docstring.
         return self
 
 
@@ -194,7 +187,7 @@ def gives_one(info: MethodInfo, options: CallOptions) -> bool:
 
 
 class _RemoteCall(_LikeItsMethod):
-    """``handle.method.remote``. An object, as a bound method would show its signature to nobody."""
+    """``handle.method.remote``. An object, because a bound method would not show the signature."""
 
     __slots__ = ("_card", "_info", "_options", "_route", "_sent", "_simple")
     __doc__ = _Doc("``handle.method.remote``.")
@@ -204,7 +197,7 @@ class _RemoteCall(_LikeItsMethod):
         self._route = route
         self._info = info
         self._options = options
-        # Where a call gives nothing, nobody looks at its one result.
+        # With num_returns=0, the caller gets no ObjectRef for the result.
         self._sent = options if options.num_returns else options.merged(num_returns=1)
         self._simple = gives_one(info, options)
 
@@ -214,10 +207,7 @@ class _RemoteCall(_LikeItsMethod):
         if kwargs or not signature.least <= len(args) <= signature.most:
             signature.check(args, kwargs)
         if self._simple:
-            ref: ObjectRef[Any] = _new_ref(ObjectRef)
-            ref._future = self._route.call(info, self._sent, args, kwargs, True)
-            ref._fetched = ref._promise = ref._id = ref._label = None
-            return ref
+            return ObjectRef(self._route.call(info, self._sent, args, kwargs, True))
         again = self._route.again(info, self._sent, args, kwargs)
         future = self._route.call(info, self._sent, args, kwargs, True)
         return shaped(future, info, self._options, self._route.explain, again)
@@ -291,7 +281,7 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
         """Refuse: remote methods are called with ``remote``. Only what torch's modules have is called on the handle of one.
 
         Raises:
-            TypeError: it is none of these.
+            TypeError: it is not a method of nn.Module.
         """
         if is_direct(self._card.info, self._info):
             return self._call_directly(args, kwargs)
@@ -339,6 +329,59 @@ def _check_group(options: CallOptions, card: Card) -> None:
 # -- the handle -----------------------------------------------------------------------------------------------
 
 
+class _Own:
+    """A function of handles, or a value, which each handle has unless its class has a method of that name.
+
+    It is no data descriptor: Python looks first into the dict of the handle, which has the methods of the class.
+    """
+
+    __slots__ = ("_function", "_is_value")
+
+    def __init__(self, function: Callable[..., Any], is_value: bool = False) -> None:
+        self._function = function
+        self._is_value = is_value
+
+    def __get__(self, handle: ActorHandle[Any] | None, owner: Any = None) -> Any:
+        if handle is None:
+            return self._function
+        if self._function.__name__ in _OF_MODULES and not _card(handle).info.is_module:
+            raise AttributeError  # __getattr__ says which methods there are
+        return self._function(handle) if self._is_value else _OwnMethod(handle, self._function)
+
+
+def _own(function: F) -> F:
+    made: Any = _Own(function)
+    return made  # type: ignore[no-any-return]
+
+
+_OF_MODULES: Final = frozenset({"remote_parameters"})  # only a handle whose class is an nn.Module has these
+
+
+class _OwnMethod:
+    """A function of handles, bound to a handle."""
+
+    __slots__ = ("_function", "_handle")
+
+    def __init__(self, handle: ActorHandle[Any], function: Callable[..., Any]) -> None:
+        self._handle = handle
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._handle, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        own = self._function.__name__
+        if name == "remote":
+            raise AttributeError(
+                f"{_card(self._handle).info.name} has no method {own!r}: this is the handle's own, which is called "
+                f"directly, as handle.{own}(...)"
+            )
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"<{self._function.__name__} of {self._handle!r}>"
+
+
 class _Calling:
     """``handle(...)`` and ``handle.__call__``: Python looks on the type of a handle for these, not in ``__getattr__``."""
 
@@ -348,24 +391,26 @@ class _Calling:
         if handle is None:
             return self
         if "__call__" not in _card(handle).info.methods:
-            return _Offered(handle, _not_callable, "__call__")
+            return _OwnMethod(handle, _not_callable)
         return handle.__dict__.get("__call__") or handle.__getattr__("__call__")
 
 
-def _not_callable(handle: ActorHandle[Any], *args: Any, **kwargs: Any) -> Any:
-    del args, kwargs
+def _not_callable(handle: ActorHandle[Any], *_args: Any, **_kwargs: Any) -> Any:
     name = _card(handle).info.name
     raise TypeError(
         f"{name} is not callable: it has no __call__; its methods are called as handle.method.remote(...)"
     )
 
 
+_not_callable.__name__ = "__call__"  # for messages
+
+
 class ActorHandle(Generic[C_co]):
     """A reference to an actor, usable on every worker. Thread-safe.
 
     ``handle.method.remote(...)`` calls a method and gives an ObjectRef; ``handle.rpc_sync().method(...)`` waits for the
-    result, ``handle.rpc_async().method(...)`` gives a Future; all of them go through the actor's mailbox. On a proxy,
-    what is not a method is read: ``handle.rpc_sync().attribute``.
+    result, ``handle.rpc_async().method(...)`` gives a Future; all of them go through the actor's mailbox. A proxy also reads
+    attributes: ``handle.rpc_sync().attribute``.
 
     As far as the class has no methods of these names, a handle also has ``rpc_sync``, ``rpc_async``, ``remote``, ``options``
     (the same handle with other options of its calls), ``rref`` (torch's reference to the instance), ``actor_id``, and
@@ -379,57 +424,91 @@ class ActorHandle(Generic[C_co]):
     ended, or when the actor was restarted. Hooks run as the module has them; ``handle.forward.remote(x)`` is literally
     ``forward``, and ``handle.__call__.remote(x)`` the call that does not wait.
 
-    The actor lives as long as there is a handle somewhere; those that were got by name do not count. Handles are
-    equal when they mean the same actor, and travel in arguments and results.
+    The actor lives as long as any process has a handle; handles from :func:`actorrpc.get_actor` do not count. Handles of the
+    same actor are equal. They can be sent in arguments and results.
 
-    What ``pickle``, ``cloudpickle`` or ``torch.save`` makes of a handle can be loaded by all workers of the group, and does not
-    keep the actor alive: keep a handle until it was loaded. What is loaded counts as any other handle. To load it waits for the
-    worker that has made the actor; elsewhere than in the group, and when the actor has ended, it raises an error.
+    All workers of the group can load pickles of a handle (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does not
+    keep the actor alive: keep a handle until it was loaded. Loading waits for the worker that made the actor; it raises an error
+    outside of the group, and after the end of the actor.
     """
 
-    _is_actor_handle = True  # for those who cannot import this module
+    _is_actor_handle = True  # for modules that cannot import this one
 
     def __init__(self, card: Card, route: Route, given: dict[str, Any] | None = None) -> None:
         state = self.__dict__
         state["_actorrpc_card"] = card
         state["_actorrpc_route"] = route
         state["_actorrpc_given"] = given
+        methods = card.info.methods
+        if not _OWN.isdisjoint(methods):
+            for name in _OWN.intersection(methods):
+                self.__getattr__(
+                    name
+                )  # keeps the method in the dict, where Python finds it before the function of handles
+
+    @_own
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:
+        """Return a proxy whose methods wait for their results."""
+        proxy: Any = ActorProxy(self, "rpc_sync", timeout)
+        return proxy  # type: ignore[no-any-return]
+
+    @_own
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a proxy whose methods give Futures."""
+        return ActorProxy(self, "rpc_async", timeout)
+
+    @_own
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a proxy whose methods give ObjectRefs."""
+        return ActorProxy(self, "remote", timeout)
+
+    @_own
+    def options(self, **options: Any) -> ActorHandle[C_co]:
+        """Return the same handle with other options of its calls."""
+        state = self.__dict__
+        card, given = (
+            state["_actorrpc_card"],
+            {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)},
+        )
+        _check_group(CallOptions(**given), card)
+        return ActorHandle(card, state["_actorrpc_route"], given)
+
+    @_own
+    def ready(self) -> ObjectRef[None]:
+        """See :func:`actorrpc.ready`."""
+        return ready(self)
+
+    @_own
+    def is_alive(self, timeout: float = 10.0) -> bool:
+        """See :func:`actorrpc.is_alive`."""
+        return is_alive(self, timeout)
+
+    @_own
+    def kill(self, *, no_restart: bool = True) -> None:
+        """See :func:`actorrpc.kill`."""
+        kill(self, no_restart=no_restart)
+
+    @_own
+    def monitor(self, callback: Callable[[ActorDiedError], Any] | None = None) -> Future[ActorDiedError]:
+        """See :func:`actorrpc.monitor`."""
+        return monitor(self, callback)
+
+    @_own
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
+        """See :func:`actorrpc.call`."""
+        return call(self, function, *args, **kwargs)
+
+    @_own
+    def remote_parameters(self: ActorHandle[nn.Module], recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """Return RRefs to the parameters of the module, each once. Only where the class is one."""
+        found: list[RRef[nn.Parameter]] = _send(
+            self, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (parameters,), {"recurse": recurse}
+        )
+        return found
 
     if TYPE_CHECKING:
         actor_id: int
         rref: RRef[C_co]
-
-        def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:
-            """Return a proxy whose methods wait for their results."""
-            raise AssertionError
-
-        def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-            """Return a proxy whose methods give Futures."""
-
-        def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-            """Return a proxy whose methods give ObjectRefs."""
-
-        def options(self, **options: Any) -> ActorHandle[C_co]:
-            """Return the same handle with other options of its calls."""
-
-        def ready(self) -> ObjectRef[None]:
-            """See :func:`actorrpc.ready`."""
-
-        def is_alive(self, timeout: float = 10.0) -> bool:
-            """See :func:`actorrpc.is_alive`."""
-
-        def kill(self, *, no_restart: bool = True) -> None:
-            """See :func:`actorrpc.kill`."""
-
-        def monitor(self, callback: Callable[[BaseException], Any] | None = None) -> Future[Any]:
-            """See :func:`actorrpc.monitor`."""
-
-        def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
-            """See :func:`actorrpc.call`."""
-
-        def remote_parameters(self: ActorHandle[nn.Module], recurse: bool = True) -> list[RRef[nn.Parameter]]:
-            """Return RRefs to the parameters of the module, each once. Only where the class is one."""
-            raise AssertionError
 
         # Of a module, `handle(x)` calls it and waits.
         __call__: ActorMethod[..., Any]
@@ -439,6 +518,8 @@ class ActorHandle(Generic[C_co]):
 
     else:
         __call__ = _Calling()
+        actor_id = _Own(lambda handle: _card(handle).actor_id, is_value=True)
+        rref = _Own(lambda handle: _rref(handle), is_value=True)
 
         def __getattr__(self, name):
             state = self.__dict__
@@ -451,12 +532,6 @@ class ActorHandle(Generic[C_co]):
                 options = _options_of(card, info, state["_actorrpc_given"])
                 found = state[name] = ActorMethod(card, state["_actorrpc_route"], info, options)
                 return found
-            if name in _offered:
-                return _Offered(self, _offered[name], name)
-            if name in _offered_values:
-                return _offered_values[name](self)
-            if name in _offered_to_modules and card.info.is_module:
-                return _Offered(self, _offered_to_modules[name], name)
             raise AttributeError(_missing(card, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -467,8 +542,7 @@ class ActorHandle(Generic[C_co]):
 
     def __dir__(self) -> list[str]:
         info = _card(self).info
-        more = _offered_to_modules if info.is_module else ()
-        return sorted({*info.methods, *_offered, *_offered_values, *more})
+        return sorted({*info.methods, *(_OWN if info.is_module else _OWN - _OF_MODULES)})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ActorHandle):
@@ -496,6 +570,9 @@ class ActorHandle(Generic[C_co]):
         return _load, (address, replace(card, anchor=None, location=None), self.__dict__["_actorrpc_given"])
 
 
+_OWN: Final = frozenset(name for name, each in vars(ActorHandle).items() if isinstance(each, _Own))
+
+
 def _card(handle: ActorHandle[Any]) -> Card:
     card: Card = handle.__dict__["_actorrpc_card"]
     return card
@@ -508,7 +585,7 @@ def _options_of(card: Card, info: MethodInfo, given: dict[str, Any] | None) -> C
 
 def _missing(card: Card, name: str) -> str:
     methods = [each for each in card.info.methods if not each.startswith("_")]
-    close = difflib.get_close_matches(name, [*card.info.methods, *_offered, *_offered_values], n=3)
+    close = difflib.get_close_matches(name, [*card.info.methods, *_OWN], n=3)
     if close:
         hint = f"did you mean {' or '.join(map(repr, close))}?"
     else:
@@ -516,31 +593,6 @@ def _missing(card: Card, name: str) -> str:
     return (
         f"{card.info.name} has no method {name!r}; {hint} (attributes are read with handle.rpc_sync().{name})"
     )
-
-
-class _Offered:
-    """One of our functions on a handle."""
-
-    __slots__ = ("_function", "_handle", "_name")
-
-    def __init__(self, handle: ActorHandle[Any], function: Callable[..., Any], name: str) -> None:
-        self._handle = handle
-        self._function = function
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._handle, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "remote":
-            raise AttributeError(
-                f"{_card(self._handle).info.name} has no method {self._name!r}: this is the handle's own, which is called "
-                f"directly, as handle.{self._name}(...)"
-            )
-        raise AttributeError(name)
-
-    def __repr__(self) -> str:
-        return f"<{self._name} of {self._handle!r}>"
 
 
 # -- travelling -------------------------------------------------------------------------------------------------
@@ -654,31 +706,26 @@ class _ProxyMethod:
         return f"<{self._style} method {self._name} of {self._handle!r}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        info = getattr(self._handle, self._name)._info  # and the method is kept on the handle from now on
+        info = _card(self._handle).info.methods[self._name]
         info.check(args, kwargs)
         return _send(self._handle, self._style, self._timeout, info, args, kwargs)
 
 
-class _CallsOfRRef:
-    """Makes the calls of an actor's RRef, as calls of a handle of the actor. It is sent together with the RRef."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle: ActorHandle[Any]) -> None:
-        self._handle = handle
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _CallsOfRRef, (self._handle,)
-
-    def __call__(
-        self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
-    ) -> Any:
-        info = _card(self._handle).info.methods.get(name)
-        if info is None:  # an attribute that can be called
-            info, args, kwargs = _CALL, (_call_attribute, name, args, kwargs), {}
-        else:
-            info.check(args, kwargs)
-        return _send(self._handle, "rref" if style == "remote" else style, timeout, info, args, kwargs)
+def _call_of_rref(
+    handle: ActorHandle[Any],
+    style: Style,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+) -> Any:
+    """Make a call of an actor's RRef as a call of a handle of the actor."""
+    info = _card(handle).info.methods.get(name)
+    if info is None:  # an attribute that can be called
+        info, args, kwargs = _CALL, (_call_attribute, name, args, kwargs), {}
+    else:
+        info.check(args, kwargs)
+    return _send(handle, "rref" if style == "remote" else style, timeout, info, args, kwargs)
 
 
 def _call_attribute(instance: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -696,8 +743,10 @@ def _send(
 ) -> Any:
     state = handle.__dict__
     card, route = state["_actorrpc_card"], state["_actorrpc_route"]
-    # The very object that other calls of the method use: the route has prepared what goes with it.
     known = state.get(info.name)
+    if known is None and info.name in card.info.methods:
+        known = handle.__getattr__(info.name)
+    # The object that other calls of the method use, because the route keeps a template for it.
     options = known._options if known is not None else _options_of(card, info, state["_actorrpc_given"])
     seconds = None if timeout == UNSET_RPC_TIMEOUT else timeout
     if style == "remote" or info.streams or options.num_returns == "streaming":
@@ -712,29 +761,6 @@ def _send(
     return future.wait() if style == "rpc_sync" else future
 
 
-def call_function(handle: ActorHandle[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObjectRef[Any]:
-    """Run ``args[0](instance, *args[1:], **kwargs)`` in the actor."""
-    found: ObjectRef[Any] = _send(handle, "remote", UNSET_RPC_TIMEOUT, _CALL, args, kwargs)
-    return found
-
-
-# -- what every handle has ----------------------------------------------------------------------------------------
-
-
-def _offer_proxies(style: Style) -> None:
-    def proxy(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
-        return ActorProxy(handle, style, timeout)
-
-    offer(style, proxy)
-
-
-def _options(handle: ActorHandle[Any], **options: Any) -> ActorHandle[Any]:
-    state = handle.__dict__
-    given = {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)}
-    _check_group(CallOptions(**given), state["_actorrpc_card"])
-    return ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], given)
-
-
 def _rref(handle: ActorHandle[Any]) -> Any:
     found = handle.__dict__.get("_actorrpc_rref")
     if found is not None:
@@ -744,38 +770,24 @@ def _rref(handle: ActorHandle[Any]) -> Any:
             found = None  # of an incarnation that has died
     if found is None:
         found = _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _RREF, (), {})
-        # By a handle of its own: a cycle would keep this one, whose end ends the actor, until the collector finds it.
         state = handle.__dict__
-        with_calls(
-            found,
-            _CallsOfRRef(
-                ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"])
-            ),
+        # A handle of its own, because a cycle would keep `handle`, and so the actor, until the next garbage collection.
+        own: ActorHandle[Any] = ActorHandle(
+            state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"]
         )
-        handle.__dict__["_actorrpc_rref"] = found
+        with_calls(found, partial(_call_of_rref, own))
+        state["_actorrpc_rref"] = found
     return found
-
-
-def _remote_parameters(handle: ActorHandle[Any], recurse: bool = True) -> Any:
-    return _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (parameters,), {"recurse": recurse})
-
-
-_offered_to_modules["remote_parameters"] = _remote_parameters
-for _style in get_args(Style):
-    _offer_proxies(_style)
-offer("options", _options)
-offer("actor_id", lambda handle: _card(handle).actor_id, value=True)
-offer("rref", _rref, value=True)
 
 
 # -- what functions do with a handle -------------------------------------------------------------------------------
 
 
 def as_handle(given: Any, what: str) -> ActorHandle[Any]:
-    """Return what is given where it is a handle; ``what`` is what takes one.
+    """Return an object if it is a handle; ``what`` names the function that takes it.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a handle.
     """
     if isinstance(given, ActorHandle):
         return given
@@ -787,9 +799,63 @@ def as_handle(given: Any, what: str) -> ActorHandle[Any]:
     raise TypeError(f"{what} takes the handle of an actor, not a {type(given).__name__}{hint}")
 
 
-def route_to(given: Any, what: str) -> Any:
+def route_of(handle: ActorHandle[Any]) -> Route:
+    """Return the route of a handle."""
+    route: Route = handle.__dict__["_actorrpc_route"]
+    return route
+
+
+def route_to(given: Any, what: str) -> Route:
     """Return the route of a handle, as :func:`as_handle` takes it."""
-    return as_handle(given, what).__dict__["_actorrpc_route"]
+    return route_of(as_handle(given, what))
+
+
+def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
+    """Return an ObjectRef that completes, with None, when the actor has been made and can serve.
+
+    It fails with ActorDiedError if that is not to be; with what the constructor raised as its cause.
+    """
+    located: Future[Any] = route_to(actor, "ready()").located()
+
+    def nothing(done: Future[Any]) -> None:
+        done.value()
+
+    return ObjectRef(located.then(nothing), label=f"ready({actor!r})")
+
+
+def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
+    """Say whether the actor lives, or is being made or restarted. Never waits behind its work.
+
+    Args:
+        timeout: seconds for the answer of its supervisor; without an answer, the actor counts as dead.
+    """
+    asked: Future[bool] = route_to(actor, "is_alive()").alive()
+    try:
+        return asked.wait(timeout)
+    except RpcTimeoutError:
+        return False
+
+
+def monitor(
+    actor: ActorHandle[Any] | Actor, callback: Callable[[ActorDiedError], Any] | None = None
+) -> Future[ActorDiedError]:
+    """Watch an actor: the future completes, once, when it is dead for good; its value says why.
+
+    Does not keep the actor alive. Restarts do not count.
+
+    Args:
+        callback: called with the ActorDiedError then, on a worker thread.
+
+    Returns:
+        A Future whose value is the ActorDiedError.
+    """
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
+    watched: Future[ActorDiedError] = route_to(actor, "monitor()").watch()
+    if callback is not None:
+        tell = callback
+        watched.add_done_callback(lambda done: tell(done.value()))
+    return watched
 
 
 def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
@@ -801,7 +867,7 @@ def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
         no_restart: for good, whatever its ``max_restarts``; False: as if it had died by itself.
 
     Raises:
-        RpcError: the worker that looks after it does not answer.
+        RpcError: its supervisor does not answer.
     """
     asked = route_to(actor, "kill()").kill(no_restart)
     asked.wait(_ASK_S)
@@ -834,4 +900,4 @@ def call(actor: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             f"call() takes a plain function, and {getattr(function, '__qualname__', function)} only returns {what}: make it a "
             "method of the class"
         )
-    return call_function(actor, (function, *args), dict(kwargs))
+    return _send(actor, "remote", UNSET_RPC_TIMEOUT, _CALL, (function, *args), kwargs)

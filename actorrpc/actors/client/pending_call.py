@@ -1,22 +1,22 @@
-"""The futures of calls to actors, and what is kept of a call that may have to be sent later, or again.
+"""The futures of calls to actors, and the state of calls that may have to be sent later, or again.
 
-A call, as its caller sees it, is in one of four states. Its future's source says which:
+A call, as its caller sees it, is in one of four states. The source of its future tells which:
 
 ================  ==================  =====================================================================================
-state             source              it ends, or goes on
+state             source              how the state ends
 ================  ==================  =====================================================================================
-queued            PendingCall         sent when it is known where its actor is; cancelled; its time is over; its actor is dead
+queued            PendingCall         the worker of the actor is known: the call is sent; or it is cancelled, times out, or its
+                                      actor dies
 in flight         Call                the answer; cancelled or timed out by the agent; or :meth:`CallQueue.caught` takes it over
-                                      where the failure is the actor's (its process died, it has moved) or it may be tried again:
-                                      queued if it did not run or has tries left, else awaiting the verdict
-awaiting verdict  AwaitingVerdict     the supervisor says what has become of the actor, which is what the call fails with
-done              (any)               its value or error is there
+                                      because its actor failed (its process died, it has moved) or because it may be tried again:
+                                      queued if it did not run or has tries left, otherwise awaiting the verdict
+awaiting verdict  AwaitingVerdict     the supervisor answers whether the actor is dead or restarts: the call fails with that
+done              (any)               the future has a value or an error
 ================  ==================  =====================================================================================
 
-:class:`ResultFuture` hears of its call's failure before anybody else does, and so is pending until it is done, whatever happens
-between. Two steps decide races, each atomic: a future is ended by the thread that claims it (``Future.claim``), and a queued
-call is sent, cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.take`). The moves between the states are
-made under the lock of the queue.
+:class:`ResultFuture` handles the failure of its call before the failure is published, and so stays pending until the call is
+done. Two atomic steps decide races: a future is ended by the thread that claims it (``Future.claim``), and a queued call is sent,
+cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.take`). The state changes under the lock of the queue.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from actorrpc.actors.client.call_template import CallTemplate
+    from actorrpc.actors.client.death_errors import Fate
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.timers import Timer
 
@@ -61,14 +62,14 @@ class _QueueOfCalls(Protocol):
     """The queue of an actor as its calls use it: a CallQueue, which says what the methods do."""
 
     agent: Agent
+    fate: Fate
     flying: dict[int, ResultFuture]
     barrier: set[int] | None
 
     def next_number(self) -> int: ...
     def caught(self, future: ResultFuture, error: BaseException) -> bool: ...
     def passed(self, number: int) -> None: ...
-    def swept(self) -> None: ...
-    def waits_for(self) -> str: ...
+    def swept(self, number: int) -> None: ...
     def is_gone(self, epoch: int) -> bool: ...
     def bounced(self, future: ResultFuture) -> None: ...
     def ended_unsent(self, future: ResultFuture, error: BaseException) -> None: ...
@@ -108,7 +109,7 @@ class ResultFuture(InnerFuture[Any]):
         route = self.route
         source = self.source
         if type(source) is Call and source.stopping and (error is None or isinstance(error, CancelledError)):
-            # It may have come to its end before; and its caller counts on its being cancelled, and knows.
+            # The method may have ended before it could be cancelled. Its caller was told that it is cancelled.
             value, error = None, source.was_cancelled(True, error)
         if route is not None:
             queue = route.queue
@@ -119,7 +120,7 @@ class ResultFuture(InnerFuture[Any]):
                 error.maybe_executed = True  # type: ignore[union-attr]  # in an earlier try
             template = self.template
             if template is not None:
-                # A value that could have been kept remembers how it came: what becomes of it decides about the next.
+                # The value refers to the template, because its use decides how the method's next large results are sent.
                 if type(value) is StoredResult:
                     value.policy = template
                 if not template.inlines and type(value) is not Snapshot:
@@ -133,15 +134,15 @@ class ResultFuture(InnerFuture[Any]):
         Future.conclude(self, value, error, submit)
 
     def cancel(self) -> bool:
-        """Give the call up; False if it was over.
+        """Cancel the call; False if it has ended.
 
-        A coroutine that runs is cancelled, and may clean up for a while: the call is over when that is. Other calls are
-        over at once.
+        A coroutine that runs is cancelled, and may clean up for a while: the call ends when the coroutine does. Other calls end
+        at once.
         """
         pending = self.pending
         if pending is not None:
-            # Before it is looked for: the thread that finds its actor dead may have it in its hands, where nobody can end it.
-            # That thread makes it pending again, and looks here afterwards.
+            # Set before the source is read. A thread that found the actor dead may have claimed the call; it makes the call
+            # pending again, and reads `unwanted` afterwards.
             pending.tries = 0
             pending.unwanted = True
         template, call = self.template, self.source
@@ -153,20 +154,16 @@ class ResultFuture(InnerFuture[Any]):
         """Fail a call that is not in flight; False if it has ended, or if another thread is ending it."""
         if not self.claim():
             return False
-        route = self.route
-        self.release()
+        route, pending = self.route, self.pending
+        self.route = self.template = self.pending = None
+        if pending is not None:
+            pending.forget()
         Future.conclude(self, None, error, None if route is None else route.queue.agent.submit)
         return True
 
-    def release(self) -> None:
-        """Drop the references to the actor and to the arguments that were kept for another try."""
-        pending, self.route, self.template, self.pending = self.pending, None, None, None
-        if pending is not None:
-            pending.forget()
-
 
 class RpcFuture(ResultFuture):
-    """What ``rpc_async`` of an actor's RRef gives: torch's functions take it, too."""
+    """The result of ``rpc_async``, which torch's functions take, too."""
 
     __slots__ = ()
 
@@ -174,19 +171,19 @@ class RpcFuture(ResultFuture):
 
 
 class PendingCall(Progress):
-    """All that is needed to send a call, as of the moment when it was made. It is its future's source while it waits.
+    """A call with its arguments as they were when it was made. It is the source of its future while the call is queued.
 
     Attributes:
         future: None after the call has ended.
-        arguments: ``(args, kwargs)``, a Snapshot of that, or None where the call can be sent only once.
+        arguments: ``(args, kwargs)``, a Snapshot of that, or None if the call can be sent only once.
         unresolved: there are ObjectRefs at top level that the actor's side has to fetch.
-        deadline: on the monotonic clock; what is nested in a call inherits that call's.
-        tries: how often it may be made again where it may have run; -1: for ever.
-        may_have_run: an earlier try may have.
-        unwanted: it was cancelled while another thread had it; that thread ends it.
-        place: the number of the call, and the incarnation of its actor, when it was first made there: a repetition goes to the
-            place of the original, which others of its caller may wait for.
-        context: what the caller's context variables were.
+        deadline: on the monotonic clock; a nested call inherits the deadline of the call that makes it.
+        tries: how often it may be sent again if it may have run; -1: without limit.
+        may_have_run: an earlier try may have run.
+        unwanted: it was cancelled while another thread sent it; that thread ends it.
+        place: the number of the call, and the incarnation of its actor, of the first try. A repetition takes the place of the
+            first try in the mailbox, because later calls of its caller may wait for it.
+        context: the caller's context variables.
     """
 
     __slots__ = (
@@ -231,7 +228,7 @@ class PendingCall(Progress):
 
     @staticmethod
     def hold(args: tuple[Any, ...], kwargs: dict[str, Any], *, cheaply: bool = False) -> Any:
-        """Return what :attr:`arguments` is to be; with ``cheaply`` None, where that takes a copy.
+        """Return :attr:`arguments`; with ``cheaply``, None if that takes a copy.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -245,13 +242,11 @@ class PendingCall(Progress):
                     break
             else:
                 return args, dict(kwargs) if kwargs else kwargs
-        # Opened here, and only here.
         return None if cheaply else Snapshot.of((args, kwargs), remote_main=True)
 
     @staticmethod
     def opened(held: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments that :meth:`hold` has kept, to be sent."""
-        # open() leaves the snapshot as it is, so that the call can be sent from it again.
+        """Return the arguments that :meth:`hold` kept. The call can be sent again afterwards."""
         return held if type(held) is tuple else held.open()
 
     @property
@@ -263,7 +258,7 @@ class PendingCall(Progress):
     # -- who may do what with a call that waits --------------------------------------------------------
 
     def rest(self) -> None:
-        """Let it wait: it may be sent, cancelled and expire from now on."""
+        """Let the call wait: from now on it may be sent or cancelled, and may expire."""
         future = self.future
         if future is None or future.route is None:
             return
@@ -274,7 +269,7 @@ class PendingCall(Progress):
         self._free = None
 
     def take(self) -> bool:
-        """Win the right to send a waiting call, or to end it; exactly one caller does."""
+        """Claim the right to send or to end a waiting call; exactly one caller gets True."""
         try:
             del self._free
         except AttributeError:
@@ -282,7 +277,7 @@ class PendingCall(Progress):
         return True
 
     def failed(self, ran: bool) -> bool:
-        """Record a try that failed, and that may have run if ``ran``; say whether the call may be made again."""
+        """Record a failed try, which may have run if ``ran``; return whether the call may be sent again."""
         if not ran:
             return True
         self.may_have_run = True
@@ -292,13 +287,13 @@ class PendingCall(Progress):
         return self.tries < 0
 
     def stop_timer(self) -> None:
-        """Cancel the timer: the agent, which sends the call now, has its own, or the call has ended."""
+        """Cancel the timer: the agent sends the call now, and has its own timer, or the call has ended."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
 
     def forget(self) -> None:
-        """Drop everything that was kept: the call has ended."""
+        """Drop the arguments and the future: the call has ended."""
         self.stop_timer()
         self.future = None
         self.arguments = None
@@ -321,7 +316,7 @@ class PendingCall(Progress):
             route.queue.agent.flush()
 
     def cancel(self, stop: bool = True, late: bool = False) -> bool:
-        """End the call, wherever it is; False if it is over. ``stop``, ``late``: see :meth:`Call.cancel`."""
+        """End the call in any state; False if it has ended. ``stop``, ``late``: see :meth:`Call.cancel`."""
         future = self.future
         if future is None:
             return False
@@ -337,7 +332,7 @@ class PendingCall(Progress):
         return self._end(late)
 
     def expire(self) -> None:
-        """End the call, which has not been sent, because its time is over."""
+        """End the call, if it has not been sent, because its deadline has passed."""
         if self.take():
             self._end(late=True)
 
@@ -349,9 +344,9 @@ class PendingCall(Progress):
         what, queue, ran = future.template.label, future.route.queue, self.may_have_run
         error: CancelledError | RpcTimeoutError
         if late:
-            bound = f"{self.seconds:g} s" if self.seconds else "what was left of the call that made it"
+            bound = f"{self.seconds:g} s" if self.seconds else "the time that the call that made it had left"
             error = RpcTimeoutError(
-                f"the call of {what} timed out ({bound}) while it waited for {queue.waits_for()}; "
+                f"the call of {what} timed out ({bound}) while it waited for {queue.fate.waits_for()}; "
                 + ("an earlier try may have run" if ran else "it was not sent"),
                 maybe_executed=ran,
             )
@@ -360,7 +355,7 @@ class PendingCall(Progress):
                 f"the call of {what} was cancelled by its caller before it was sent", maybe_executed=ran
             )
         ended = future.end(error)
-        queue.swept()
+        queue.swept(future.number)
         return ended
 
 
@@ -379,7 +374,7 @@ class AwaitingVerdict(Progress):
         future.source = self
 
     def cancel(self) -> bool:
-        """End the call; False if it is over."""
+        """End the call; False if it has ended."""
         template = self.future.template
         return template is not None and self.future.end(
             CancelledError(
@@ -411,7 +406,7 @@ class ReservedCall:
         self._free = None
         for argument in awaits:
             argument.listen()
-            argument.add_waiter(self)
+            argument.add_waiter(self.ended)
 
     def ended(self, argument: Future[Any]) -> None:
         """Count a completed argument. Runs on the thread that completed the argument, and must not block."""

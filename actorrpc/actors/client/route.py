@@ -13,12 +13,13 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from actorrpc._exception_text import is_of_handler
+from actorrpc._undo import undo_on_error
 from actorrpc.actors.client.call_queue import CallQueue
 from actorrpc.actors.client.call_template import CallTemplate
 from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFuture
@@ -54,11 +55,11 @@ def shaped(
     again: Again | None,
     label: object = None,
 ) -> Any:
-    """Return what ``remote`` gives for a call: an ObjectRef, several, none, or a stream.
+    """Return the result of ``remote``: an ObjectRef, several, None, or a stream.
 
     Args:
         explain: says what the end of a stream's worker means, as :meth:`Route.explain`.
-        again: makes a call again that gives a stream.
+        again: repeats the call of a stream that has failed before its first item.
     """
     count = options.num_returns
     if count == "streaming" or info.streams:
@@ -77,33 +78,41 @@ def _split(future: Future[Any], count: int) -> list[Future[Any]]:
         part.label = f"value {at} of {future.label}"
         part.source = future
 
-    def done(whole: Future[Any]) -> None:
-        error: BaseException | None = None
-        values: list[Any] = [None] * count
-        try:
-            result = whole.value()
-            if isinstance(result, (tuple, list)) and len(result) == count:
-                values = list(result)
-            else:
-                shown = len(result) if isinstance(result, (tuple, list)) else f"one {type(result).__name__}"
-                error = ValueError(
-                    f"{whole.label} was to return {count} values (num_returns), but returned {shown}"
-                )
-        except BaseException as raised:
-            error = raised
-        for part, value in zip(parts, values, strict=True):
-            if error is None:
-                part.try_complete(value)
-            else:
-                part.follow(parts[0], error)  # one failure: looking at any part will do
+    def check(whole: Future[Any]) -> Sequence[Any]:
+        result = whole.value()
+        if isinstance(result, (tuple, list)) and len(result) == count:
+            return result
+        shown = len(result) if isinstance(result, (tuple, list)) else f"one {type(result).__name__}"
+        raise ValueError(f"{whole.label} was to return {count} values (num_returns), but returned {shown}")
 
-    future.add_done_callback(done)
+    def done(checked: Future[Sequence[Any]]) -> None:
+        for at, part in enumerate(parts):
+            if checked.error is None:
+                part.try_complete(checked.value()[at])
+            else:
+                part.follow(checked)  # retrieving the error from any part counts for all
+
+    future.then(check).add_done_callback(done)
     return parts
 
 
 def _has_died(error: BaseException) -> bool:
-    """Say whether an error of a stream is the end of its actor's process."""
+    """Return whether an error of a stream says that its actor's process has ended."""
     return type(error) is PeerDiedError or isinstance(error, HostedActorGoneError)
+
+
+def _packed(
+    future: ResultFuture, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
+    """Return what :func:`pack_arguments` does; None if an argument has failed, and so the call."""
+    try:
+        return pack_arguments(args, kwargs)
+    except BaseException as error:
+        future.end(error)
+        if is_of_handler(error):
+            future.acknowledge()  # its caller does not get the future
+            raise
+        return None
 
 
 class Route:
@@ -111,10 +120,9 @@ class Route:
 
     Attributes:
         anchor: the RRef that keeps the actor alive, or None.
-        actor_id: the actor's, for ever.
         queue: this process's calls of the actor.
-        title: what messages call the actor.
-        info: what is known of its class.
+        title: the name of the actor in messages.
+        info: describes the actor's class.
     """
 
     __slots__ = ("__weakref__", "_card", "actor_id", "anchor", "info", "queue", "title")
@@ -129,7 +137,7 @@ class Route:
 
     @property
     def card(self) -> Card:
-        """What a handle travels as: the actor's card, with its present location as far as it is known."""
+        """The actor's card, with its present location if that is known. Handles are sent as cards."""
         location, card = self.queue.location, self._card
         if card.location is not location:
             card = self._card = replace(card, location=location)
@@ -151,21 +159,19 @@ class Route:
         refs: bool,
         timeout: float | None = None,
     ) -> ResultFuture:
-        """Call a method. The arguments are taken as they are now.
+        """Call a method with the arguments as they are now.
 
         Args:
-            options: how; the same object for equal calls, which are the faster for it.
+            options: of the call. Calls with the same object are faster.
             refs: a large result may stay with the actor: the future's value is then a ``StoredResult``.
-            timeout: seconds; None: that of the options, and if that is None, none for ``refs`` and the group's for
-                others; 0: none.
+            timeout: seconds; None: of the options, or without ``refs`` of the group; 0: none.
 
         Returns:
-            A future, which fails with ActorDiedError or ActorUnavailableError where the actor does not answer.
+            A future, which fails with ActorDiedError or ActorUnavailableError if the actor does not answer.
 
         Raises:
             SerializationError, LimitError: an argument cannot be sent.
-            PendingCallsLimitExceeded: more calls wait than ``max_pending_calls`` allows.
-            BackpressureError, ShutdownError, CancelledError: nothing was sent.
+            PendingCallsLimitExceeded, BackpressureError, ShutdownError, CancelledError: the call was not sent.
         """
         if INTERRUPTED:
             interruption_point()
@@ -182,14 +188,10 @@ class Route:
         span = self._span(template, future) if profiler._is_profiler_enabled or thread_is_profiled() else None
         try:
             if ObjectRef in map(type, args) or (kwargs and has_refs(args, kwargs)):
-                try:
-                    args, kwargs, unresolved = pack_arguments(args, kwargs)
-                except BaseException as error:
-                    future.end(error)
-                    if is_of_handler(error):
-                        future.acknowledge()  # nobody gets it
-                        raise
+                packed = _packed(future, args, kwargs)
+                if packed is None:
                     return future
+                args, kwargs, unresolved = packed
             if template.peer is None:
                 queue.enqueue(future, args, kwargs, seconds, unresolved)
             else:
@@ -203,14 +205,14 @@ class Route:
                 queue.dropped(future)
             if span is not None:
                 span.close()
-            queue.agent.check_process()  # in a fork, that is what is wrong
+            queue.agent.check_process()  # raises the error of a call in a forked process
             if isinstance(error, SerializationError):
                 method.signature.name_argument(error)
             raise
         return future
 
     def _span(self, template: CallTemplate, future: ResultFuture) -> ProfiledSpan:
-        # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
+        # The profile names the actor, not its worker: that may be unknown, and may change before the call is sent.
         span = ProfiledSpan(f"actor#{template.label}({self.queue.agent.name} -> {self.title})")
         future.add_done_callback(lambda _: span.close())
         return span
@@ -235,14 +237,10 @@ class Route:
         kwargs: dict[str, Any],
         timeout: float | None = None,
     ) -> RRef[Any]:
-        """Call a method whose result stays with the actor; return an RRef to it at once.
+        """Call a method whose result stays with the actor; return an RRef to the result at once.
 
         The call is never repeated, as the RRef names the worker where the actor lives now. Waits while the actor is being made or
-        restarted.
-
-        Args: as of :meth:`call`.
-
-        Raises: as :meth:`call`, and ActorDiedError or RpcTimeoutError where the actor does not live in time.
+        restarted. Arguments and errors as of :meth:`call`, and ActorDiedError or RpcTimeoutError if that takes too long.
         """
         if INTERRUPTED:
             interruption_point()
@@ -251,32 +249,29 @@ class Route:
         seconds = template.seconds if timeout is None else timeout
         if template.peer is None:
             self.located().wait(seconds or None)
-            location, peer = queue.whereabouts()
-            if location is None or peer is None:
+            place = queue.place
+            if place is None:
                 raise queue.unavailable(template, False)
-            template = template.at(queue, location, peer)
+            template = template.at(queue, place)
         args, kwargs, unresolved = pack_arguments(args, kwargs)
         future = RpcFuture(self, template)
         queue.flying[future.number] = future
         references, mail = queue.runtime.references, template.mail_for(unresolved)
         try:
-            return references.create(  # type: ignore[no-any-return]
-                template.peer, None, args, kwargs, seconds, template.label, mail=mail, future=future
-            )
-        except BaseException as error:
-            queue.dropped(future)
-            if isinstance(error, SerializationError):
-                method.signature.name_argument(error)
+            with undo_on_error(partial(queue.dropped, future)):
+                return references.create(  # type: ignore[no-any-return]
+                    template.peer, None, args, kwargs, seconds, template.label, mail=mail, future=future
+                )
+        except SerializationError as error:
+            method.signature.name_argument(error)
             raise
 
     def again(
         self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[BaseException, int], Future[Any] | None] | None:
-        """Return what makes a call again whose stream has failed with an error, after so many items; None: nobody is to.
+    ) -> Again | None:
+        """Return a function that repeats a call whose stream has failed before its first item; None: it is not repeated.
 
-        It is made again, after an exception that is a reason for that or the death of its process, as long as it has given
-        nothing; later only where the method itself says that its exceptions are a reason, since what it gives is then made
-        a second time.
+        Reasons are the death of its process, and an exception that ``retry_exceptions`` names.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -289,9 +284,7 @@ class Route:
         tries = itertools.count() if left < 0 else iter(range(left))
         queue = self.queue
 
-        def again(error: BaseException, given: int) -> Future[Any] | None:
-            if given and not method.given.get("retry_exceptions"):
-                return None
+        def again(error: BaseException) -> Future[Any] | None:
             retried = _has_died(error) or queue.is_retried(options.retry_exceptions, error)
             if not retried or next(tries, None) is None:
                 return None
@@ -303,29 +296,29 @@ class Route:
     def explain(
         self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
     ) -> BaseException | Future[Any]:
-        """Say what it means that a stream of the actor has broken off with an error.
+        """Return the error to raise for a stream of the actor that broke off with an error.
 
         Args:
-            peer: the worker that it came from.
+            peer: the worker of the stream.
 
         Returns:
-            The error to raise, or a future that fails with it when it is known what has become of the actor.
+            The error, or a future that fails with it when it is known whether the actor is dead or restarts.
         """
         queue = self.queue
         template = queue.template_for(method, options, False)
-        location, there = queue.whereabouts()
-        if template.peer is None and location is not None and there is not None:
-            # Its queue is being sent, and a call made now would wait for that.
-            template = template.at(queue, location, there)
+        place = queue.place
+        if template.peer is None and place is not None:
+            # The queue is being sent, and a call made now would wait for that.
+            template = template.at(queue, place)
         if type(error) is PeerDiedError:
-            # Not by the state of its worker: a connection may be known to be broken before the worker is known to be dead.
-            lives = there is not None and (
-                peer is None or there.record.incarnation != peer.record.incarnation
+            # The state of the worker does not tell: its connection may break before it is known to be dead.
+            lives = place is not None and (
+                peer is None or place[1].record.incarnation != peer.record.incarnation
             )
         elif isinstance(error, HostedActorGoneError):
             gone = exceptions.original(error)
             former = getattr(gone, "instance_id", None)
-            lives = location is not None and former is not None and location.instance_id != former
+            lives = place is not None and former is not None and place[0].instance_id != former
         else:
             return error
         if lives:  # again
@@ -341,7 +334,7 @@ class Route:
     def located(self) -> Future[Location]:
         """Return a future for where the actor lives: complete when it has been constructed (again).
 
-        It fails with ActorDiedError if the actor is dead, with the constructor's error as ``cause`` where that is why.
+        It fails with ActorDiedError if the actor is dead. If the constructor failed, its error is the ``cause``.
         """
         return self.queue.located()
 
@@ -352,34 +345,23 @@ class Route:
 
     def alive(self) -> Future[bool]:
         """Return a future that says whether the actor lives, or is being made or restarted, as its supervisor knows it."""
-        answer: Future[bool] = Future()
+        # Actors end with the worker of their supervisor.
+        answer = self._ask("alive").then(lambda done: done.error is None and bool(done.value_or_none))
         answer.label = f"whether {self.title} is alive"
-
-        def ready(done: Future[Any]) -> None:
-            done.acknowledge()
-            # A supervisor that is gone takes its actors along.
-            answer.set_result(done.error is None and bool(done.value_or_none))
-
-        self._ask("alive").add_done_callback(ready)
         return answer
 
     def kill(self, no_restart: bool = True) -> Future[None]:
-        """End the actor at once; calls that this process makes when the future is complete do not reach it any more.
+        """End the actor at once. Calls that this process makes after the future is complete do not reach it.
 
-        Idempotent. The future fails with PeerDiedError if the actor's supervisor is gone.
+        Idempotent. The future fails with PeerDiedError if the worker of the actor's supervisor has ended.
         """
-        killed: Future[None] = Future()
+
+        def doom(done: Future[Any]) -> None:
+            done.value()
+            self.queue.doomed()
+
+        killed = self._ask("kill", no_restart).then(doom)
         killed.label = f"kill() of {self.title}"
-
-        def ready(done: Future[Any]) -> None:
-            done.acknowledge()
-            if done.error is None:
-                self.queue.doomed()
-                killed.set_result(None)
-            else:
-                killed.set_exception(done.error)
-
-        self._ask("kill", no_restart).add_done_callback(ready)
         return killed
 
     def watch(self) -> Future[ActorDiedError]:
@@ -387,24 +369,14 @@ class Route:
 
         Each such future completes exactly once, also where the actor is dead already.
         """
-        answer: Future[ActorDiedError] = Future()
-        answer.label = f"the end of {self.title}"
-        queue = self.queue
-
-        def ready(done: Future[Any]) -> None:
-            done.acknowledge()
-            if done.error is None:
-                answer.follow(done)
-            else:
-                answer.set_result(queue.fate.orphaned(done.error))
-
-        # It outlives the call that it is asked for in.
-        token = CURRENT.set(None)
+        fate = self.queue.fate
+        token = CURRENT.set(None)  # it outlives the call that it is asked for in
         try:
             asked = self._ask("watch")
         finally:
             CURRENT.reset(token)
-        asked.add_done_callback(ready)
+        answer = asked.then(lambda done: done.value() if done.error is None else fate.orphaned(done.error))
+        answer.label = f"the end of {self.title}"
         return answer
 
     def _ask(self, what: str, *args: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""Asking supervisors: what routes want to know of the worker that looks after an actor, here or elsewhere."""
+"""Questions of routes to the supervisor of an actor, on this worker or another one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.context import current
-from actorrpc.actors.spec.death_report import ActorState
 from actorrpc.agent.executor import Later
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, ShutdownError
@@ -29,13 +28,11 @@ __all__ = [
     "ask_for_detached",
     "call_quietly",
     "create_detached",
-    "gather_states",
     "peer_of",
 ]
 
 CREATE_S: Final = 60.0  # how long rank 0 may take to record a detached actor
 _QUESTIONS: Final = frozenset({"alive", "kill", "locate", "watch"})
-_STATES_S: Final = 5.0  # a worker that has not answered by then is left out of the list
 
 
 def peer_of(agent: Agent, key: WorkerKey) -> Peer:
@@ -63,7 +60,7 @@ def call_quietly(
     timeout: float = 0,
     label: str | None = None,
 ) -> Future[Any]:
-    """Call a function; what keeps the call from being made is the future's error, too. Nobody has to look at it."""
+    """Call a function. The future also gets errors of sending the call. Its failure is not logged."""
     future: Future[Any] = Future()
     future.add_done_callback(Future.acknowledge)
     try:
@@ -78,7 +75,7 @@ def ask(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
     """Ask the supervisor ``key``: ``"locate"``, ``"kill"``, ``"watch"`` or ``"alive"``, with that method's arguments.
 
     Returns:
-        The future of its answer; fails with PeerDiedError if that worker is gone.
+        The future of its answer; fails with PeerDiedError if that worker has ended.
     """
     if key == here.references.me:
         answer: Future[Any] = getattr(here.supervisor, what)(*args)
@@ -91,7 +88,7 @@ def ask(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
 
 
 def _supervisor() -> Any:
-    """Return the supervisor of this worker, which another one asks."""
+    """Return the supervisor of this worker, for a question of another worker."""
     found = current()
     if found is None:
         raise ShutdownError(
@@ -110,7 +107,7 @@ def _answer(what: str, *args: Any) -> Later:
 def create_detached(
     actor_id: int, cls: Snapshot, arguments: Snapshot | None, info: ClassInfo, options: ActorOptions
 ) -> Card:
-    """Make an actor that belongs to nobody. Called by RPC on rank 0."""
+    """Make an actor without an owner. Called by RPC on rank 0."""
     card: Card = _supervisor().adopt(actor_id, cls, arguments, info, options)
     return card
 
@@ -123,7 +120,7 @@ def ask_for_detached(
     info: ClassInfo,
     options: ActorOptions,
 ) -> Card:
-    """Have rank 0 make an actor that belongs to nobody; waits until it has taken note of it.
+    """Have rank 0 make an actor without an owner; waits until rank 0 has recorded it.
 
     Raises:
         RpcError: rank 0 does not answer, or refuses: as :meth:`Supervisor.create`.
@@ -135,40 +132,3 @@ def ask_for_detached(
     except RemoteError as error:
         raise exceptions.original(error) from None
     return card
-
-
-def _states() -> list[ActorState]:
-    states: list[ActorState] = _supervisor().states()
-    return states
-
-
-def gather_states(here: Runtime) -> Future[list[ActorState]]:
-    """Return a future of all actors of the group: of those that died some time ago only the last ones.
-
-    Workers that do not answer within 5 s are left out. The future does not fail.
-    """
-    agent = here.agent
-    answer: Future[list[ActorState]] = Future()
-    answer.label = "the list of all actors"
-    rows: list[ActorState] = []
-    members = agent.members()
-    left = [None] * len(members)
-
-    def one(done: Future[Any]) -> None:
-        rows.extend(done.value_or_none or ())
-        left.pop()
-        if not left:
-            answer.try_complete(sorted(rows, key=lambda row: (row.namespace, row.name or "", row.actor_id)))
-
-    if not left:
-        answer.set_result([])
-    for record in members:
-        if record.incarnation == agent.record.incarnation:
-            own: Future[Any] = Future()
-            own.set_result(here.supervisor.states())
-            one(own)
-            continue
-        key = WorkerKey(record.rank, record.incarnation)
-        asked = call_quietly(agent, lambda key=key: peer_of(agent, key), _states, (), _STATES_S)  # type: ignore[misc]
-        asked.add_done_callback(one)
-    return answer

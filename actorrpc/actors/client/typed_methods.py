@@ -1,8 +1,8 @@
-"""``@method``, and what type checkers are told of the methods below it; at run time those stay plain functions.
+"""``@method``, and the types of methods for type checkers. At run time, methods stay plain functions.
 
-Checkers see a :class:`Method`, a descriptor: on an instance it gives a :class:`BoundMethod`, which is called, as in the class
-itself, or has ``remote``, as on a handle. All of it is said with ``Callable`` types in covariant variables: those are compared by
-what can be called, so that an override may take more than what it overrides, which checkers do not see of a ``ParamSpec``.
+Checkers see a :class:`Method`, a descriptor: on an instance it gives a :class:`BoundMethod`, which can be called, as in the class
+itself, and has ``remote``, as on a handle. The types use ``Callable`` in covariant variables, not ``ParamSpec``, so that an
+override may take more arguments than the method that it overrides.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ Remote_co = TypeVar("Remote_co", covariant=True)  # of a handle: what gives an O
 
 
 class RemoteCall(Generic[Remote_co]):
-    """The type of ``handle.method.remote``: takes what the method takes; up to four by position may be ObjectRefs of it.
-
-    None is ever made.
-    """
+    """The type of ``handle.method.remote``: up to four positional arguments may also be ObjectRefs. Only for types."""
 
     __slots__ = ()
 
-    # The first says all that is right without ObjectRefs. A ParamSpec cannot be made to take more, so the others count.
+    # The first overload is for calls without ObjectRefs. A ParamSpec cannot be extended, so the others count the arguments.
     @overload
     def __call__(self: RemoteCall[Callable[P, Out]], /, *args: P.args, **kwargs: P.kwargs) -> Out: ...
     @overload
@@ -71,8 +68,7 @@ class RemoteCall(Generic[Remote_co]):
 class BoundMethod(Generic[Local_co, Remote_co]):
     """The type of ``self.method`` in the class, which is called, and of ``handle.method``, which has ``remote``.
 
-    Checkers cannot tell a handle from an instance: ``handle.method(...)`` is right to them, and refused at run time. None is
-    ever made.
+    Checkers cannot tell a handle from an instance: they accept ``handle.method(...)``, which raises at run time. Only for types.
     """
 
     __slots__ = ()
@@ -97,7 +93,7 @@ class BoundMethod(Generic[Local_co, Remote_co]):
 
 
 class Method(Generic[Raw_co, Local_co, Remote_co]):
-    """The type of a method below ``@method``. None is ever made: at run time it is the function."""
+    """The type of a method below ``@method``. Only for types: at run time it is the function."""
 
     __slots__ = ()
 
@@ -191,15 +187,14 @@ def method(*, num_returns: int | str, **options: Any) -> _MarkOfAny: ...
 @overload
 def method(**options: Any) -> _Mark: ...
 def method(function: Any = None, /, **options: Any) -> Any:
-    """Say how a method of an actor is called unless its caller says otherwise; the method itself stays what it is.
+    """Set the default options of the calls of a method of an actor. The method itself is not changed.
 
-    ``@method`` alone has type checkers know ``handle.name.remote(...)`` where the class is an :class:`~actorrpc.Actor`; at run
-    time it changes nothing: all methods of a class are methods of its actors.
+    ``@method`` alone tells type checkers the types of ``handle.name.remote(...)`` if the class is an :class:`~actorrpc.Actor`; at
+    run time it changes nothing: all methods of a class are methods of its actors.
 
-    ``@method(num_returns=2)`` over a ``def`` in the class; the options are those of ``handle.method.options(...)``:
-    see :class:`~actorrpc.actors.spec.options.CallOptions`. One more is said here only: ``@method(thread=True)`` has a plain
-    method of an actor that also has ``async def`` methods run on a thread beside the actor's event loop, which it blocks
-    otherwise.
+    ``@method(num_returns=2)`` takes the options of ``handle.method.options(...)``: see
+    :class:`~actorrpc.actors.spec.options.CallOptions`. In addition, ``@method(thread=True)`` runs a plain method of an actor that
+    also has ``async def`` methods on a thread of its own, and not on the actor's event loop, which it would block.
 
     Raises:
         ConfigError: an option is unknown, or its value is wrong.

@@ -29,13 +29,13 @@ from actorrpc import _time
 from actorrpc._exception_text import is_a
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.client.actor_base import Actor
-from actorrpc.actors.client.handle import ActorHandle, call
+from actorrpc.actors.client.handle import ActorHandle, call, route_of
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.collectives import member, process_group
 from actorrpc.actors.collectives.member import Ticket, collective_group
 from actorrpc.actors.collectives.rendezvous import Generation, Generations
 from actorrpc.actors.context import runtime
-from actorrpc.actors.groups.group import ActorGroup, handles_of, route_of
+from actorrpc.actors.groups.group import ActorGroup, handles_of
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.spec.class_info import MethodInfo
 from actorrpc.actors.spec.options import CallOptions

@@ -19,10 +19,12 @@ import torch
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.handle import ActorHandle, route_to
+from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.host_copies import place_of
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import ATOMS, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.wait import future_of
 from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.executor import Later
 from actorrpc.futures import Future, collect_all
@@ -93,7 +95,7 @@ def share(
         located: for each receiver, where it lives, or will.
 
     Returns:
-        None where nothing is gained: there are few receivers, or no large argument.
+        None if there are few receivers, or no large argument.
 
     Raises:
         SerializationError: an argument cannot be sent.
@@ -144,7 +146,7 @@ def broadcast(ref: ObjectRef[T], actors: Iterable[ActorHandle[Any]]) -> list[Obj
 
 
 def _brought(ref: ObjectRef[T], located: Sequence[Future[Location]]) -> list[ObjectRef[T]]:
-    """Have a value brought to all receivers, as soon as it is there and it is known where those are."""
+    """Bring a value to all receivers, as soon as it exists and their locations are known."""
     source = ref._ask()
     found: list[Future[Any]] = [Future() for _ in located]
     for future in found:
@@ -152,7 +154,7 @@ def _brought(ref: ObjectRef[T], located: Sequence[Future[Location]]) -> list[Obj
 
     def known(_: Any) -> None:
         try:
-            _bring(ref, found, [_worker_of(each) for each in located])
+            _bring(ref, source.value(), found, [_worker_of(each) for each in located])
         except Exception as error:
             if is_of_handler(error):
                 raise
@@ -168,9 +170,10 @@ def _worker_of(located: Future[Location]) -> str | None:
     return None if location is None else location.worker_name
 
 
-def _bring(ref: ObjectRef[Any], found: Sequence[Future[Any]], workers: Sequence[str | None]) -> None:
-    """Complete a future for each receiver with the value, or with where the copy is that it is to use."""
-    value = ref._ask().value()
+def _bring(
+    ref: ObjectRef[Any], value: Any, found: Sequence[Future[Any]], workers: Sequence[str | None]
+) -> None:
+    """Complete a future for each receiver with the value, or with a reference to the copy on its host."""
     if type(value) is StoredResult:
         root = value.rref
     elif type(value) in ATOMS:
@@ -178,10 +181,10 @@ def _bring(ref: ObjectRef[Any], found: Sequence[Future[Any]], workers: Sequence[
             future.set_result(value)
         return
     else:
-        if type(value) is not Snapshot:  # it came with a reply, and is given away for the first time, or anew
+        if type(value) is not Snapshot:  # it came with a reply
             value = Snapshot.of(ref._value(value))
         root = RRef(value)
-    agent = root._references.agent
+    agent = runtime().agent
     places = {worker: place_of(agent, worker) for worker in dict.fromkeys(workers) if worker is not None}
     roots_place = place_of(agent, root.owner_name())
     tree: list[RRef[Any]] = []
@@ -211,23 +214,24 @@ def _bring(ref: ObjectRef[Any], found: Sequence[Future[Any]], workers: Sequence[
 
 
 def _arrived(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: Future[None]) -> None:
-    """Say where a receiver finds its copy: at the root, where the worker has ended that was to have it."""
+    """Tell a receiver where its copy is: at the root, if the worker that should have it has ended."""
     future.set_result(StoredResult(copy if made.error is None else root))
 
 
 def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Later:
     """Get the snapshot from the worker above, or from the root. Runs on each worker in the tree."""
     answer: Future[Any] = Future()
-    answer.label = "a value that is brought to many"
+    answer.label = what = "a value that is brought to many"
+    agent = runtime().agent
 
     def first(done: Future[Any]) -> None:
         if done.error is None:
             answer.follow(done)
             return
         done.acknowledge()
-        root._to_future().add_done_callback(answer.follow)
-        root._references.agent.flush()
+        future_of(root, what).add_done_callback(answer.follow)
+        agent.flush()
 
-    above._to_future().add_done_callback(first)
-    above._references.agent.flush()
+    future_of(above, what).add_done_callback(first)
+    agent.flush()
     return Later(answer)

@@ -15,7 +15,7 @@ import difflib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import (
     TYPE_CHECKING,
@@ -31,34 +31,29 @@ from typing import (
 )
 
 from actorrpc._exception_text import add_note, is_of_handler, notes_of
-from actorrpc.actors.client.actor_class import ActorClass, offer_class
-from actorrpc.actors.client.handle import gives_one
+from actorrpc.actors.client.actor_class import ActorClass, offer_class, with_internal_options
+from actorrpc.actors.client.handle import gives_one, route_of
 from actorrpc.actors.groups.broadcast import share
 from actorrpc.actors.groups.mesh import Mesh, Point, ValueMesh
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.wait import Completed, as_completed
+from actorrpc.actors.refs.wait import Completed, as_completed, gather
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.agent.calls import CURRENT
-from actorrpc.errors import ActorError, CancelledError, ConfigError, WrongTypeError
-from actorrpc.futures import Future, Progress, collect_all
+from actorrpc.errors import ActorError, ConfigError, WrongTypeError
+from actorrpc.futures import Future, collect_all
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.handle import ActorHandle, ActorMethod
-    from actorrpc.actors.client.route import Route
     from actorrpc.actors.spec.class_info import ClassInfo
 
 __all__ = [
     "ActorGroup",
-    "Gathering",
-    "GroupMembers",
     "GroupMethod",
     "GroupStream",
     "current_rank",
     "group",
     "handles_of",
-    "route_of",
     "spawn",
-    "title_of",
 ]
 
 C = TypeVar("C")
@@ -68,12 +63,7 @@ R = TypeVar("R")
 _log = logging.getLogger("actorrpc.actors")
 
 
-def route_of(handle: ActorHandle[Any]) -> Route:
-    """Return the route of a handle."""
-    return cast("Route", handle.__dict__["_actorrpc_route"])
-
-
-class GroupMembers(Generic[C]):
+class _Members(Generic[C]):
     """The members of a group and of all of its slices. A member is replaced in one atomic step."""
 
     __slots__ = ("handles", "info", "make", "mesh", "turns")
@@ -92,34 +82,103 @@ class GroupMembers(Generic[C]):
         self.turns = itertools.count()
 
 
+@dataclass(frozen=True, slots=True)
+class _View(Generic[C]):
+    """A group, or a slice of one: which members it has, in which places, and the options of their calls.
+
+    Attributes of :class:`ActorGroup` may be hidden by methods of the class of its members; these are not.
+    """
+
+    members: _Members[C]
+    mesh: Mesh
+    given: Mapping[str, Any] = field(default_factory=dict)
+    return_exceptions: bool = False
+
+    @property
+    def handles(self) -> list[ActorHandle[C]]:
+        """The handles of the members, in order of rank."""
+        handles = self.members.handles
+        return [handles[at] for at in self.mesh.origin_ranks]
+
+    @property
+    def title(self) -> str:
+        """How many members there are, of which class and in which dimensions, for messages."""
+        extents = ", ".join(f"{label}={extent}" for label, extent in self.mesh.extents.items())
+        return f"{self.mesh.size} {self.members.info.name}" + (f" ({extents})" if extents else "")
+
+    def who(self, at: int) -> str:
+        """Say which member it is, and where in the whole group if this is a slice."""
+        point, whole = self.mesh.coords_of(at), self.members.mesh
+        if whole == self.mesh:
+            return str(point)
+        return f"{point} of the slice, {whole.coords_of(self.mesh.origin_ranks[at])} of the whole group"
+
+    def annotate(self, at: int, error: BaseException) -> bool:
+        """Note on an error which member it comes from; return whether it is the error of the whole call."""
+        note = f"raised by {self.who(at)}, of {self.title}"
+        if note not in notes_of(error):
+            add_note(error, note)
+        try:
+            error.rank = at  # type: ignore[attr-defined]
+        except Exception:  # its class has slots, or lets nothing be set
+            pass
+        return not self.return_exceptions
+
+    def with_options(self, return_exceptions: bool | None, options: dict[str, Any]) -> _View[C]:
+        """Return the same members with other options of their calls. Errors as for :meth:`GroupMethod.options`."""
+        keep = self.return_exceptions if return_exceptions is None else bool(return_exceptions)
+        return replace(self, given=CallOptions.check({**self.given, **options}), return_exceptions=keep)
+
+    def method(self, method: Any) -> GroupMethod[..., Any]:
+        """Return a method that is given by name, or as ``Cls.method``."""
+        name = method if isinstance(method, str) else getattr(method, "__name__", None)
+        if not isinstance(name, str):
+            raise WrongTypeError(f"a method must be given by name, or as Cls.method, not as {method!r}")
+        info = self.members.info
+        if name not in info.methods:
+            close = difflib.get_close_matches(name, info.methods, n=3)
+            hint = (
+                f"did you mean {' or '.join(map(repr, close))}?"
+                if close
+                else f"it has: {', '.join(info.methods)}"
+            )
+            raise AttributeError(f"{info.name} has no method {name!r}; {hint}")
+        return GroupMethod(self, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (
+            dict(self.mesh.extents),
+            self.handles,
+            self.members.info,
+            self.given,
+            self.return_exceptions,
+        )
+
+
+def _rebuild(
+    extents: dict[str, int],
+    handles: list[ActorHandle[Any]],
+    info: ClassInfo,
+    given: dict[str, Any],
+    return_exceptions: bool,
+) -> _View[Any]:
+    mesh = Mesh.numbered(extents, tuple(range(len(handles))))
+    return _View(_Members(mesh, handles, info, None), mesh, given, return_exceptions)
+
+
 def handles_of(group: ActorGroup[C]) -> list[ActorHandle[C]]:
     """Return the handles of the members of a group, or slice, in order of rank."""
-    handles = group._members.handles
-    return [handles[at] for at in group._mesh.origin_ranks]
-
-
-def title_of(group: ActorGroup[Any]) -> str:
-    """Say, for messages, how many members there are, of which class and in which dimensions."""
-    extents = ", ".join(f"{label}={extent}" for label, extent in group._mesh.extents.items())
-    return f"{group._mesh.size} {group._members.info.name}" + (f" ({extents})" if extents else "")
+    return group._view.handles
 
 
 class GroupMethod(Generic[P, R]):
     """A method of all members of a group. Thread-safe and cheap."""
 
-    __slots__ = ("_given", "_group", "_name", "_return_exceptions")
+    __slots__ = ("_name", "_view")
 
-    def __init__(
-        self,
-        group: ActorGroup[Any],
-        name: str,
-        given: Mapping[str, Any] | None = None,
-        return_exceptions: bool | None = None,
-    ) -> None:
-        self._group = group
+    def __init__(self, view: _View[Any], name: str) -> None:
+        self._view = view
         self._name = name
-        self._given = group._given if given is None else given
-        self._return_exceptions = group._return_exceptions if return_exceptions is None else return_exceptions
 
     def options(self, *, return_exceptions: bool | None = None, **options: Any) -> GroupMethod[P, R]:
         """Return the method with other options of its calls.
@@ -132,9 +191,7 @@ class GroupMethod(Generic[P, R]):
         Raises:
             ConfigError: an option is unknown or wrong.
         """
-        given = CallOptions.check({**self._given, **options})
-        keep = self._return_exceptions if return_exceptions is None else bool(return_exceptions)
-        return GroupMethod(self._group, self._name, given, keep)
+        return GroupMethod(self._view.with_options(return_exceptions, options), self._name)
 
     def call(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[ValueMesh[R]]:
         """Call the method of all members.
@@ -149,9 +206,10 @@ class GroupMethod(Generic[P, R]):
             SerializationError: an argument cannot be sent. Nothing was sent.
             WrongTypeError: the method gives streams, or several ObjectRefs: call the members one by one.
         """
-        gathering = Gathering(self._group, self._label(), self._return_exceptions)
-        gathering.start(self._send("call", args, kwargs))
-        return ObjectRef(gathering.future, label=gathering.label)
+        view, label = self._view, self._label()
+        refs = self._send("call", args, kwargs)
+        future = gather(refs, f"the call of {label}", partial(ValueMesh[R], view.mesh), view.annotate)
+        return ObjectRef(future, label=label)
 
     def call_one(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
         """Call the method of the only member of this group, or slice.
@@ -162,7 +220,7 @@ class GroupMethod(Generic[P, R]):
         Raises:
             ConfigError: there are several members, or none.
         """
-        handles = handles_of(self._group)
+        handles = self._view.handles
         if len(handles) != 1:
             raise ConfigError(
                 f"call_one() is for a group of one member, and this one has {len(handles)}: slice it, as in "
@@ -181,39 +239,44 @@ class GroupMethod(Generic[P, R]):
         Raises:
             ConfigError: there is no member.
         """
-        handles = handles_of(self._group)
+        handles = self._view.handles
         if not handles:
-            raise ConfigError(f"there is no member to choose in {self._group!r}")
-        turn = next(self._group._members.turns)
+            raise ConfigError(f"there is no member to choose in {ActorGroup(self._view)!r}")
+        turn = next(self._view.members.turns)
         in_turn = [handles[(turn + at) % len(handles)] for at in range(len(handles))]
         chosen = min(in_turn, key=_busyness)
         return cast("ObjectRef[R]", self._of(chosen).remote(*args, **kwargs))
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Call the method of all members and wait for nothing. Failures are logged. Errors as for :meth:`call`."""
-        label = self._label()
-        group = self._group
+        label, view = self._label(), self._view
+
+        def ended(at: int, done: Future[Any]) -> None:
+            done.acknowledge()
+            if done.error is not None:
+                _log.error("broadcast of %s failed for %s: %r", label, view.who(at), done.error)
+
         for at, ref in enumerate(self._send("broadcast", args, kwargs)):
-            # Not ref._final(): nobody wants the values, so large ones are not fetched.
-            ref._ask().add_done_callback(partial(_log_failure, label, group, at))
+            # Not gather(): the values are not needed, so large ones are not fetched.
+            ref._ask().add_done_callback(partial(ended, at))
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> GroupStream[R]:
         """Call the method of all members and return an iterator over ``(point, ref)`` in the order of their results.
 
         Failed calls come as well: ``get(ref)`` raises what they failed with. Errors as for :meth:`call`.
         """
-        return GroupStream(self._group._mesh, self._send("stream", args, kwargs))
+        return GroupStream(self._view.mesh, self._send("stream", args, kwargs))
 
     def _label(self) -> str:
-        return f"{self._group._members.info.name}.{self._name} of {title_of(self._group)}"
+        return f"{self._view.members.info.name}.{self._name} of {self._view.title}"
 
     def _of(self, handle: ActorHandle[Any]) -> ActorMethod[..., Any]:
         method: ActorMethod[..., Any] = getattr(handle, self._name)
-        return method.options(**self._given) if self._given else method
+        return method.options(**self._view.given) if self._view.given else method
 
     def _send(self, how: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ObjectRef[R]]:
-        """Make the calls. Nothing has been sent where it raises; what fails later is in the ObjectRefs."""
-        methods = [self._of(handle) for handle in handles_of(self._group)]
+        """Make the calls. If it raises, no call was sent; later failures are in the ObjectRefs."""
+        methods = [self._of(handle) for handle in self._view.handles]
         if not methods:
             return []
         first = methods[0]
@@ -227,7 +290,7 @@ class GroupMethod(Generic[P, R]):
             share(
                 args,
                 kwargs,
-                [route_of(handle).located() for handle in handles_of(self._group)],
+                [route_of(handle).located() for handle in self._view.handles],
             )
             if args or kwargs
             else None
@@ -255,102 +318,12 @@ class GroupMethod(Generic[P, R]):
         )
 
     def __repr__(self) -> str:
-        return f"<{self._name} of {self._group!r}>"
+        return f"<{self._name} of {ActorGroup(self._view)!r}>"
 
 
 def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
     route = route_of(handle)
     return route.queue.fate.death is not None, route.pending
-
-
-def _log_failure(label: str, group: ActorGroup[Any], at: int, done: Future[Any]) -> None:
-    done.acknowledge()
-    if done.error is not None:
-        _log.error("broadcast of %s failed for %s: %r", label, _who(group, at), done.error)
-
-
-def _who(group: ActorGroup[Any], at: int) -> str:
-    """Say which member of a group it is, and where in the whole group if that is a slice."""
-    point = group._mesh.coords_of(at)
-    whole = group._members.mesh
-    if whole == group._mesh:
-        return str(point)
-    return f"{point} of the slice, {whole.coords_of(group._mesh.origin_ranks[at])} of the whole group"
-
-
-class Gathering(Progress):
-    """Collects the outcomes of calls to all members into one. The source of its future, as a call is of its own."""
-
-    __slots__ = ("_futures", "_group", "_left", "_return_exceptions", "future", "label")
-
-    def __init__(self, group: ActorGroup[Any], label: str, return_exceptions: bool) -> None:
-        self._group = group
-        self._return_exceptions = return_exceptions
-        self._futures: list[Future[Any]] = []
-        self._left: list[None] = []
-        self.label = label
-        self.future: Future[ValueMesh[Any]] = Future()
-        self.future.label = f"the call of {label}"
-
-    def start(self, parts: Sequence[ObjectRef[Any] | Future[Any]]) -> None:
-        """Begin to collect."""
-        self._futures = [part._final() if isinstance(part, ObjectRef) else part for part in parts]
-        self._left = [None] * len(self._futures)
-        self.future.source = self
-        for at, future in enumerate(self._futures):
-            future.add_done_callback(partial(self._ended, at))
-        if not self._futures:
-            self._succeed()
-
-    def _ended(self, at: int, done: Future[Any]) -> None:
-        error = done.error
-        if error is not None:
-            done.acknowledge()
-            _annotate(error, self._group, at)
-            if not self._return_exceptions:
-                self.future.try_fail(error)
-                return
-        try:
-            self._left.pop()
-        except IndexError:
-            return
-        if not self._left:
-            self._succeed()
-
-    def _succeed(self) -> None:
-        values = (future.value_or_none if future.error is None else future.error for future in self._futures)
-        self.future.try_complete(ValueMesh(self._group._mesh, values))
-
-    def drive(self, _deadline: float | None) -> None:
-        """Send what is gathered. The thread that waits sleeps then: reading the reply of one could miss another's failure."""
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what is still gathered for any member."""
-        for future in self._futures:
-            if future.source is not None:
-                future.flush()
-                return  # there is one agent, and it sends everything
-
-    def cancel(self) -> bool:
-        """Give all calls up that are under way."""
-        error = CancelledError(f"{self.future.label} was cancelled", maybe_executed=None)
-        if not self.future.try_fail(error):
-            return False
-        for future in self._futures:
-            future.cancel()
-        return True
-
-
-def _annotate(error: BaseException, group: ActorGroup[Any], at: int) -> None:
-    """Note on an error which member it comes from."""
-    note = f"raised by {_who(group, at)}, of {title_of(group)}"
-    if note not in notes_of(error):
-        add_note(error, note)
-    try:
-        error.rank = at  # type: ignore[attr-defined]
-    except Exception:  # its class has slots, or lets nothing be set
-        pass
 
 
 class GroupStream(Generic[R]):
@@ -429,8 +402,7 @@ def spawn(
             own_args, own_kwargs = (*args, *more_args), {**kwargs, **more_kwargs}
         given = options(point) if callable(options) else options
         made = actor_class.options(**given) if given else actor_class
-        placed = replace(made._actorrpc_options, place=point)
-        return made._with(placed, made._actorrpc_alias).remote(*own_args, **own_kwargs)
+        return with_internal_options(made, place=point).remote(*own_args, **own_kwargs)
 
     handles: list[ActorHandle[C]] = []
     for point in mesh:
@@ -440,7 +412,7 @@ def spawn(
             error.add_note(f"while {point} of a group of {mesh.size} was made")
             raise
     info = route_of(handles[0]).info
-    return ActorGroup(GroupMembers(mesh, handles, info, make), mesh)
+    return ActorGroup(_View(_Members(mesh, handles, info, make), mesh))
 
 
 def _checked_arguments(found: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -508,19 +480,10 @@ class ActorGroup(Generic[C]):
     in arguments and results.
     """
 
-    __slots__ = ("_given", "_members", "_mesh", "_return_exceptions")
+    __slots__ = ("_view",)
 
-    def __init__(
-        self,
-        members: GroupMembers[C],
-        mesh: Mesh,
-        given: Mapping[str, Any] | None = None,
-        return_exceptions: bool = False,
-    ) -> None:
-        self._members = members
-        self._mesh = mesh
-        self._given = dict(given or {})
-        self._return_exceptions = return_exceptions
+    def __init__(self, view: _View[C]) -> None:
+        self._view = view
 
     if TYPE_CHECKING:
 
@@ -529,68 +492,64 @@ class ActorGroup(Generic[C]):
     else:
 
         def __getattribute__(self, name):
-            if name[:1] != "_" and name in object.__getattribute__(self, "_members").info.methods:
-                return GroupMethod(self, name)
+            if name[:1] != "_" and name in object.__getattribute__(self, "_view").members.info.methods:
+                return GroupMethod(self._view, name)
             return object.__getattribute__(self, name)
 
         def __getattr__(self, name):
             if name in ActorGroup.__slots__ or (name[:2] == "__" and name[-2:] == "__"):
                 # Of a group that is only half made; or what Python looks for anywhere.
                 raise AttributeError(name)
-            return _method(self, name)
+            return self._view.method(name)
 
     # -- what it is --------------------------------------------------------------------------------
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of this group, or slice."""
-        return self._mesh
+        return self._view.mesh
 
     @property
     def extents(self) -> Mapping[str, int]:
         """How many members there are in each dimension."""
-        return self._mesh.extents
+        return self._view.mesh.extents
 
     @property
     def size(self) -> int:
         """The number of members."""
-        return self._mesh.size
+        return self._view.mesh.size
 
     @property
     def handles(self) -> ValueMesh[ActorHandle[C]]:
         """The handles of the members, as they are now."""
-        return ValueMesh(self._mesh, handles_of(self))
+        return ValueMesh(self._view.mesh, self._view.handles)
 
     def __len__(self) -> int:
-        return self._mesh.size
+        return self._view.mesh.size
 
     def __bool__(self) -> bool:
         return True
 
     def __iter__(self) -> Iterator[ActorHandle[C]]:
         """Iterate over the handles of the members, in order of rank."""
-        return iter(handles_of(self))
+        return iter(self._view.handles)
 
     def slice(self, **where: int | _Slice) -> ActorGroup[C]:
         """Return a part of the group, by the names of dimensions: ``group.slice(hosts=0, gpus=slice(0, 2))``.
 
-        Arguments and errors are those of :meth:`Mesh.slice`. Its members are those of the group.
+        Arguments and errors as for :meth:`Mesh.slice`. The slice has no actors of its own.
         """
-        return ActorGroup(self._members, self._mesh.slice(**where), self._given, self._return_exceptions)
+        return ActorGroup(replace(self._view, mesh=self._view.mesh.slice(**where)))
 
-    def __call__(self, **where: int | _Slice) -> ActorGroup[C]:
-        """The same as :meth:`slice`: ``group(hosts=0)``."""
-        return ActorGroup.slice(self, **where)
+    __call__ = slice  # group(hosts=0)
 
     def flatten(self, label: str = "rank") -> ActorGroup[C]:
         """Return the same members in one dimension."""
-        return ActorGroup(self._members, self._mesh.flatten(label), self._given, self._return_exceptions)
+        return ActorGroup(replace(self._view, mesh=self._view.mesh.flatten(label)))
 
     def options(self, *, return_exceptions: bool | None = None, **options: Any) -> ActorGroup[C]:
         """Return the same group with other options of its calls. Arguments as for :meth:`GroupMethod.options`."""
-        given = CallOptions.check({**self._given, **options})
-        keep = self._return_exceptions if return_exceptions is None else bool(return_exceptions)
-        return ActorGroup(self._members, self._mesh, given, keep)
+        return ActorGroup(self._view.with_options(return_exceptions, options))
 
     def restart(self, rank: int | None = None, **coords: int) -> ActorHandle[C]:
         """Make a member anew: its actor is killed, and another one takes its place, here and in all slices.
@@ -608,16 +567,16 @@ class ActorGroup(Generic[C]):
             ConfigError: this group came from another worker: ask the worker that spawned it.
             IndexError: there is no such member.
         """
-        members = self._members
+        members, mesh = self._view.members, self._view.mesh
         if members.make is None:
             raise ConfigError(
                 f"{self!r} came from another worker: members are restarted by the worker that spawned the group"
             )
         if rank is None:
-            rank = self._mesh.rank_of(**coords)
+            rank = mesh.rank_of(**coords)
         elif coords:
             raise ConfigError("give a rank or coordinates, not both")
-        at = self._mesh.origin_ranks[self._mesh.coords_of(rank).rank]
+        at = mesh.origin_ranks[mesh.coords_of(rank).rank]
         _kill([members.handles[at]])
         made = members.make(members.mesh.coords_of(at))
         members.handles[at] = made
@@ -627,20 +586,20 @@ class ActorGroup(Generic[C]):
         """Kill all members of this group, or slice, at once. What they were doing fails with ActorDiedError.
 
         Raises:
-            RpcTimeoutError: a worker that looks after members does not answer within 10 s.
+            RpcTimeoutError: the worker of a supervisor does not answer within 10 s.
         """
-        _kill(handles_of(self))
+        _kill(self._view.handles)
 
     def ready(self) -> ObjectRef[None]:
         """Return an ObjectRef that is complete when all members have been constructed.
 
         It fails as soon as one cannot be, with an ActorDiedError that says why and whose note says which one.
         """
-        futures = [route_of(handle).located() for handle in handles_of(self)]
-        gathering = Gathering(self, f"ready({title_of(self)})", False)
-        gathering.start(futures)
-        nothing: Future[None] = gathering.future.then(_look)
-        return ObjectRef(nothing, label=gathering.label)
+        view = replace(self._view, return_exceptions=False)
+        label = f"ready({view.title})"
+        located = [route_of(handle).located() for handle in view.handles]
+        future: Future[None] = gather(located, f"the call of {label}", lambda _: None, view.annotate)
+        return ObjectRef(future, label=label)
 
     # -- calling -------------------------------------------------------------------------------------
 
@@ -648,9 +607,9 @@ class ActorGroup(Generic[C]):
         """Return a method of the group by name.
 
         Raises:
-            AttributeError: the class has none of that name.
+            AttributeError: the class has no method of that name.
         """
-        return _method(self, name)
+        return self._view.method(name)
 
     @overload
     def call(
@@ -660,7 +619,7 @@ class ActorGroup(Generic[C]):
     def call(self, method: str, *args: Any, **kwargs: Any) -> ObjectRef[ValueMesh[Any]]: ...
     def call(self, method: Any, *args: Any, **kwargs: Any) -> ObjectRef[ValueMesh[Any]]:
         """Call a method of all members: see :meth:`GroupMethod.call`."""
-        return _method(self, method).call(*args, **kwargs)
+        return self._view.method(method).call(*args, **kwargs)
 
     @overload
     def call_one(
@@ -670,7 +629,7 @@ class ActorGroup(Generic[C]):
     def call_one(self, method: str, *args: Any, **kwargs: Any) -> ObjectRef[Any]: ...
     def call_one(self, method: Any, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
         """Call a method of the only member: see :meth:`GroupMethod.call_one`."""
-        return _method(self, method).call_one(*args, **kwargs)
+        return self._view.method(method).call_one(*args, **kwargs)
 
     @overload
     def choose(
@@ -680,11 +639,11 @@ class ActorGroup(Generic[C]):
     def choose(self, method: str, *args: Any, **kwargs: Any) -> ObjectRef[Any]: ...
     def choose(self, method: Any, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
         """Call a method of one member, the least busy: see :meth:`GroupMethod.choose`."""
-        return _method(self, method).choose(*args, **kwargs)
+        return self._view.method(method).choose(*args, **kwargs)
 
     def broadcast(self, method: Any, *args: Any, **kwargs: Any) -> None:
         """Call a method of all members and forget it: see :meth:`GroupMethod.broadcast`."""
-        _method(self, method).broadcast(*args, **kwargs)
+        self._view.method(method).broadcast(*args, **kwargs)
 
     @overload
     def stream(
@@ -694,56 +653,23 @@ class ActorGroup(Generic[C]):
     def stream(self, method: str, *args: Any, **kwargs: Any) -> GroupStream[Any]: ...
     def stream(self, method: Any, *args: Any, **kwargs: Any) -> GroupStream[Any]:
         """Call a method of all members and take the results as they come: see :meth:`GroupMethod.stream`."""
-        return _method(self, method).stream(*args, **kwargs)
+        return self._view.method(method).stream(*args, **kwargs)
 
     # -- Python --------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"<ActorGroup of {title_of(self)}>"
+        return f"<ActorGroup of {self._view.title}>"
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *self._members.info.methods})
+        return sorted({*object.__dir__(self), *self._view.members.info.methods})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (
-            dict(self._mesh.extents),
-            handles_of(self),
-            self._members.info,
-            self._given,
-            self._return_exceptions,
-        )
-
-
-def _rebuild(
-    extents: dict[str, int],
-    handles: list[ActorHandle[Any]],
-    info: ClassInfo,
-    given: dict[str, Any],
-    return_exceptions: bool,
-) -> ActorGroup[Any]:
-    mesh = Mesh._made(extents, tuple(range(len(handles))))
-    return ActorGroup(GroupMembers(mesh, handles, info, None), mesh, given, return_exceptions)
-
-
-def _method(group: ActorGroup[Any], method: Any) -> GroupMethod[..., Any]:
-    name = method if isinstance(method, str) else getattr(method, "__name__", None)
-    if not isinstance(name, str):
-        raise WrongTypeError(f"a method must be given by name, or as Cls.method, not as {method!r}")
-    methods = group._members.info.methods
-    if name not in methods:
-        close = difflib.get_close_matches(name, methods, n=3)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"it has: {', '.join(methods)}"
-        raise AttributeError(f"{group._members.info.name} has no method {name!r}; {hint}")
-    return GroupMethod(group, name)
-
-
-def _look(done: Future[Any]) -> None:
-    done.value()
+        return ActorGroup, (self._view,)
 
 
 def _kill(handles: list[ActorHandle[Any]]) -> None:
-    """Have actors killed, and wait until those who look after them have seen to it."""
+    """Kill actors, and wait until their supervisors have confirmed it."""
     asked = [route_of(handle).kill(True) for handle in handles]
     collect_all(asked).wait(_ASK_S)
     for future in asked:
-        future.acknowledge()  # its supervisor is gone, and so is the actor
+        future.acknowledge()  # its supervisor has ended, and so has the actor

@@ -145,7 +145,8 @@ class Mesh:
         self._origin: tuple[int, ...] = tuple(range(size))
 
     @classmethod
-    def _made(cls, extents: dict[str, int], origin: tuple[int, ...]) -> Mesh:
+    def numbered(cls, extents: dict[str, int], origin: tuple[int, ...]) -> Mesh:
+        """Return a slice: ``origin`` becomes its :attr:`origin_ranks`. A dimension may have no places."""
         mesh = cls.__new__(cls)
         mesh._extents = MappingProxyType(extents)
         mesh._origin = origin
@@ -252,17 +253,15 @@ class Mesh:
             self._origin[sum(coord * stride for coord, stride in zip(coords, strides, strict=True))]
             for coords in itertools.product(*choices)
         )
-        return Mesh._made(kept, origin)
+        return Mesh.numbered(kept, origin)
 
-    def __call__(self, **where: int | _Slice) -> Mesh:
-        """The same as :meth:`slice`."""
-        return self.slice(**where)
+    __call__ = slice
 
     def flatten(self, label: str = "rank") -> Mesh:
         """Return the same places in one dimension, in order of rank."""
         if not isinstance(label, str) or not label:
             raise WrongTypeError(f"a dimension of a mesh must have a name that is a str, not {label!r}")
-        return Mesh._made({label: self.size}, self._origin)
+        return Mesh.numbered({label: self.size}, self._origin)
 
     def _strides(self) -> tuple[int, ...]:
         strides = []
@@ -291,14 +290,14 @@ class Mesh:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
             return NotImplemented
-        mine, theirs = tuple(self._extents.items()), tuple(other._extents.items())
-        return mine == theirs and self._origin == other._origin
+        mine, theirs = tuple(self._extents.items()), tuple(other.extents.items())
+        return mine == theirs and self._origin == other.origin_ranks
 
     def __hash__(self) -> int:
         return hash((tuple(self._extents.items()), self._origin))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mesh._made, (dict(self._extents), self._origin)
+        return Mesh.numbered, (dict(self._extents), self._origin)
 
     def __repr__(self) -> str:
         return f"Mesh({dict(self._extents)})"
@@ -371,7 +370,7 @@ class ValueMesh(Generic[T]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ValueMesh):
             return NotImplemented
-        return self._mesh == other._mesh and self._values == other._values
+        return self._mesh == other.mesh and self._values == other.values()
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -4,11 +4,11 @@
     front = Front.options(max_restarts=-1).remote(store)
     tree = supervise([store, front], strategy="rest_for_one", max_restarts=3, period=60)
 
-When a child dies, the group makes it again, alone or with others (``strategy``), where it lived and with the arguments it
-had; handles stay what they are. When there are too many deaths, the group gives up: all of its children end, and each caller that
-is above it is told.
+When a child dies, the group makes it again, alone or with other children (``strategy``), where it lived and with the same
+arguments; handles stay valid. After too many deaths, the group gives up: all of its children end, and the group above it, if
+there is one, treats it as a dead child.
 
-What decides is in ``supervision/strategies.py``, what carries it out in ``supervision/groups.py``; here is what users see of it.
+``supervision/strategies.py`` decides, ``supervision/groups.py`` carries the decisions out; this module is the interface.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
 from actorrpc.actors.client.actor_base import Actor
-from actorrpc.actors.client.handle import ActorHandle
+from actorrpc.actors.client.handle import ActorHandle, route_of
 from actorrpc.actors.context import Runtime, runtime
-from actorrpc.actors.groups.group import ActorGroup, handles_of, route_of
+from actorrpc.actors.groups.group import ActorGroup, handles_of
 from actorrpc.actors.supervision.groups import SupervisionGroup, perform
 from actorrpc.actors.supervision.record import ActorRecord
 from actorrpc.actors.supervision.strategies import STRATEGIES, Strategy
@@ -38,8 +38,8 @@ _END_S: Final = 60.0
 class Supervision:
     """A supervision group, as :func:`supervise` makes it. Thread-safe; stays in the process that made it.
 
-    It keeps its children alive, as any handle does. The group itself goes on as long as it has living children, also
-    where nobody refers to it any more. Used in a ``with``, it is ended at the end of that.
+    It keeps its children alive, as any handle does. The group exists as long as it has living children, even if this object
+    was freed. As a context manager, it ends the group.
     """
 
     def __init__(self, family: SupervisionGroup, children: tuple[Any, ...], here: Runtime) -> None:
@@ -49,12 +49,12 @@ class Supervision:
 
     @property
     def children(self) -> tuple[ActorHandle[Any] | Supervision, ...]:
-        """The children, in the order in which they start: handles, and groups. Those that have ended are in it, too."""
+        """The children, also the ended ones, in the order in which they start: handles, and groups."""
         return self._children
 
     @property
     def strategy(self) -> Strategy:
-        """What a death leads to: see :func:`supervise`."""
+        """Which children a death restarts: see :func:`supervise`."""
         return self._family.strategy
 
     @property
@@ -65,19 +65,19 @@ class Supervision:
 
     @property
     def restarts(self) -> int:
-        """How often children of this very group have been made again, those that had not died themselves included."""
+        """How often children of this group were made again, also children that had not died themselves."""
         return self._family.restarts
 
     def monitor(
         self, callback: Callable[[SupervisionError], Any] | None = None
     ) -> Future[SupervisionError | None]:
-        """Watch the group: the future completes, once, when it is over for good, also where that is so already.
+        """Watch the group: the future completes, once, when the group has ended for good.
 
-        Its value is the SupervisionError where the group, or one that it is in, has given up; None where it was ended, all of
-        its children were, or this process leaves.
+        Its value is the SupervisionError if the group, or a group above it, has given up; None if the group was ended, all of
+        its children were ended, or this process leaves.
 
         Args:
-            callback: called with the SupervisionError then, on a worker thread; not called for None.
+            callback: called with the SupervisionError, on a worker thread; not called for None.
         """
         if callback is not None and not callable(callback):
             raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
@@ -98,13 +98,13 @@ class Supervision:
     def end(self, timeout: float = _END_S) -> None:
         """End all children for good, the last first, each when the one after it has ended. Idempotent.
 
-        ``on_stop`` runs in those that are not busy; what takes longer than 5 s is killed. Calls fail with ActorDiedError.
+        ``on_stop`` runs in children that are not busy. A child that takes more than 5 s is killed. Calls raise ActorDiedError.
 
         Args:
-            timeout: seconds to wait for that; it goes on in any case.
+            timeout: seconds to wait. The group ends in any case.
 
         Raises:
-            ConfigError: it is a child of another group: end that.
+            ConfigError: it is a child of another group: end that group.
             RpcTimeoutError: it takes longer.
         """
         with self._runtime.supervisor.lock:
@@ -112,8 +112,8 @@ class Supervision:
                 raise ConfigError(
                     f"{self!r} is a child of {self._family.parent.title}, which would only make it again: end that"
                 )
-            deeds = self._family.end()
-        perform(deeds)
+            actions = self._family.end()
+        perform(actions)
         self.monitor().wait(timeout)
 
     def __enter__(self) -> Supervision:
@@ -143,39 +143,28 @@ def supervise(
 ) -> Supervision:
     """Put actors into a supervision group, which decides about their restarts from now on.
 
-    The words are Erlang's. What is supervised are handles, not specifications of children: an actor here has a handle that
-    stays valid over its restarts, and children get those of others as arguments of their constructors. So the actors are
-    made first, as always, and may live anywhere; the order of ``children`` is the order of starts.
+    The terms are Erlang's, but the children are handles, not specifications: the actors are made first, and may live anywhere.
+    A child that dies is made again where it was placed, with the same arguments, and with its state if its class has
+    ``checkpoint()`` and ``restore()``. Its own ``max_restarts`` must not be 0; the group's counts. A child that is ended on
+    purpose (``kill()``, ``exit_actor()``, the end of its last handle) leaves the group. If a constructor or ``restore()`` raises
+    in a restart, that is another death. If it raises in a first start, or a child's place is lost, all of its groups give up.
 
-    A child that dies is made again, with the arguments it had, where it was placed, and with its state where its class
-    has ``checkpoint()`` and ``restore()``. Its own ``max_restarts`` only says that it may be (it must not be 0); how often
-    is said here. A child that leaves because somebody wants that (``kill()``, ``exit_actor()``, the end of its last handle)
-    is out of the group, and nothing follows. A child whose constructor, or ``restore()``, raises in a restart has died
-    once more; the group, and every group above it, gives up where that happens in a first start, or where a child's place
-    is gone for good.
-
-    Actors that are to live and die together are a group with ``strategy="one_for_all"`` and ``max_restarts=0``.
-
-    When the group gives up, its children end, the last first. If it is a child itself, it has died there, and is made again
-    with all of its children, and a new account of restarts, if the group above can. Otherwise its actors are dead:
-    calls fail with an ActorDiedError that says why and lists the deaths.
+    When the group gives up, its children end, the last first. If it is a child itself, it has died, and the group above makes
+    it again with all of its children, if it can. Otherwise calls of its actors fail with an ActorDiedError that lists the deaths.
+    Use ``strategy="one_for_all"`` and ``max_restarts=0`` for actors that must all end when one dies.
 
     Args:
-        children: handles of actors that this process has made and looks after, other groups, and ActorGroups, which count as
-            their members. Each can be in one group only.
-        strategy: whom a death concerns: ``"one_for_one"``: only the child that died; ``"one_for_all"``: all children;
-            ``"rest_for_one"``: the one that died and those behind it. They are ended, the last first, one after the other, and
-            made again, the first first, each when the one before it lives.
-        max_restarts: how many deaths within ``period`` the group puts up with; default 3.
-        period: seconds, default 60.
-        backoff: the wait before the second restart in a row, in seconds; doubles with each up to 10 s, and is shortened at
-            random by up to a half; default 0.1. The first restart comes at once.
-        name: what messages call the group.
-        on_failure: called with the SupervisionError, on a worker thread, when the group is over because it, or one that
-            it is in, gave up.
+        children: handles of actors that this process has made, other groups, and ActorGroups, which count as their members.
+            Each can be in one group only. Their order is the order of starts.
+        strategy: which children a death restarts: ``"one_for_one"``: only the child that died; ``"one_for_all"``: all children;
+            ``"rest_for_one"``: the child that died and all after it. They end one by one, in reverse order, and start in order.
+        max_restarts, period: how many deaths within so many seconds the group accepts.
+        backoff: seconds before the second restart in a row, doubled up to 10 s, and shortened at random by up to a half.
+        name: the name of the group in messages.
+        on_failure: gets the SupervisionError, on a worker thread, when this group or a group above it has given up.
 
     Raises:
-        TypeError: a child is nothing that can be supervised.
+        TypeError: a child cannot be supervised.
         ConfigError: a child belongs to another process or to another group, or has ``max_restarts=0``; or a value is wrong.
         ActorDiedError: a child is dead already.
     """
@@ -219,7 +208,7 @@ def _flat(children: Any) -> Iterable[ActorHandle[Any] | Supervision]:
 
 
 def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> ActorRecord | SupervisionGroup:
-    """Find what is known of a child; the supervisor's lock is held."""
+    """Return the record of a child; the supervisor's lock is held."""
     if isinstance(given, Supervision):
         family = given._family
         if given._runtime is not here or family.state not in ("up", "restarting"):

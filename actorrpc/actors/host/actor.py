@@ -19,12 +19,11 @@ from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.event_loop import EventLoop
 from actorrpc.actors.host.executor import ActorExecutor, died
-from actorrpc.actors.host.loop_thread import LoopThread
 from actorrpc.actors.host.mailbox import NOTHING, Entry, GroupQueue, Mailbox, Wakeups
-from actorrpc.actors.host.threads import BYSTANDERS, ActorThread
+from actorrpc.actors.host.threads import BYSTANDERS, Runner
 from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import ActorSpec, HostedActorGoneError, exit_text
+from actorrpc.actors.spec.actor_spec import ActorSpec, HostedActorGoneError
 from actorrpc.actors.spec.death_report import IN_RESTORE
 from actorrpc.agent import hooks
 from actorrpc.agent.calls import CURRENT, Execution
@@ -34,7 +33,6 @@ from actorrpc.wire.frames import Frame
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
-    from actorrpc.actors.streams.producer import Streams
     from actorrpc.agent.timers import Tick
 
 __all__ = ["DeadlockSearch", "HostedActor", "Registry", "send_ended"]
@@ -51,13 +49,13 @@ def _ended(actor_id: int, epoch: int, kind: str, text: str) -> None:
 def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
     """Tell the supervisor that the actor has ended by itself (``kind``: ``"exit"`` or ``"broken"``); does not wait.
 
-    It has left with what is sent next at latest.
+    The message leaves with the next one at the latest.
     """
     agent = runtime.agent
     future: Future[None] = Future()
 
     def over(done: Future[None]) -> None:
-        done.acknowledge()  # the supervisor is gone: the actor is about to hear of that
+        done.acknowledge()  # the supervisor has ended, and with it the actor will
 
     future.add_done_callback(over)
     try:
@@ -76,7 +74,7 @@ _ASYNC_LIMIT: Final = 1000  # coroutines of one actor at a time, by default (as 
 
 
 def _shown(instance: Any) -> str:
-    """Return what the class's own ``__repr__`` says, in one short line; empty where it has none, or says nothing of use."""
+    """Return what the class's own ``__repr__`` says, in one short line; empty where it has none, or a useless one."""
     says: Any = type(instance).__repr__
     if says is object.__repr__:
         return ""
@@ -132,23 +130,24 @@ class HostedActor:
     on_imported: ClassVar[Callable[[], None] | None] = None
     on_shown: ClassVar[Callable[[str], None] | None] = None
 
-    def __init__(self, registry: Registry, runtime: Runtime, instance_id: int, runners: ActorThreads) -> None:
+    def __init__(self, registry: Registry, runtime: Runtime, instance_id: int, threads: ActorThreads) -> None:
         self.registry = registry
         self.runtime = runtime
-        self.streams: Streams = runtime.streams
         self.agent = runtime.agent
         self.id = instance_id
-        self.runners = runners
-        self.threads: list[ActorThread] = []
-        self.mailbox = Mailbox({"": 1})
+        self.actor_threads = threads
+        self.runners: list[Runner] = []
+        self.mailbox = Mailbox()
         self.executor = ActorExecutor(self)
-        # Who its methods are to those whom they call, who keep the order of its calls; None: each execution is another.
+        # The caller's number of its methods, by which other actors keep their calls in order; None: each execution has its own.
         self.caller: int | None = registry.new_caller()
         self.instance: Any = None
         self.spec: ActorSpec | None = None
         self.title = f"{instance_id & 0xFFFF:04x}"
         self.shown = ""  # what its own __repr__ has said when it was made
-        self.state = "constructing"  # -> alive -> ending -> over
+        #: "constructing", "alive", "ending" (when it is idle), "closing" (it takes no more calls), "stopping" (it runs its last
+        #: hooks), "over"
+        self.state = "constructing"
         self.why = ""
         self.moving = False
         self.over: Future[Any] = Future()
@@ -161,9 +160,6 @@ class HostedActor:
         # Says what callers get for what a method raised, where something here knows better (collectives do).
         self.on_error: Callable[[BaseException], BaseException] | None = None
         self._plans: dict[str, GroupQueue] = {}
-        #: is called after each call that is over, where the actor is to end
-        self.ending: Callable[[], None] | None = None
-        self._wound_up = False
 
     # -- messages -----------------------------------------------------------------------------------
 
@@ -199,7 +195,7 @@ class HostedActor:
         if not entry.ready or (
             queue.running
             and queue.limit == 1
-            and (queue.is_async or (self.threads and self.threads[0].waits))
+            and (queue.is_async or (self.runners and self.runners[0].waits))
         ):
             looks = self.registry.deadlocks.looks
             if not looks.active:
@@ -301,14 +297,14 @@ class HostedActor:
                 else:
                     self._have_pumped(loop, queue)
             else:
-                self.runners.start(ActorThread(self, queue))
+                self.actor_threads.start(Runner(self, queue))
 
     def _have_pumped(self, loop: EventLoop, queue: GroupQueue) -> None:
         """Have a loop start what its queue has."""
         try:
             loop.submit(partial(self.executor.pump, queue))
-            if loop.runner.waiting:
-                loop.runner.wake()
+            if loop.waiting:
+                loop.wake()
         except NO_THREAD:
             self.agent.submit(partial(self.understaffed, queue))
 
@@ -317,7 +313,7 @@ class HostedActor:
         loop = self.loops.get(queue.name)
         if loop is None:
             try:
-                made = self._new_loop(queue)
+                made = EventLoop(self, queue)
             except OSError as error:
                 self.understaffed(queue, f"it needs an event loop, which cannot be made: {error}")
                 return
@@ -330,21 +326,15 @@ class HostedActor:
         if loop is not None:  # otherwise the actor has ended, and with it what waited
             self._have_pumped(loop, queue)
 
-    def _new_loop(self, queue: GroupQueue) -> EventLoop:
-        title = f"{self.title} (concurrency group {queue.name!r})" if queue.name else self.title
-        return EventLoop(title, LoopThread(self, queue), self._exited_aside, self.broken, self.agent)
-
     def loop_of(self, queue: GroupQueue | None) -> EventLoop | None:
-        """Return the loop that runs the calls of a queue; None where they run on threads, or there is none (any more)."""
+        """Return the loop that runs the calls of a queue; None where they run on threads, or the loop does not exist."""
         return self.loops.get(queue.name) if queue is not None and queue.is_async else None
 
     def finished(self, todo: Wakeups) -> None:
         """Wake and start runners for the next entries after one entry has ended, and end an actor that has become idle."""
         if todo is not NOTHING:
             self.carry_out(todo)
-        ending = self.ending
-        if ending is not None:
-            ending()
+        self.end_if_idle()
 
     def understaffed(self, queue: GroupQueue, why: str = "") -> None:
         """Refuse the calls of a queue that wait for a thread that the system does not have. The next call asks for one again.
@@ -357,6 +347,13 @@ class HostedActor:
             text = f"{self.executor.label(entry)} was not executed, as {why}"
             self.executor.refuse(entry, LimitError(text))
         self.finished(NOTHING)
+
+    def guard(self, run: Callable[[], object], entry: Envelope | None = None) -> None:
+        """Call ``run()`` on an event loop, and end the actor if it raises; ``entry``: see :meth:`broken`."""
+        try:
+            run()
+        except BaseException as error:
+            self.broken(error, entry)
 
     def broken(self, error: BaseException, entry: Entry | None = None) -> None:
         """End the actor, as one of its threads has ended that was not to; ``entry``: the call that it was at, if any.
@@ -423,7 +420,7 @@ class HostedActor:
             entry.give_up(stop, late)
 
     def deadlocked(self, entry: Envelope, error: RpcError) -> None:
-        """End a call that can never go on; does nothing if it is over."""
+        """End a call that can never continue; does nothing if it has ended."""
         if self.withdraw(entry, error):
             return
         self.executor.fail(entry, error)
@@ -443,7 +440,7 @@ class HostedActor:
 
     def interrupt(self, entry: Entry) -> None:
         """Interrupt the runner that runs an entry, if one does."""
-        for runner in list(self.threads):
+        for runner in list(self.runners):
             runner.interrupt(entry)
 
     # -- construction --------------------------------------------------------------------------------
@@ -477,7 +474,11 @@ class HostedActor:
             if where != "constructor":
                 add_note(error, IN_RESTORE)
             self.why = f"its {where} raised {line_of(error)}"
-            self._close("over")
+            with self._lock:
+                self.state = "over"
+            self._close()
+            self.registry.forget(self)
+            self.over.try_complete(None)
             raise
         self.instance = instance
         self.shown = _shown(instance)
@@ -501,7 +502,7 @@ class HostedActor:
             limits, async_limits, reentrant=options.reentrant, yielding=options.yielding, loose=loose
         )
         if async_limits and most is None:
-            # Nobody counts on the default limit: streams that pause leave their places to others.
+            # The default limit is no promise: streams that pause leave their places to others.
             self.mailbox.async_lanes[""].yielding = True
         self.executor.keeps_state = info.has_checkpoint
         if options.yielding:
@@ -511,7 +512,7 @@ class HostedActor:
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"
-            # Others see that there is no intake any more when what came before them is in the mailbox.
+            # Later messages find no intake only after the earlier ones were put into the mailbox.
             for entry in self._intake or ():
                 self.post(entry, held=True)
             self._intake = None
@@ -528,12 +529,9 @@ class HostedActor:
         why = why or "exit_actor() was called in it"
         if entry is not None:
             self.executor.fail(entry, died(self, why))
-        _ = self.end("now", why)  # at once: nothing that waits may have its turn
+        _ = self.end("now", why)  # at once: no waiting call may run
         if self.spec is not None:
             self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
-
-    def _exited_aside(self, exit: SystemExit) -> None:
-        self.exited(None, exit_text(exit), "sys.exit")
 
     def leave(self, execution: Execution, why: str) -> None:
         """See that exit_actor() ends the actor also where its exception does not come to us.
@@ -542,47 +540,54 @@ class HostedActor:
         """
         runner: Any = WAITING.runner
         entry: Any = None
-        if isinstance(runner, ActorThread) and runner in self.threads:
+        if isinstance(runner, Runner) and runner in self.runners:
             entry = runner.running
-        elif isinstance(runner, LoopThread) and any(
-            runner is each.runner for each in list(self.loops.values())
-        ):
+        elif isinstance(runner, EventLoop) and runner in list(self.loops.values()):
             entry = runner.current
         if entry is not execution:
             self.agent.submit(partial(self.exited, None, why))
 
     def end(self, how: str, why: str) -> Future[None]:
-        """End the actor: ``"drain"`` lets the calls that wait run before, ``"now"`` does not. Completes when it is over.
+        """End the actor: ``"drain"`` lets the calls that wait run before, ``"now"`` does not. Completes when it has ended.
 
         ``"move"`` is ``"drain"`` whose future gives the actor's last state, a Snapshot, where its class keeps one.
         """
         self.moving = self.moving or how == "move"
         how = "drain" if how == "move" else how
         with self._lock:
-            if self.state in ("over", "closing"):
+            if self.ended:
                 return self.over
             self.why = self.why or why
             if how == "drain" and self.state in ("alive", "constructing"):
                 self.state = "ending"
-                self.ending = self._end_if_idle
         if how == "drain":
-            self._end_if_idle()
+            self.end_if_idle()
         else:
             self._end_now()
         return self.over
 
-    def _end_if_idle(self) -> None:
-        if self._intake is None and not self.executor.checkpoints.waiting and self.mailbox.close_if_idle():
+    @property
+    def ended(self) -> bool:
+        """Whether the actor takes no more calls."""
+        return self.state in ("closing", "stopping", "over")
+
+    def end_if_idle(self) -> None:
+        """End the actor if it has been told to end when it is idle, and is idle."""
+        if (
+            self.state == "ending"
+            and self._intake is None
+            and not self.executor.checkpoints.waiting
+            and self.mailbox.close_if_idle()
+        ):
             self._end_now()
 
     def _end_now(self) -> None:
         with self._lock:
-            if self.state in ("over", "closing"):
+            if self.ended:
                 return
             self.state = "closing"
-            self.ending = None
-        running = self._close("closing")
-        self.streams.abort(self, died(self, self.why))
+        running = self._close()
+        self.runtime.streams.abort(self, died(self, self.why))
         for entry in running:
             self.executor.fail(entry, died(self, self.why))
             self.interrupt(entry)
@@ -592,52 +597,43 @@ class HostedActor:
         if running:
             self.over.try_complete(None)
 
-    def left(self, runner: ActorThread) -> None:
-        """Hear that a runner has ended, on its thread."""
+    def left(self, runner: Runner) -> None:
+        """Record that a runner has ended, on its thread."""
         with self._lock:
-            self.threads.remove(runner)
-            last = self.state == "closing" and not self.threads
-        if last:
-            self._wind_up()
+            self.runners.remove(runner)
+        self._wind_up()
 
-    def _close(self, state: str) -> list[Envelope]:
-        """Refuse the calls that wait, and all that come from now on; return what is running."""
+    def _close(self) -> list[Envelope]:
+        """Refuse the waiting calls, and all later ones; return the running calls."""
         BYSTANDERS.leave(self)
         loops = list(self.loops.values())  # the last runner that ends takes them away
         entries, runners = self.mailbox.close()
         with self._lock:
-            self.state = state
             intake, self._intake = self._intake or [], None
         for entry in [*entries, *intake]:
             self.executor.refuse(entry, HostedActorGoneError(self.id, self.why))  # type: ignore[arg-type]
         for loop in loops:
-            self.refuse_due(loop.runner)
+            self.refuse_due(loop)
         for runner in runners:
             runner.end()
         running = []
-        for runner in list(self.threads):
+        for runner in list(self.runners):
             running += [each for each in runner.entered if isinstance(each, Envelope)]
         for loop in loops:
-            running += list(loop.runner.entries.values())
-        if state == "over":
-            self.registry.forget(self)
-            self.over.try_complete(None)
+            running += list(loop.entries.values())
         return running
 
-    def refuse_due(self, runner: LoopThread) -> None:
-        """Refuse the plain methods whose turn on a loop will not come any more."""
-        for entry in runner.ended():
+    def refuse_due(self, loop: EventLoop) -> None:
+        """Refuse the plain methods whose turn on a loop will not come, as the actor has ended."""
+        for entry in loop.take_due():
             self.executor.refuse(entry, HostedActorGoneError(self.id, self.why))
 
     def _wind_up(self) -> None:
-        """Run the actor's last hooks, once, when its threads are gone: the last of them runs them itself.
-
-        A thread that is still in a method comes to them later.
-        """
+        """Run the actor's last hooks, once, when the last of its runners has ended."""
         with self._lock:
-            if self._wound_up or self.threads:
+            if self.state != "closing" or self.runners:
                 return
-            self._wound_up = True
+            self.state = "stopping"
         instance, self.instance = self.instance, None
         state = self._last_state(instance) if self.moving and instance is not None else None
         if instance is not None:
@@ -660,8 +656,8 @@ class HostedActor:
                 return
             self.state = "over"
             for each in list(self.executor.answered_later):
-                # Whatever was to answer it, does not any more. One that has not been handed out is refused, as not
-                # executed, by the thread that has found the mailbox closed.
+                # Nothing else will answer it. A call that was not handed out is refused, as not executed, by the thread that
+                # finds the mailbox closed.
                 self.executor.fail(each, died(self, self.why))
                 if each.begun:
                     each.give_up()

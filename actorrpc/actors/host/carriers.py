@@ -1,28 +1,27 @@
-"""The threads that an actor's runners use, and which of those that have something to do goes on.
+"""The threads that run the sync methods of actors, and which runner's turn it is.
 
-**Whose turn it is.** The interpreter runs one thread at a time. Where a read brings calls for many actors, waking a thread for
-each has them all wait for the interpreter: each call then costs several switches of threads, and each of those that wait wakes
-two hundred times a second to look. So :class:`ActorThreads` wakes few at a time (``_AT_ONCE``), and a runner that has done what
-it had wakes the next. One that waits in one of our waits passes its turn on at once. One that blocks elsewhere is noticed by a
-tick, within milliseconds, and from then on does not count; each tick that finds one has up to twice as many woken as the one
-before.
-Where calls are long on average, more of them run at a time (``_WIDE``), unless the clock's thread is late, which is how it shows
-that threads wait for the interpreter rather than for something else.
+**Turns.** The interpreter runs one thread at a time. Where a read brings calls for many actors, waking a thread for each would
+have all of them wait for the interpreter: each call would cost several switches of threads, and each waiting thread would wake
+two hundred times a second to look. So :class:`ActorThreads` wakes few runners at a time (``_AT_ONCE``), and a runner that has run
+its calls wakes the next. A runner in one of our waits passes its turn on at once. A runner that blocks elsewhere is noticed by a
+tick, within milliseconds, and does not count from then on; each tick that finds one wakes up to twice as many as the tick
+before. Where calls are long on average, more runners have their turn at a time (``_WIDE``), unless the clock's thread is late,
+which shows that threads wait for the interpreter rather than for something else.
 
-**Whose thread it is.** The first ``MAX_RUNNERS`` runners of a worker have a thread each, for all of their lives. Those beyond
-share threads: a runner that has something to do is lent one (:class:`SharedThread`), which goes from one to the next. A thread
-of its own serves an actor whose code keeps something by thread; but with it every call costs a switch of threads (1 000 actors
-of one worker in turn: 13 000 calls/s, where each has a thread; 40 000, where all but eight share).
+**Threads.** The first ``MAX_RUNNERS`` runners of a worker have an :class:`ActorThread` each, for all of their lives. The runners
+beyond share threads: a shared :class:`ActorThread` serves the runners whose turn it is, one after the other. With a thread of its
+own an actor may keep things by thread; but every call costs a switch of threads (1 000 actors of one worker in turn: 13 000
+calls/s, where each has a thread; 40 000, where all but eight share).
 
-Both sleep (:meth:`Carrier._sleep`) on the connection of their last caller, and so read the next call themselves; where
-somebody else reads that, on a lock of their own.
+A thread sleeps on the connection of its last caller, and so reads the next call itself; where another thread reads that
+connection, it sleeps on a lock of its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from actorrpc import _time
 from actorrpc._limits import NO_THREAD
@@ -33,56 +32,95 @@ from actorrpc.futures import WAITING
 from actorrpc.transport.connection_state import CLOSED
 
 if TYPE_CHECKING:
+    from actorrpc.actors.host.threads import Runner
     from actorrpc.agent.agent import Agent
     from actorrpc.transport.connection import Connection
 
-__all__ = ["MAX_RUNNERS", "ActorThreads", "Carrier", "Runner", "SharedThread"]
+__all__ = ["MAX_RUNNERS", "ActorThread", "ActorThreads"]
 
 MAX_RUNNERS: Final = 128
 _AT_ONCE: Final = 1  # runners that are woken to run at a time, where their calls are short
 _WIDE: Final = 32  # and where they are long
-_STALLED_S: Final = 2e-3  # a turn that takes longer does not count any more
+_STALLED_S: Final = 2e-3  # a turn that takes longer stops counting
 _SHORT_S: Final = 60e-6  # calls that take longer on average are long
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
 _KEPT: Final = 8  # shared threads beyond this many end when they have nothing to do
 
 
-class Runner(Protocol):
-    """Runs the calls of one queue of an actor: an ActorThread.
+class ActorThread:
+    """A thread that serves runners. See connection.ReadWaiter.
+
+    Args:
+        runner: the runner that it serves first.
+        own: it serves this runner alone. Otherwise it is shared, and ends when too many shared threads have nothing to do.
 
     Attributes:
-        shared: it is lent a thread while it has something to do, and has none of its own.
+        caller: the connection of the last call, on which the thread sleeps.
+        given: the runner that a shared thread serves next.
     """
 
-    shared: bool
-
-    def start(self) -> None:
-        """Take part from now on. Where the system has no thread, the calls that wait for one are refused."""
-
-    def rouse(self) -> None:
-        """Wake the runner's own thread."""
-
-    def run_on(self, carrier: SharedThread) -> None:
-        """Run the calls that wait on a thread that is lent for that."""
-
-    def understaffed(self) -> None:
-        """End, as the system has no thread for it."""
-
-
-class Carrier:
-    """A thread that runs methods, as far as its sleep goes. See connection.ReadWaiter."""
-
-    def __init__(self, threads: ActorThreads) -> None:
+    def __init__(self, threads: ActorThreads, runner: Runner, *, own: bool) -> None:
         self.ident = 0
         self.caller: Connection | None = None
         #: see connection.ReadWaiter
         self.polling: Connection | None = None
         self.awake = False
+        self.given = None if own else runner
+        self._own = runner if own else None
         self._threads = threads
         self._parked = _time.Lock()
         self._parked.acquire()
 
-    def rouse(self) -> None:
+    def start(self) -> None:
+        """Start the thread. If the system has no thread, the calls that wait for one are refused."""
+        runner = self._own or self.given
+        assert runner is not None
+        try:
+            Daemon(self._run, f"actorrpc-actor-{runner.title}" if self._own else "actorrpc-actors").start()
+        except NO_THREAD:
+            self.given = None
+            self._threads.on.pop(runner, None)
+            runner.understaffed()
+            self._threads.pass_on()
+
+    def _run(self) -> None:
+        self.ident = threading.get_ident()
+        follow_torch()
+        threads, own = self._threads, self._own
+        while True:
+            runner = own or self._next()
+            if runner is None:
+                if threads.wait(self):
+                    continue
+                break
+            WAITING.runner = runner
+            lives = runner.run_on(self)
+            threads.on.pop(runner, None)
+            if own is None:
+                WAITING.runner = runner = None  # an idle thread keeps no actor alive
+            elif not lives:
+                break
+            elif threads.ready:
+                self._hand_over()
+            else:
+                self._sleep()
+        WAITING.runner = None
+        self.flush()
+        if threads.ready:
+            threads.pass_on()
+
+    def _next(self) -> Runner | None:
+        runner, self.given = self.given, None
+        return runner or self._threads.next_shared()
+
+    def flush(self) -> None:
+        """Send the answers that are left to be sent."""
+        if self.caller is not None and self.caller.outbox:
+            self.caller.flush()
+
+    # -- sleeping ----------------------------------------------------------------------------------
+
+    def wake(self) -> None:
         """End the thread's sleep, or its next one."""
         try:
             self._parked.release()
@@ -93,15 +131,6 @@ class Carrier:
         if conn is not None:
             conn.wake()
 
-    def _forget_wakes(self) -> None:
-        """Drop the calls of :meth:`rouse` so far: the thread is awake, and looks for work next."""
-        self.awake = False
-        self._parked.acquire(False)
-
-    def _has_come(self) -> bool:
-        """Say whether there is something to do that nobody has woken it for."""
-        return bool(self._threads.ready)
-
     def _sleep(self) -> None:
         """Wait for work, where it is most likely to come from: the connection of the last caller."""
         conn = self.caller
@@ -110,15 +139,27 @@ class Carrier:
             if conn.outbox:
                 conn.flush(not came)
             if came is not None:
-                if self.awake:
-                    self._forget_wakes()
+                if self.awake:  # it is awake, and looks for work next
+                    self.awake = False
+                    self._parked.acquire(False)
                 return
             if conn.state is CLOSED:
                 self.caller = None
-            # Somebody else is reading it: what that thread brings in is worth one turn of the interpreter.
+            # Another thread is reading it: the work that it brings is worth one turn of the interpreter.
             _time.pause(0)
-            if self._has_come():
+            if self._threads.ready if self._own is None else self._own.queue.has_ready:
                 return
+        self._parked.acquire()
+        self.awake = False
+
+    def _hand_over(self) -> None:
+        """Sleep while others have something to do: their threads send the answers of this one, and read messages."""
+        conn = self.caller
+        if conn is not None and conn.outbox:
+            agent = self._threads.agent
+            if conn not in agent.scheduler.corked:
+                agent.scheduler.cork(conn)
+        self._threads.pass_on()
         self._parked.acquire()
         self.awake = False
 
@@ -132,8 +173,8 @@ class ActorThreads:
     either wakes the next one. Both may, and one more than was meant runs for a moment.
 
     Attributes:
-        ready: runners that have something to do, and have not been woken, in order.
-        on: those that have been, and when; but for those that wait, or have stalled.
+        ready: runners that have calls to run, and were not woken yet, in order.
+        on: the runners that were woken, and when; without those in a wait of ours, or stalled.
     """
 
     def __init__(self, agent: Agent, most: int = MAX_RUNNERS) -> None:
@@ -146,10 +187,10 @@ class ActorThreads:
         self._all: dict[Runner, None] = {}
         self._owners = 0  # that have threads of their own
         self._most = most
-        self._idle: dict[SharedThread, None] = {}
+        self._idle: dict[ActorThread, None] = {}
         self._reading: set[int] = (
             set()
-        )  # shared threads that sleep, or read: they look at ``ready`` afterwards
+        )  # shared threads that sleep, or read; each checks ``ready`` afterwards
         self._crowded = False
         self._burst = 1
         self._to_start: deque[Runner] = deque()
@@ -177,16 +218,15 @@ class ActorThreads:
         return True
 
     def close(self) -> None:
-        """End the shared threads as soon as they have nothing to do; all turns come at once, as no tick brings them any more.
+        """End the shared threads as soon as they have nothing to do; all runners have their turn at once, as no tick follows.
 
-        A runner that has been called is woken here, or, where it comes into ``ready`` behind this, by the thread that has put
-        it there, which sees that it is closed.
+        A runner in ``ready`` is woken here; a runner that is added later is woken by the thread that adds it.
         """
         with self._lock:
             self._closed = True
             idle = list(self._idle)
-        for carrier in idle:
-            carrier.rouse()
+        for thread in idle:
+            thread.wake()
         self.pass_on()
 
     def start(self, runner: Runner) -> None:
@@ -195,6 +235,7 @@ class ActorThreads:
         if runner.shared:
             runner.start()
             return
+        runner.thread = ActorThread(self, runner, own=True)
         with self._lock:
             self._to_start.append(runner)
             first = len(self._to_start) == 1
@@ -203,7 +244,7 @@ class ActorThreads:
 
     def _start_all(self) -> None:
         while True:
-            # The one that is being started stays in until that is done: who comes meanwhile submits nothing.
+            # The runner stays in the queue until it has started, so that other threads submit nothing meanwhile.
             self._to_start[0].start()
             with self._lock:
                 self._to_start.popleft()
@@ -237,16 +278,16 @@ class ActorThreads:
             self.on.pop(runner, None)
             return
         if not runner.shared:
-            runner.rouse()
+            runner.thread.wake()
             return
         with self._lock:
-            carrier = self._idle.popitem()[0] if self._idle else None
-            if carrier is not None:
-                carrier.given = runner
-        if carrier is None:
-            self.agent.submit(SharedThread(self, runner).start)
+            thread = self._idle.popitem()[0] if self._idle else None
+            if thread is not None:
+                thread.given = runner
+        if thread is None:
+            self.agent.submit(ActorThread(self, runner, own=False).start)
         else:
-            carrier.rouse()
+            thread.wake()
 
     def took(self, seconds: float) -> None:
         """Record how long a call took, where others were waiting."""
@@ -295,55 +336,17 @@ class ActorThreads:
             self._tick.poke()
         return found
 
-    def wait(self, carrier: SharedThread) -> bool:
+    def wait(self, thread: ActorThread) -> bool:
         """Have a shared thread sleep until there may be something to do; False if it is to end."""
         with self._lock:
             if self._closed or len(self._idle) >= _KEPT:
                 return False
-            self._idle[carrier] = None
-        self._reading.add(carrier.ident)
+            self._idle[thread] = None
+        self._reading.add(thread.ident)
         try:
-            carrier._sleep()
+            thread._sleep()
         finally:
-            self._reading.discard(carrier.ident)
+            self._reading.discard(thread.ident)
             with self._lock:
-                self._idle.pop(carrier, None)
+                self._idle.pop(thread, None)
         return True
-
-
-class SharedThread(Carrier):
-    """A thread that is lent to runners, one after the other. Ends when there are too many that have nothing to do."""
-
-    def __init__(self, threads: ActorThreads, runner: Runner) -> None:
-        super().__init__(threads)
-        self.given: Runner | None = runner
-
-    def start(self) -> None:
-        """Start the thread. Where the system has none, the calls hear of it that wait for one."""
-        try:
-            Daemon(self._run, "actorrpc-actors").start()
-        except NO_THREAD:
-            runner, self.given = self.given, None
-            if runner is not None:
-                self._threads.on.pop(runner, None)
-                runner.understaffed()
-                self._threads.pass_on()
-
-    def _run(self) -> None:
-        self.ident = threading.get_ident()
-        follow_torch()
-        threads = self._threads
-        while True:
-            runner, self.given = self.given, None
-            if runner is None:
-                runner = threads.next_shared()
-            if runner is None:
-                if not threads.wait(self):
-                    break
-                continue
-            runner.run_on(self)
-            WAITING.runner = None
-            threads.on.pop(runner, None)
-            runner = None  # an idle thread keeps no actor alive
-        if self.caller is not None and self.caller.outbox:
-            self.caller.flush()

@@ -1,23 +1,23 @@
 """Checkpoints: the state that an actor's worker gives its supervisor, for the actor's next incarnation to start from.
 
-An answer leaves when the supervisor has the state behind it: what a caller has been told survives the death of the actor,
-by any caller. That costs the call a round trip to the supervisor's worker; where that is the actor's own, nothing
-is sent. The actor's thread waits for that, or on its event loop the coroutine alone; where other calls wait for the thread, or
-their answers for a checkpoint, it goes on, and the answer is held until then (:meth:`Checkpoints.hold`).
+An answer leaves when the supervisor has the state of the actor after the call: what a caller has been told survives the death of
+the actor. That costs a call a round trip to the supervisor's worker, unless that is the actor's own worker. The
+answers of coroutines, and of calls behind which others wait for the actor's thread, are sent when the state is kept, and the
+thread runs the next call meanwhile (:meth:`Checkpoints.hold`). Otherwise the thread waits (:meth:`Checkpoints.save`).
 
-Checkpoints are numbered when they are begun, before the actor is asked: threads and coroutines of one actor ask for
-theirs at the same time, and the supervisor may take them up in any order. One that has come answers for all with lower numbers:
-what they have is in it. So few are on their way at a time, and of those that are made meanwhile only the last is sent: when one
-has come, when ``_GATHERED`` answers wait for it, when no call waits for the thread any more, or after a millisecond.
+Checkpoints are numbered when they are begun, before the actor's ``checkpoint()`` is called: threads and coroutines of one actor
+make them at the same time, and the supervisor may receive them in any order. A checkpoint that was received confirms all lower
+numbers: their state is contained in it. Therefore at most ``_FLYING`` are sent at a time, and of the checkpoints that are made
+meanwhile only the last is sent: when an earlier one was received, when ``_GATHERED`` answers wait for it, when no call waits for
+the thread, or after a millisecond.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
     from actorrpc.actors.host.envelope import Envelope
     from actorrpc.actors.spec.actor_spec import ActorSpec
+    from actorrpc.transport.connection import Connection
 
 __all__ = ["LAST", "Checkpoints"]
 
@@ -48,13 +49,11 @@ LAST: Final = 1 << 62  # the number of a state behind which there is none: the a
 class Checkpoints:
     """The checkpoints of one actor. Thread-safe.
 
-    Every way to save returns when the supervisor has the state, where one was due. What keeps it from being made is the
-    call's error: the state before it stays. What keeps it from the supervisor is only logged: there is to be no next
-    incarnation then.
+    An error that keeps the supervisor from having the state is only logged: then there is no next incarnation. Methods raise, and
+    callers get:
 
-    Raises:
-        CheckpointError: it cannot be made.
-        HostedActorGoneError: the supervisor has given this incarnation up meanwhile, and keeps nothing of it.
+        CheckpointError: ``checkpoint()`` failed. The supervisor keeps the state before it.
+        HostedActorGoneError: the supervisor has given this incarnation up meanwhile, and does not keep its state.
     """
 
     def __init__(self, hosted: HostedActor) -> None:
@@ -62,10 +61,11 @@ class Checkpoints:
         self._numbers = itertools.count(1)  # of calls that have not raised
         # Guards what follows; a leaf, and re-entrant, as the collector may run there.
         self._lock = threading.RLock()
-        self._flying = 0  # on their way
-        self._next: tuple[int, Snapshot] | None = None  # to be sent when one of those has come
-        #: who waits until the state is kept, or it is known why it is not, by number: a future, or a call and its answer
-        self.waiting: dict[int, Future[bool] | tuple[Envelope, Any]] = {}
+        self._flying = 0  # checkpoints that were sent and not confirmed
+        self._next: tuple[int, Snapshot] | None = None  # the last one that was made, if it was not sent
+        #: called when a checkpoint is confirmed, with None or the error of the calls that wait for it; returns the connection of
+        #: the answer
+        self.waiting: dict[int, Callable[[BaseException | None], Connection | None]] = {}
         self._tick = Tick(hosted.agent.clock, _GATHER_S, self._gathered)
 
     @property
@@ -78,82 +78,72 @@ class Checkpoints:
         alive = hosted.state == "alive" or (hosted.moving and hosted.state == "ending")
         return spec if alive else None
 
-    @property
-    def wanted(self) -> bool:
-        """Whether the actor's state is kept."""
-        return self._spec is not None
-
     def save(self) -> None:
-        """Save the state after a call that has not raised, on the thread that has run it."""
+        """Save the state after a call that has not raised, if a checkpoint is due, and wait until it is kept."""
         kept = self._begin()
         if kept is not None:
-            with self._keeping():
-                self._confirm(kept.wait())
+            kept.wait()
 
-    async def save_from_loop(self) -> None:
-        """Do as :meth:`save` does, on the actor's event loop; nothing else there waits."""
-        kept = self._begin()
-        if kept is not None:
-            with self._keeping():
-                self._confirm(await kept)
+    def _begin(self) -> Future[None] | None:
+        """Make a checkpoint, if one is due; return a future that completes when it is kept."""
+        made = self._make()
+        if made is None:
+            return None
+        kept: Future[None] = Future()
+        kept.cover()  # who waits may do so for the call that sends it
 
-    def hold(self, entry: Envelope, value: Any, more: bool) -> bool:
-        """Save the state, and have a call answered when it is kept; False where none is due: it is answered at once.
+        def over(error: BaseException | None) -> None:
+            _ = kept.try_complete(None) if error is None else kept.try_fail(error)
 
-        Does not wait. The call is answered, or refused, on whichever thread hears of it. ``more``: other calls wait.
+        sent = self._add(made, over, more=False)
+        if sent is not None and not kept.completed:
+            kept.source = sent
+        return kept
+
+    def hold(self, entry: Envelope, answer: Callable[[], object], more: bool = False) -> bool:
+        """Save the state, if a checkpoint is due, and call ``answer()`` for a call when it is kept. Does not wait.
+
+        Args:
+            answer: any thread calls it, unless the state is not kept: then the call fails.
+            more: other calls wait for the thread that has run this one.
+
+        Returns:
+            False where no checkpoint is due; ``answer`` is not called then.
         """
         made = self._make()
         if made is None:
             return False
-        number = made[0]
-        self._hosted.executor.answered_later[entry] = None
-        with self._lock:
-            self.waiting[number] = entry, value
-            last = made if self._next is None or self._next[0] < number else self._next
-            sends = (len(self.waiting) >= _GATHERED or not more) and self._flying < _FLYING
-            self._next = None if sends else last
-            self._flying += sends
-        if sends:
-            _ = self._send(*last)
-        elif not self._tick.active:
-            self._tick.poke()
+        executor = self._hosted.executor
+        executor.answered_later[entry] = None
+
+        def over(error: BaseException | None) -> Connection | None:
+            if error is None:
+                answer()
+            else:
+                executor.fail(entry, error)
+            return entry.conn
+
+        self._add(made, over, more)
         return True
 
-    def _gathered(self) -> bool:
-        """Have the last checkpoint sent that was not. Runs on the clock's thread."""
-        if self._next is not None:
-            self._hosted.agent.submit(self._send_next)
-        return False
-
-    def _send_next(self) -> None:
-        with self._lock:
-            made = self._next
-            if made is None or self._flying >= _FLYING:
-                return  # when one of those has come
-            self._next = None
-            self._flying += 1
-        _ = self._send(*made)
-
     def behind(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Return a generator that saves the state when this one is over, before anybody is told that it is."""
-        if self._spec is None:
-            return generator
-        return self._behind(generator)
+        """Return a generator that saves the state when this one has ended, before its consumer learns of the end."""
+        return generator if self._spec is None else self._behind(generator)
 
     def _behind(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         try:
             yield from generator
-        except GeneratorExit:  # nobody wants more of it
-            with self._keeping():
+        except GeneratorExit:  # the consumer wants no more items
+            try:
                 self.save()
+            except CheckpointError as error:
+                self._report(error)
             raise
         self.save()
 
     def behind_async(self, generator: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
         """Do as :meth:`behind` does for an async generator."""
-        if self._spec is None:
-            return generator
-        return self._behind_async(generator)
+        return generator if self._spec is None else self._behind_async(generator)
 
     async def _behind_async(self, generator: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
         try:
@@ -161,21 +151,19 @@ class Checkpoints:
                 yield item
         except GeneratorExit:
             await generator.aclose()
-            with self._keeping():
-                await self.save_from_loop()
+            try:
+                await self._save_from_loop()
+            except CheckpointError as error:
+                self._report(error)
             raise
         finally:
             await generator.aclose()  # of one that was cancelled: it ends before its wrapper does
-        await self.save_from_loop()
+        await self._save_from_loop()
 
-    def _begin(self) -> Future[bool] | None:
-        """Make a checkpoint, if one is due, and send it; return a future that says whether the supervisor keeps it."""
-        made = self._make()
-        if made is None:
-            return None
-        kept: Future[bool] = Future()
-        kept.cover()  # who waits may do so for the call that brings it
-        return self._put(*made, kept) or kept
+    async def _save_from_loop(self) -> None:
+        kept = self._begin()
+        if kept is not None:
+            await kept
 
     def _make(self) -> tuple[int, Snapshot] | None:
         hosted = self._hosted
@@ -191,33 +179,58 @@ class Checkpoints:
             return number, Snapshot.of(hosted.instance.checkpoint())
         except Exception as error:
             raise CheckpointError(
-                f"the method of actor {self._hosted.title} has run, and what it has done is not kept for a next incarnation: "
+                f"the method of actor {hosted.title} has run, and what it has done is not kept for a next incarnation: "
                 f"checkpoint() failed: {line_of(error)}",
                 maybe_executed=True,
-                worker=self._hosted.agent.name,
-                actor=self._hosted.title,
+                worker=hosted.agent.name,
+                actor=hosted.title,
                 actor_id=spec.actor_id,
             ) from error
 
-    def _put(self, number: int, state: Snapshot, kept: Future[bool]) -> Future[bool] | None:
-        """Have a checkpoint sent; return the call that sends it, where one does now."""
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        made: tuple[int, Snapshot],
+        over: Callable[[BaseException | None], Connection | None],
+        more: bool,
+    ) -> Future[bool] | None:
+        """Have a checkpoint sent, and ``over`` called when it is confirmed; return the call that sends it, if it is sent now."""
         with self._lock:
-            self.waiting[number] = kept
-            if self._next is None or self._next[0] < number:
-                self._next = None
-            if self._flying >= _FLYING:
-                self._next = self._next or (number, state)
-                return None
+            self.waiting[made[0]] = over
+            if self._next is not None and self._next[0] > made[0]:
+                made = self._next
+            sends = self._flying < _FLYING and (not more or len(self.waiting) >= _GATHERED)
+            self._next = None if sends else made
+            self._flying += sends
+        if sends:
+            return self._send(*made)
+        if not self._tick.active:
+            self._tick.poke()
+        return None
+
+    def _gathered(self) -> bool:
+        """Have the last checkpoint sent, if it was not. Runs on the clock's thread."""
+        if self._next is not None:
+            self._hosted.agent.submit(self._send_next)
+        return False
+
+    def _send_next(self) -> None:
+        with self._lock:
+            made = self._next
+            if made is None or self._flying >= _FLYING:
+                return  # it is sent when one of those is confirmed
+            self._next = None
             self._flying += 1
-        return self._send(number, state)
+        _ = self._send(*made)
 
     def _send(self, number: int, state: Snapshot) -> Future[bool]:
         here, spec = self._hosted.runtime, self._hosted.spec
         assert spec is not None
         key, args = spec.card.supervisor, (spec.actor_id, spec.epoch, number, state)
         kept: Future[bool] = Future()
-        kept.add_done_callback(partial(self._arrived, number))
-        # Of the actor, not of the call: it is not given up with that, and what it says is kept all the same.
+        kept.add_done_callback(partial(self._confirmed, number))
+        # Not part of the call: it is not given up with the call, and the state is kept all the same.
         token = CURRENT.set(None)
         try:
             if key == here.references.me:
@@ -231,8 +244,8 @@ class Checkpoints:
             CURRENT.reset(token)
         return kept
 
-    def _arrived(self, number: int, done: Future[bool]) -> None:
-        """Go on with all that have waited for a checkpoint, or an earlier one: it is there, or lost."""
+    def _confirmed(self, number: int, done: Future[bool]) -> None:
+        """Answer the calls that wait for a checkpoint, or for an earlier one: it is kept, or lost."""
         done.acknowledge()
         with self._lock:
             later, self._next = self._next, None
@@ -241,46 +254,22 @@ class Checkpoints:
             over = [self.waiting.pop(each) for each in sorted(self.waiting) if each <= number]
         if later is not None:
             _ = self._send(*later)
-        error: BaseException | None = None
-        try:
-            with self._keeping():
-                self._confirm(done.value())
-        except BaseException as caught:
-            error = caught
-        executor, conns = self._hosted.executor, set()
-        for each in over:
-            if isinstance(each, Future):
-                each.follow(done)
-            else:
-                entry, value = each
-                conns.add(entry.conn)
-                if error is None:
-                    executor.answer(entry, value)
-                else:
-                    executor.fail(entry, error)
-        for conn in conns:
+        error = done.error
+        gone: HostedActorGoneError | None = None
+        if error is not None:
+            self._report(error)
+        elif done.value_or_none:
+            hooks.reach("actor.checkpointed")
+        else:
+            gone = HostedActorGoneError(self._hosted.id, "its supervisor has given it up")
+            gone.maybe_executed = True
+        for conn in {each(gone) for each in over}:
             if conn is not None:
                 conn.flush()
-        ending = self._hosted.ending
-        if ending is not None:
-            ending()
+        self._hosted.end_if_idle()
 
-    @contextlib.contextmanager
-    def _keeping(self) -> Iterator[None]:
-        """Log what keeps the supervisor from having the state, unless it has given the incarnation up."""
-        try:
-            yield
-        except HostedActorGoneError:
-            raise
-        except Exception as error:
-            report(_log, error, "the state of actor %s could not be kept", self._hosted.title)
-
-    def _confirm(self, is_kept: bool) -> None:
-        if not is_kept:
-            error = HostedActorGoneError(self._hosted.id, "its supervisor has given it up")
-            error.maybe_executed = True
-            raise error
-        hooks.reach("actor.checkpointed")
+    def _report(self, error: BaseException) -> None:
+        report(_log, error, "the state of actor %s could not be kept", self._hosted.title)
 
 
 def _keep(actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:

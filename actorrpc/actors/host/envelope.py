@@ -1,4 +1,4 @@
-"""A call in a mailbox: the message that brought it, and what has become of it."""
+"""A call in a mailbox: its message, and its state."""
 
 from __future__ import annotations
 
@@ -51,13 +51,25 @@ class Envelope(Entry, Execution):
     unwanted = False  # the caller has cancelled the call
     grace: Timer | None = None  # its coroutine was cancelled, and is cancelled again at the end of this time
     sole = False  # nobody but us has the result
-    circles: dict[int, float] | None = None  # see deadlocks
-    suspected = 0  # the execution that seems to wait for this call, which waits for it
+    _circles: dict[int, float] | None = None
 
     @property
     def caller(self) -> object:
         """Who called; calls of equal callers keep their order."""
         return self.peer, self.chain >> CALLER_BIT & _CALLER
+
+    @property
+    def circles(self) -> dict[int, float]:
+        """When the search for deadlocks first found that an execution waits for this call, which waits for the execution."""
+        if self._circles is None:
+            self._circles = {}
+        return self._circles
+
+    @property
+    def title(self) -> str:
+        """The actor and the method, as messages name the call."""
+        method = f"{self.header.get('method', '__init__')}()"
+        return method if self.hosted is None else f"{self.hosted.title}.{method}"
 
     @property
     def reserved(self) -> bool:

@@ -1,15 +1,18 @@
-"""The event loops of an actor that has ``async def`` methods, and the threads that run them.
+"""The event loops of an actor that has ``async def`` methods.
 
-There is one for each concurrency group, the default group included: what blocks one of them does not hold the others. The
-coroutines of the group run on it; on that of the default group, the actor's plain methods do, too, which block it. A watch
-names what holds the loop for longer than a second: it goes by the loop's selector, which says when the loop sleeps, and
-costs an idle loop nothing.
+There is one for each concurrency group, the default group included: what blocks one loop does not block the others. The
+coroutines of the group run on it. The loop of the default group also runs the actor's plain methods, which block it. A watch
+logs the name of each method that holds the loop for longer than a second.
+
+A ``get()`` on the loop's thread blocks the loop, and with it all coroutines of its concurrency group. So that such a wait ends,
+the thread runs plain methods of the loop within it that descend from the call that waits, or that it waits for. A coroutine of
+the same loop that it waits for can never go on, and ends with DeadlockError. Circles that lead through other loops of the actor,
+or through other actors, are found by ``deadlock_detector.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
 import logging
 import os
@@ -17,99 +20,103 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from contextvars import Context, copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from actorrpc import _stacks
 from actorrpc._exception_text import is_a, report
 from actorrpc._limits import NO_THREAD
-from actorrpc.actors.spec.actor_spec import ActorExit
+from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.mailbox import Entry, GroupQueue
+from actorrpc.actors.spec.actor_spec import ActorExit, exit_text
+from actorrpc.actors.streams.stalls import Stall, awaited
+from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.agent.threads import follow_torch
 from actorrpc.agent.timers import Tick
+from actorrpc.errors import DeadlockError
 from actorrpc.futures import WAITING, Future
 
 if TYPE_CHECKING:
-    from actorrpc.actors.host.loop_thread import LoopThread
+    from actorrpc.actors.host.actor import HostedActor
     from actorrpc.agent.agent import Agent
 
 __all__ = ["EventLoop"]
 
 _log = logging.getLogger("actorrpc.actors")
-_HELD_S: Final = 1.0  # whatever holds the loop for longer is named
+_HELD_S: Final = 1.0  # a method that holds the loop for longer is logged
 _END_S: Final = 2.0  # how long coroutines may take to end with their actor
 
 
 class EventLoop:
-    """An asyncio loop on a thread of its own. Methods may be called by any thread.
+    """An asyncio loop on a thread of its own, which runs the calls of one queue.
 
-    The thread is started by :meth:`start`, never under a lock; what is submitted before is kept.
+    Any thread may call the methods whose docstrings do not say otherwise, and read the attributes: they change by single atomic
+    steps. :meth:`submit` starts the thread.
 
-    Args:
-        title: the actor, in messages, and the group where that is not the default one.
-        runner: what the thread does while it waits.
-        exits: hears, on the loop's thread, of a ``sys.exit()`` that no call's own code has made.
-        lost: hears, on the loop's thread, of anything else that has ended the loop.
-        agent: has the clock that the watch goes by.
+    Attributes:
+        entries: the calls that run on the loop, by the number of their execution.
+        due: the plain methods whose turn on the loop has not come yet, in order. The thread that removes an entry runs it, or
+            answers it; any thread may.
+        plain: the innermost plain method that runs now.
+        depth: how many plain methods run, one within the wait of another.
+        ident: the thread's; 0 before it has started.
     """
 
-    def __init__(
-        self,
-        title: str,
-        runner: LoopThread,
-        exits: Callable[[SystemExit], Any],
-        lost: Callable[[BaseException], Any],
-        agent: Agent,
-    ) -> None:
-        self._title = title
-        self.runner = runner
-        runner.loop = self
-        self._exits = exits
-        self._lost = lost
+    def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
+        self.queue = queue
+        self.entries: dict[int, Envelope] = {}
+        self.due: dict[Envelope, None] = {}
+        self.plain: Envelope | None = None
+        self.depth = 0
+        self.ident = 0
+        self._hosted = hosted
+        self._title = f"{hosted.title} (concurrency group {queue.name!r})" if queue.name else hosted.title
+        self._context = Context()
+        self._grad = True
+        self._waits: list[tuple[Callable[[], None], object, Execution | None]] = []
+        self._look = False  # a call may have come that can run within a wait, or never
+        self._warned = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_complain)
-        self._watch = _LoopWatch(self._loop, title, runner, agent)
-        self._started = False
-        self._thread: threading.Thread | None = None
-        # Guards starting and ending; leaf.
-        self._lock = threading.Lock()
+        self._watch = _LoopWatch(self, self._loop, self._title, hosted.agent)
+        self._thread: Daemon | None = None
+        self._lock = threading.Lock()  # guards `_thread` and `_closed`; leaf
         self._closed = False
-        self._over = False  # only on the loop's own thread
+        self._over = False  # only used by the loop's own thread
 
-    def start(self) -> None:
-        """Start the thread, once."""
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start the thread, once. Not to be called under a lock."""
         with self._lock:
-            if self._started or self._closed:
+            if self._thread is not None or self._closed:
                 return
-            self._started = True
-        thread = Daemon(self._run, f"actorrpc-loop-{self._title}")
+            self._thread = thread = Daemon(self._run, f"actorrpc-loop-{self._title}")
         try:
             thread.start()
         except NO_THREAD:
-            self._started = False  # the next call tries again
+            self._thread = None  # the next call tries again
             raise
-        self._thread = thread
 
     def _run(self) -> None:
-        WAITING.runner = self.runner
+        WAITING.runner = self
         follow_torch()
-        self.runner.begin()
+        self.ident = threading.get_ident()
+        self._context = copy_context()
+        self._grad = torch.is_grad_enabled()
         asyncio.set_event_loop(self._loop)
         try:
-            self._run_on()
+            self._run_loop()
         except BaseException as error:
-            self._lost(error)
+            self._hosted.broken(error)
         finally:
             self._over = self._watch.over = True
             try:
-                left = asyncio.all_tasks(self._loop)
-                for task in left:
-                    task.cancel()
-                if left:
-                    _, stubborn = self._loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
-                    for task in stubborn:
-                        _log.info("%r has not ended with %s, and is dropped", task, self._title)
-                        task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would say so at any time
-                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+                self._end_tasks()
             except BaseException as error:
                 report(_log, error, "the event loop of %s did not end cleanly", self._title)
             finally:
@@ -117,72 +124,51 @@ class EventLoop:
                 asyncio.set_event_loop(None)
                 self._loop.close()
 
-    def _run_on(self) -> None:
-        while True:
+    def _run_loop(self) -> None:
+        while not self._closed:
             try:
                 self._loop.run_forever()
-            except (
-                SystemExit
-            ) as exit:  # of a task or a callback that a method has begun: asyncio lets it pass
-                self._exits(exit)
-                if self._closed:
-                    return
+            except SystemExit as exit:
+                # Raised by a task or a callback that a method has started: asyncio does not catch it.
+                self._hosted.exited(None, exit_text(exit), "sys.exit")
                 continue
-            if self._closed:
-                return
-            _log.warning(
-                "a method of %s stopped the event loop, which all of them need: it goes on", self._title
-            )
+            if not self._closed:
+                _log.warning(
+                    "a method of %s stopped the event loop, which all of them need: it goes on", self._title
+                )
+
+    def _end_tasks(self) -> None:
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            _, stubborn = self._loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
+            for task in stubborn:
+                _log.info("%r has not ended with %s, and is dropped", task, self._title)
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would log it at any time
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     def _stop(self) -> None:
         if not self._over:  # otherwise it is waiting for the end of its tasks
             self._loop.stop()
 
-    def submit(self, run: Callable[[], Any]) -> bool:
-        """Call ``run()`` on the loop soon; False if the loop is over.
-
-        Raises:
-            RuntimeError, MemoryError: the system has no thread for it.
-        """
-        try:
-            self._loop.call_soon_threadsafe(run)
-        except RuntimeError:
-            return False
-        if not self._started:
-            self.start()
-        return True
-
-    def task(self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context) -> asyncio.Task[Any]:
-        """Start a coroutine; only on the loop's own thread."""
-        return self._loop.create_task(coroutine, context=context)
-
-    def turn(self, run: Callable[[], Any], context: contextvars.Context) -> None:
-        """Call ``run()`` in its turn, behind what is to run already; only on the loop's own thread."""
-        self._loop.call_soon(run, context=context)
-
-    def current(self) -> asyncio.Task[Any] | None:
-        """Return the task that runs on the loop in this moment. For any thread."""
-        return asyncio.current_task(self._loop)
-
     def close(self) -> Future[None]:
-        """End the loop and its tasks; completes when its thread is over."""
+        """End the loop and its tasks; the future completes when its thread has ended."""
         over: Future[None] = Future()
         with self._lock:
             self._closed = True
-            started = self._started
-        if not started:
-            if not self._loop.is_closed():
-                self._loop.close()
+            thread = self._thread
+        if thread is None:
+            self._loop.close()
             over.set_result(None)
             return over
         try:
             self._loop.call_soon_threadsafe(self._stop)
         except RuntimeError:  # closed already
             pass
-        thread = self._thread
 
         def wait() -> None:
-            if thread is not None and thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(5.0)
             over.set_result(None)
 
@@ -192,31 +178,224 @@ class EventLoop:
             over.set_result(None)
         return over
 
+    # -- running calls ---------------------------------------------------------------------------------------
+
+    def submit(self, run: Callable[[], Any]) -> bool:
+        """Call ``run()`` on the loop soon; False if the loop has ended.
+
+        Raises:
+            RuntimeError, MemoryError: the system has no thread for it.
+        """
+        try:
+            self._loop.call_soon_threadsafe(run)
+        except RuntimeError:
+            return False
+        if self._thread is None:
+            self._start()
+        return True
+
+    def task(self, coroutine: Coroutine[Any, Any, Any], context: Context) -> asyncio.Task[Any]:
+        """Start a coroutine; only on the loop's own thread."""
+        return self._loop.create_task(coroutine, context=context)
+
+    def turn(self, entry: Envelope, run: Callable[[], Any]) -> None:
+        """Call ``run()`` for a plain method that is :attr:`due`, behind what is queued; only on the loop's own thread."""
+        self.due[entry] = None
+        self._loop.call_soon(run, context=self.fresh_context())
+
+    def fresh_context(self) -> Context:
+        """Return a context for a call: a copy of the thread's first one, not of the context that runs or waits now."""
+        return self._context.copy()
+
+    def take_due(self) -> list[Envelope]:
+        """Remove and return the plain methods whose turn has not come; for the thread that ends the actor."""
+        return [each for each in list(self.due) if self.due.pop(each, each) is None]
+
+    @property
+    def current(self) -> Envelope | None:
+        """The call whose own code, and not that of a task it has started, the thread runs in this moment."""
+        if self.plain is not None:
+            return self.plain
+        task = asyncio.current_task(self._loop)
+        return next((each for each in list(self.entries.values()) if task and each.task is task), None)
+
+    # -- waiting: see futures.NestedRunner -------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the thread is in one of our waits, which blocks the loop."""
+        return bool(self._waits)
+
+    @property
+    def running(self) -> Envelope | None:
+        """The call that waits, and blocks the loop with that."""
+        try:
+            execution = self._waits[-1][2]
+        except IndexError:
+            return None
+        return None if execution is None else self.entries.get(execution.chain)
+
+    @property
+    def waits_for(self) -> list[Call | Stall]:
+        """The calls and streams that the thread waits for, all of them; empty where they are not known."""
+        try:
+            return awaited(self._waits[-1][1])
+        except IndexError:
+            return []
+
+    def runs(self, execution: int) -> bool:
+        """Whether the loop runs an execution."""
+        return execution in self.entries
+
+    @property
+    def work(self) -> bool:
+        """Whether :meth:`serve` may have something to do."""
+        return self._look
+
+    def wake(self) -> None:
+        """Have the thread call :meth:`serve` if it waits."""
+        self._look = True
+        try:
+            self._waits[-1][0]()
+        except IndexError:
+            pass
+
+    def begin_wait(self, stir: Callable[[], None], what: object) -> None:
+        """See futures.NestedRunner."""
+        self._waits.append((stir, what, CURRENT.get()))
+        self._look = True
+        self._hosted.registry.deadlocks.poke()
+        if not self._warned:
+            self._warned = True
+            entry = self.running
+            name = "a task" if entry is None else f"{entry.header.get('method')}()"
+            self._hosted.agent.submit(
+                partial(
+                    _log.warning,
+                    "%s of actor %s waits (get() and the like) on the actor's event loop%s, and blocks all coroutines on that. "
+                    "In an async method, await the ObjectRef; a plain method is taken off the loop by @method(thread=True). "
+                    "This is said once.",
+                    name,
+                    self._hosted.title,
+                    f" of concurrency group {self.queue.name!r}" if self.queue.name else "",
+                )
+            )
+
+    def end_wait(self) -> None:
+        """See futures.NestedRunner."""
+        self._waits.pop()
+
+    def begin_await(self) -> None:
+        """See futures.NestedRunner."""
+        if self.queue.limit == 1 and self.queue.waiting:
+            self._hosted.registry.deadlocks.poke()
+
+    def end_await(self) -> None:
+        """See futures.NestedRunner."""
+
+    def serve(self) -> None:
+        """Run one plain method within the wait, or end the calls that the wait keeps from ever going on."""
+        self._look = False
+        entry = self._next()
+        if entry is not None:
+            self._look = True  # there may be more
+            self._run_within(entry)
+            return
+        for each in self._awaited():
+            # A plain method whose arguments are not here yet may still run.
+            if each.begun or not (self._hosted.mailbox.reentrant and self._hosted.is_plain(each)):
+                error = self._circle(each)
+                self._hosted.registry.deadlocks.note(error)
+                self._hosted.deadlocked(each, error)
+
+    def _next(self) -> Envelope | None:
+        if not self._hosted.mailbox.reentrant:
+            return None
+        awaited = self._awaited()
+        execution = self._waits[-1][2]
+        chain = 0 if execution is None else execution.chain
+
+        def fits(entry: Entry) -> bool:
+            return (
+                isinstance(entry, Envelope)
+                and entry.ready
+                and self._hosted.is_plain(entry)
+                and (chain in entry.path or entry in awaited)
+            )
+
+        for each in list(self.due):
+            if fits(each) and self.due.pop(each, each) is None:
+                return each
+        found = self._hosted.mailbox.take_within(self.queue, fits)
+        return found if isinstance(found, Envelope) else None
+
+    def _awaited(self) -> list[Envelope]:
+        """Return the calls of this loop's own queue that the thread waits for."""
+        calls = [each for each in self.waits_for if isinstance(each, Call) and each.peer.is_self]
+        found: list[Any] = [call.peer.running.get(call.id) for call in calls]
+        return [
+            each
+            for each in found
+            if isinstance(each, Envelope) and each.hosted is self._hosted and each.queue is self.queue
+        ]
+
+    def may_run(self, entry: Envelope, execution: Execution) -> bool:
+        """Whether a call is one that runs within the wait of ``execution``."""
+        return (
+            self._hosted.mailbox.reentrant and self._hosted.is_plain(entry) and execution.chain in entry.path
+        )
+
+    def _circle(self, entry: Envelope) -> DeadlockError:
+        running = self.running
+        waiter = "a task of its own" if running is None else f"{running.header.get('method')}()"
+        title = self._hosted.title
+        return DeadlockError(
+            f"{entry.title} can never end: {waiter} waits for it with get(), which blocks the event "
+            f"loop of {title} that it needs. Await it instead",
+            maybe_executed=entry.begun > 0,
+            worker=self._hosted.agent.name,
+        )
+
+    def _run_within(self, entry: Envelope) -> None:
+        waits, plain = self._waits, self.plain
+        # A new list: :meth:`wake` must not wake the outer wait while a call runs within it.
+        self._waits = []
+        grad = torch.is_grad_enabled()
+        if grad is not self._grad:
+            torch._C._set_grad_enabled(self._grad)
+        try:
+            self._hosted.executor.run_plain(entry, self, within=True)
+        finally:
+            torch._C._set_grad_enabled(grad)
+            self._waits = waits
+            self.plain = plain
+
 
 def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what nobody has looked at, but for the ends of the actor, which have been seen to."""
+    """Log an exception that no code has retrieved, except for those that have ended the actor."""
     if not is_a(context.get("exception"), (ActorExit, SystemExit)):
         loop.default_exception_handler(context)
 
 
 class _LoopWatch:
-    """Names, once each, the methods that hold the loop for longer than a second.
+    """Logs the methods that hold the loop for longer than a second, each once.
 
-    Where the loop is not asyncio's own (uvloop's has no selector) nothing is watched.
+    It uses the loop's selector, which the loop calls when it sleeps: an idle loop costs nothing. A loop without a selector
+    (uvloop's) is not watched.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, title: str, runner: LoopThread, agent: Agent) -> None:
+    def __init__(self, owner: EventLoop, loop: asyncio.AbstractEventLoop, title: str, agent: Agent) -> None:
+        self._owner = owner
         self._loop = loop
         self._title = title
-        self._runner = runner
         self._agent = agent
-        self._tick = Tick(agent.clock, _HELD_S, self._look)
+        self._tick = Tick(self._agent.clock, _HELD_S, self._look)
         self._turn = 0  # of the loop
         self._sleeps = False
         self.over = False
-        # The turn, and what ran in it, at the last look, and since when that is known. A turn runs all that is ready: a thousand
-        # coroutines take it long, of which none holds the loop. Whatever runs in a turn was there at its beginning, therefore
-        # no two of them have the same id.
+        # The loop's turn at the last look, what ran in it, and since when. A turn runs all callbacks that are ready: a thousand
+        # coroutines make it long although none of them holds the loop. Whatever runs in a turn existed when the turn began,
+        # so no two of them have the same id.
         self._seen: tuple[int, int] | None = None
         self._since = 0.0
         self._named: set[str] = set()
@@ -243,19 +422,20 @@ class _LoopWatch:
         present = self._present()
         if present != self._seen:
             self._seen, self._since = present, now
-        elif now - self._since >= _HELD_S * 0.9 and self._runner.ident not in self._agent.held:
+        elif now - self._since >= _HELD_S * 0.9 and self._owner.ident not in self._agent.held:
             self._since = now
             self._agent.submit(self._report)  # it reads source files
         return True
 
     def _present(self) -> tuple[int, int]:
-        return self._turn, id(self._runner.plain or asyncio.current_task(self._loop))
+        return self._turn, id(self._owner.plain or asyncio.current_task(self._loop))
 
     def _report(self) -> None:
-        name = self._runner.holder(asyncio.current_task(self._loop))
+        entry = self._owner.current
+        name = "a task" if entry is None else entry.title
         if name in self._named:
             return
-        frame = _stacks.top_frame(self._runner.ident)
+        frame = _stacks.top_frame(self._owner.ident)
         if frame is None or self._sleeps or self.over or self._present() != self._seen:
             return
         self._named.add(name)
@@ -263,7 +443,7 @@ class _LoopWatch:
             "%s has held the event loop of actor %s for more than %.0f s: none of its coroutines goes on meanwhile. In an "
             "async method, await what takes long (asyncio.to_thread() runs a function on a thread); a plain method is "
             "taken off the loop by @method(thread=True). This is said once for each method. What it is doing:\n%s",
-            name or "a task",
+            name,
             self._title,
             _HELD_S,
             "".join(_users_part(traceback.extract_stack(frame)).format()),
@@ -271,7 +451,7 @@ class _LoopWatch:
 
 
 def _users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """Cut what is the loop's and ours off the outer end of a stack."""
+    """Remove the outer frames that belong to the loop and to this package."""
     ours = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(asyncio.__file__), threading.__file__)
     left = itertools.dropwhile(lambda each: each.filename.startswith(ours), stack)
     return traceback.StackSummary.from_list(list(left) or list(stack))

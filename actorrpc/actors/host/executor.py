@@ -23,7 +23,7 @@ from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.envelope import GRACE_S, Envelope
 from actorrpc.actors.host.mailbox import GroupQueue
-from actorrpc.actors.host.threads import RUNS, ActorThread, Interrupted
+from actorrpc.actors.host.threads import RUNS, Interrupted, Runner
 from actorrpc.actors.refs.object_ref import SMALL, keep_large
 from actorrpc.actors.refs.results import ATOMS, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -39,7 +39,7 @@ from actorrpc.rpc.rref import RRef
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
     from actorrpc.actors.host.event_loop import EventLoop
-    from actorrpc.actors.host.loop_thread import LoopThread
+    from actorrpc.actors.streams.producer import Producer
     from actorrpc.agent.peers import Peer
 
 __all__ = ["ActorExecutor", "died"]
@@ -74,11 +74,11 @@ class ActorExecutor:
         self._instance_rref: Any = None
         self._numbers = hosted.registry.executions
         self.keeps_state = False  # the actor has checkpoints
-        #: calls that have had their turn, and are answered by something else than the runner that has had them
+        #: calls that were handed out, and are answered by another thread or coroutine than the one that has run the method
         self.answered_later: dict[Envelope, None] = {}
 
-    def run(self, entry: Any, runner: ActorThread) -> None:
-        """Run one call on a runner, answer it, and see what came meanwhile. Never raises."""
+    def run(self, entry: Any, runner: Runner) -> None:
+        """Run one call on a runner, and answer it. Never raises."""
         agent, hosted, running = self.agent, self.hosted, self.mailbox.running
         if not agent.pool.idle:
             agent.pool.ensure_reader()
@@ -100,7 +100,7 @@ class ActorExecutor:
                         if agent.abandoned:  # before a lock that another thread held as this one forked
                             agent.end_fork(self.label(entry), sys.exc_info()[1])
                         found = runner.under_way.pop(entry, None)
-                        if found is not RUNS or runner.hunted:
+                        if found is not RUNS or runner.inspected:
                             runner.leave(entry, found)
                         runner.running = None
                         running.pop(entry.chain, None)
@@ -125,20 +125,20 @@ class ActorExecutor:
         conn = entry.conn
         if conn is None:
             return
-        carrier, waiting = runner.carrier, runner.queue.waiting
-        if (waiting or hosted.runners.ready) and len(conn.outbox) < agent.settings.cork_frames:
-            if conn not in agent.corked:
-                agent.cork(conn)  # answers of a batch leave together
+        thread, waiting = runner.thread, runner.queue.waiting
+        if (waiting or hosted.actor_threads.ready) and len(conn.outbox) < agent.settings.cork_frames:
+            if conn not in agent.scheduler.corked:
+                agent.scheduler.cork(conn)  # answers of a batch leave together
         elif runner.depth or waiting:
             conn.flush(True)
         else:
             # Sent by the runner, when it sees that there is nothing else to do.
-            if carrier.caller is not None and carrier.caller is not conn and carrier.caller.outbox:
-                carrier.caller.flush()
-            carrier.caller = conn
+            if thread.caller is not None and thread.caller is not conn and thread.caller.outbox:
+                thread.caller.flush()
+            thread.caller = conn
 
     def _raised(self, entry: Envelope, error: BaseException) -> None:
-        """Answer a call whose method has raised, and see to the actor's end where that is what it means."""
+        """Answer a call whose method has raised, and end the actor if it has left with ``exit_actor()`` or ``sys.exit()``."""
         if self.agent.abandoned:
             self.agent.end_fork(self.label(entry), error)
         spec = self.hosted.spec
@@ -161,7 +161,7 @@ class ActorExecutor:
             f"actor {self.hosted.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
         )
 
-    def _begin(self, entry: Envelope, runner: ActorThread | None) -> None:
+    def _begin(self, entry: Envelope, runner: Runner | None) -> None:
         """Begin the execution of a call: what descends from it may run within it from now on."""
         caller = self.hosted.caller
         if caller is None:
@@ -183,7 +183,7 @@ class ActorExecutor:
         return False
 
     def label(self, entry: Envelope) -> str:
-        return f"the call of {self.hosted.title}.{entry.header.get('method', '__init__')}()"
+        return f"the call of {entry.title}"
 
     def arguments(self, entry: Envelope) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the ``args`` and ``kwargs`` of a call, opening its message if that was not opened before its turn."""
@@ -200,8 +200,12 @@ class ActorExecutor:
             raise opened
         return opened  # type: ignore[no-any-return]
 
-    def _call(self, entry: Envelope, runner: ActorThread | None = None) -> Any:
-        """Run the method; return its result, or ``_NOTHING`` where the answer comes later or has been given."""
+    def _call(self, entry: Envelope, runner: Runner | None = None) -> Any:
+        """Run the method; return its result, or ``_NOTHING`` where the answer comes later or has been given.
+
+        Args:
+            runner: where the method runs; None: on an event loop.
+        """
         header = entry.header
         name = header.get("method")
         if name is None:
@@ -221,12 +225,17 @@ class ActorExecutor:
                     f"{self.hosted.title}.{name} returned an async generator, and its decorator hides that: have the "
                     "decorator's wrapper be an async generator function"
                 )
-            self._stream(entry, items if inspect.isgenerator(items) else (item for item in items))
+            generator = items if inspect.isgenerator(items) else (item for item in items)
+            producer = self._open_stream(entry)
+            if producer is None:
+                generator.close()
+            else:
+                produce(self.checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
             return _NOTHING
         if kind.startswith("async"):
-            # An async method that has come to a thread: the actor has no loop of its own.
+            # The actor has no event loop, so its async method is run by a thread.
             raise TypeError(f"{self.hosted.title}.{name} is async and cannot be run here")
-        return self._returned(entry, method, call(*args, **kwargs), True, runner)
+        return self._returned(entry, method, call(*args, **kwargs), runner)
 
     def _run_hooked(self, entry: Envelope, method: Any, /, *args: Any, **kwargs: Any) -> Any:
         hooks = self.agent.hooks
@@ -234,43 +243,35 @@ class ActorExecutor:
             return run_hooked(hooks, entry, method, args, kwargs)
         return method(*args, **kwargs)
 
-    def _returned(
-        self,
-        entry: Envelope,
-        method: Any,
-        value: Any,
-        keeps: bool = True,
-        runner: ActorThread | None = None,
-    ) -> Any:
+    def _returned(self, entry: Envelope, method: Any, value: Any, runner: Runner | None) -> Any:
         """Return the result of a call; ``_NOTHING``: the answer comes later.
 
         Args:
             value: what the method has returned.
-            keeps: the state is kept before the answer leaves.
-            runner: where the method has run. The answers of several calls may wait there for one checkpoint.
+            runner: where it has run; None: on an event loop.
         """
         if type(value) is Later:
             self._answer_later(entry, value.future)
             return _NOTHING
         if getattr(method, ASYNC_MARK, None) is not None:
-            later = future_of(value, method)
-            if keeps:
-                self.checkpoints.save()  # as it is now: the future may complete on any thread, beside the next call
-            self._answer_later(entry, later)
+            # The state is taken now: the future may complete on any thread, while the next call runs.
+            self._when_kept(entry, partial(self._answer_later, entry, future_of(value, method)))
             return _NOTHING
-        if keeps and self.keeps_state:
+        if self.keeps_state:
             more = runner is not None and runner.queue.waiting > 0
-            if (
-                runner is None
-                or runner.depth > 1
-                or type(value) not in _FIXED
-                or not (more or self.checkpoints.waiting)
+            if runner is None or (
+                runner.depth == 1 and type(value) in _FIXED and (more or self.checkpoints.waiting)
             ):
-                self.checkpoints.save()
-            elif self.checkpoints.hold(entry, value, more):
-                # An object that can change is not held: the calls that go on might change it.
+                self._when_kept(entry, partial(self.answer, entry, value), more)
                 return _NOTHING
+            # An object that can change is not held back: the calls that run meanwhile might change it.
+            self.checkpoints.save()
         return value
+
+    def _when_kept(self, entry: Envelope, answer: Callable[[], object], more: bool = False) -> None:
+        """Call ``answer()`` when the actor's state is kept, where it is; see :meth:`Checkpoints.hold`."""
+        if not self.checkpoints.hold(entry, answer, more):
+            answer()
 
     def _method(self, name: str) -> tuple[Any, str]:
         assert self.hosted.spec is not None
@@ -304,20 +305,20 @@ class ActorExecutor:
             self._instance_rref = RRef(self.hosted.instance)
         return self._instance_rref
 
-    def _stream(self, entry: Envelope, generator: Any) -> None:
-        producer = self.hosted.streams.open(
+    def _open_stream(self, entry: Envelope) -> Producer | None:
+        """Answer a call with a stream; return its producer, or None if the call has been answered."""
+        producer: Producer = self.runtime.streams.open(
             int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
         )
         if not self.answer(entry, producer.ticket(), keep=False):
             producer.close()
-            generator.close()
-            return
+            return None
         producer.serves(entry.id)
         if entry.unwanted:  # the call was given up before it was a stream
             producer.close()
         if entry.conn is not None:
             entry.conn.flush(True)
-        produce(self.checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
+        return producer
 
     def _end_of_stream(self, entry: Envelope, error: BaseException) -> BaseException:
         """Say what the consumer of a stream gets for what the generator has raised."""
@@ -326,7 +327,7 @@ class ActorExecutor:
         if is_a(error, SystemExit):
             return died(self.hosted, exit_text(error))
         if is_a(error, (Interrupted, CancelledError)):
-            if self.hosted.state in ("closing", "over"):
+            if self.hosted.ended:
                 return died(self.hosted, self.hosted.why)
             return CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled")
         return error
@@ -347,22 +348,15 @@ class ActorExecutor:
             self.hosted.finished(self.mailbox.done(queue))
             return
         if self.hosted.is_plain(entry):
-            loop.runner.due[entry] = None
-            loop.turn(partial(self._turn, entry, loop), loop.runner.fresh_context())
+            loop.turn(entry, partial(self._turn, entry, loop))
             if self.mailbox.closed:  # the thread that ends the actor may have looked before that
-                self.hosted.refuse_due(loop.runner)
+                self.hosted.refuse_due(loop)
             return
-        self._task(entry, queue, loop, partial(self._run_async, entry))
-
-    def _task(self, entry: Envelope, queue: GroupQueue, loop: EventLoop, run: Callable[[], Any]) -> None:
-        """Begin the execution of a call on the loop, as a task that runs ``run()`` in its turn."""
-        if not entry.begun:
-            self._begin(entry, None)
-        loop.runner.entries[entry.chain] = entry
-        context = loop.runner.fresh_context()
+        self._begin(entry, None)
+        loop.entries[entry.chain] = entry
+        context = loop.fresh_context()
         context.run(CURRENT.set, entry)
-        task = loop.task(run(), context)
-        entry.task = task
+        task = entry.task = loop.task(self._run_async(entry), context)
         if entry.start_forbidden:  # the coroutine begins nevertheless: only it can answer
             loop.submit(partial(self.stop, entry, False))
 
@@ -377,20 +371,21 @@ class ActorExecutor:
         entry.opened = None
         if entry.grace is not None:
             entry.grace.cancel()
-        loop.runner.entries.pop(entry.chain, None)
-        try:
+        loop.entries.pop(entry.chain, None)
+
+        def finish() -> None:
             self.mailbox.running.pop(entry.chain, None)
             if entry.conn is not None and entry.conn.outbox:
                 entry.conn.flush()
             self.hosted.finished(self.mailbox.done(queue))
-        except BaseException as error:
-            self.hosted.broken(error)
+
+        self.hosted.guard(finish)
         self.pump(queue)
 
     def stop(self, entry: Envelope, stop: bool) -> None:
         """Cancel the coroutine of a call that was given up (``stop``: see Execution.give_up). Runs on the loop.
 
-        Its handlers may make calls, which the grace bounds; the caller hears when they have ended, or the grace is over.
+        Its handlers may make calls, which the grace bounds. The call is answered when they have ended, or the grace has.
         """
         task = entry.task
         if task is None or entry.grace is not None:
@@ -420,67 +415,44 @@ class ActorExecutor:
 
     def _turn(self, entry: Envelope, loop: EventLoop) -> None:
         """Run a plain method on the loop, unless something else has: it may have run where its caller waits for it."""
-        if loop.runner.due.pop(entry, entry) is None:
-            try:
-                self.run_plain(entry, loop.runner, within=False)
-            except BaseException as error:
-                self.hosted.broken(error, entry)
+        if loop.due.pop(entry, entry) is None:
+            self.hosted.guard(partial(self.run_plain, entry, loop, within=False), entry)
 
-    def run_plain(self, entry: Envelope, runner: LoopThread, *, within: bool) -> None:
-        """Run a plain method on the loop's thread, and answer it. Raises nothing that the method does.
+    def run_plain(self, entry: Envelope, loop: EventLoop, *, within: bool) -> None:
+        """Run a plain method on the loop's thread, and answer it. Does not raise what the method raises.
 
         Args:
             within: it runs inside of a wait, which blocks the loop.
         """
-        queue, loop = entry.queue, runner.loop
+        queue = entry.queue
         assert queue is not None
         self._begin(entry, None)
-        runner.entries[entry.chain] = entry
-        run = partial(self._run_plain, entry, runner, within)
-        outer, runner.plain = runner.plain, entry
-        runner.depth += 1
+        loop.entries[entry.chain] = entry
+        run = partial(self._run_plain, entry, loop)
+        outer, loop.plain = loop.plain, entry
+        loop.depth += 1
         try:
-            value = runner.fresh_context().run(run) if within else run()
+            loop.fresh_context().run(run) if within else run()
         except BaseException as error:
             self._raised(entry, error)
-            value = _NOTHING
         finally:
-            runner.depth -= 1
-            runner.plain = outer
-        if value is _NOTHING or within:
-            self._over(entry, queue, loop)
-        else:  # its state is to be kept first, and the loop goes on meanwhile
-            self._task(entry, queue, loop, partial(self._answer_when_kept, entry, value))
+            loop.depth -= 1
+            loop.plain = outer
+        self._over(entry, queue, loop)
 
-    def _run_plain(self, entry: Envelope, runner: LoopThread, within: bool) -> Any:
+    def _run_plain(self, entry: Envelope, loop: EventLoop) -> None:
         if self.mailbox.closed:
             raise HostedActorGoneError(self.hosted.id, self.hosted.why)
         if entry.start_forbidden:
             raise CancelledError(f"{self.label(entry)} was cancelled before it started", maybe_executed=False)
-        if runner.depth > _MAX_DEPTH:
+        if loop.depth > _MAX_DEPTH:
             raise self._too_deep()
         CURRENT.set(entry)
-        if within or not self.checkpoints.wanted:
-            value = self._call(entry)
-            if self.agent.abandoned:
-                self.agent.end_fork(self.label(entry), None)
-            if value is not _NOTHING:
-                self.answer(entry, value)
-            return _NOTHING
-        args, kwargs = self.arguments(entry)
-        self.hosted.calls += 1
-        method, _ = self._method(entry.header["method"])
-        return method, self._run_hooked(entry, method, *args, **kwargs)
-
-    async def _answer_when_kept(self, entry: Envelope, found: tuple[Any, Any]) -> None:
-        method, value = found
-        try:
-            await self.checkpoints.save_from_loop()
-            value = self._returned(entry, method, value, keeps=False)
-            if value is not _NOTHING:
-                self.answer(entry, value)
-        except BaseException as error:
-            self._raised_async(entry, error)
+        value = self._call(entry)
+        if self.agent.abandoned:
+            self.agent.end_fork(self.label(entry), None)
+        if value is not _NOTHING:
+            self.answer(entry, value)
 
     async def _run_async(self, entry: Envelope) -> None:
         try:
@@ -490,37 +462,29 @@ class ActorExecutor:
             self.hosted.calls += 1
             method, kind = self._method(entry.header["method"])
             if kind != "async":
-                producer = self.hosted.streams.open(
-                    int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
-                )
                 items = self._run_hooked(entry, method, *args, **kwargs)
                 generator = items if isinstance(items, AsyncGenerator) else _stepwise(items)
-                if self.answer(entry, producer.ticket(), keep=False):
-                    producer.serves(entry.id)
-                    if entry.unwanted:
-                        producer.close()
-                    if entry.conn is not None:
-                        entry.conn.flush()
+                producer = self._open_stream(entry)
+                if producer is None:
+                    await generator.aclose()
+                else:
                     kept = self.checkpoints.behind_async(generator)
                     await aproduce(kept, producer, partial(self._end_of_stream, entry))
-                else:
-                    producer.close()
-                    await generator.aclose()
                 return
             value = await self._run_hooked(entry, method, *args, **kwargs)
             if self.agent.abandoned:  # before its state is kept, which is the parent's
                 self.agent.end_fork(self.label(entry), None)
-            await self.checkpoints.save_from_loop()
+            answer: Callable[[], object] = partial(self.answer, entry, value)
             if entry.grace is not None:  # it has caught the cancellation; the result has no use
-                raise CancelledError(f"{self.label(entry)} was cancelled")
-            self.answer(entry, value)
+                answer = partial(self.fail, entry, CancelledError(f"{self.label(entry)} was cancelled"))
+            self._when_kept(entry, answer)
         except BaseException as error:
             self._raised_async(entry, error)
 
     def _raised_async(self, entry: Envelope, error: BaseException) -> None:
         if not is_a(error, asyncio.CancelledError):
             self._raised(entry, error)
-        elif self.hosted.state in ("closing", "over"):  # it ended with the loop
+        elif self.hosted.ended:  # it ended with the loop
             self.fail(entry, died(self.hosted, self.hosted.why))
         else:
             self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
@@ -564,7 +528,7 @@ class ActorExecutor:
         return values
 
     def fail(self, entry: Envelope, error: BaseException) -> None:
-        if not self._claim(entry):  # nobody wants to hear of it any more
+        if not self._claim(entry):  # it was answered already
             let_frames_go(error)
             return
         frame = entry.claim_frame()
@@ -598,7 +562,7 @@ class ActorExecutor:
         return running.pop(entry.id, None) is entry
 
     def pump(self, queue: GroupQueue) -> None:
-        """Start what the queue has, in portions between which the loop goes on. Runs on the thread of the queue's loop."""
+        """Start what the queue has, in portions, between which the loop runs other callbacks. Runs on the loop."""
         for _ in range(_AT_ONCE):
             entry, _todo = self.mailbox.take(queue)
             if entry is None:
@@ -607,17 +571,14 @@ class ActorExecutor:
                 return
             assert isinstance(entry, Envelope)
             self.answered_later[entry] = None
-            try:
-                self._start(entry, queue)
-            except BaseException as error:
-                self.hosted.broken(error, entry)
+            self.hosted.guard(partial(self._start, entry, queue), entry)
         loop = self.hosted.loop_of(queue)
         if loop is not None:
             loop.submit(partial(self.pump, queue))
 
 
 def _explain_missing_name(error: NameError) -> None:
-    """Add a note to the error of code that came by value: its globals are those that existed when it was sent."""
+    """Add a note to the error of code that came by value: its globals are those of the moment when it was sent."""
     spaces = [frame.f_globals for frame, _ in walk_tb(error.__traceback__)]
     module = sys.modules.get(spaces[-1].get("__name__", "")) if spaces else None
     if spaces and (module is None or vars(module) is not spaces[-1]):
@@ -629,7 +590,7 @@ def _explain_missing_name(error: NameError) -> None:
 
 
 async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
-    """Run a plain generator (or another iterable) on the event loop, which goes on between its steps."""
+    """Run a plain generator (or another iterable) on the event loop, which runs other callbacks between its steps."""
     try:
         for item in items:
             yield item
@@ -641,7 +602,7 @@ async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
 
 
 def _keep_itself(value: Any, size: int, peer: Peer) -> Any:
-    """Do as ``keep_large`` does with a result that nobody else can change: it stays here itself for other hosts."""
+    """Do ``keep_large`` for a result that is referred to by nothing else: for other hosts, the object itself stays here."""
     if size <= SMALL or runtime().agent.shares_memory(peer):
         return keep_large(value, size, peer)
     return StoredResult(RRef(value))

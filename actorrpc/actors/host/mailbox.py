@@ -7,15 +7,15 @@ A queue hands out its entries in order:
 * higher priority first; within a priority, in the order of arrival;
 * the calls of one caller (of one priority) never overtake each other, also where the arguments of one are still on
   their way: then only that caller's calls wait. In a queue that runs several at a time, whatever is ready runs;
-* a call that is made again goes before those that its caller has made after it;
+* a call that is sent again goes before the later calls of its caller;
 * at most ``limit`` at a time. In a yielding queue each wait, of whichever thread, makes room for one more.
 
 **Descendants.** An entry that descends from an execution which is under way here (its id is in the entry's path)
 does not queue: it goes to the runner that runs that execution, which runs it nested while it waits. What is left
 there when the execution ends comes back into its queue, in order.
 
-Each method that changes something returns what is to be done about it: runners to be woken, and how many to be
-started, after the lock has been released. The lock guards everything here; it is re-entrant, because the garbage
+Each method that changes something returns :class:`Wakeups`: which runners to wake and which queues need one more, after the
+lock was released. The lock guards everything here; it is re-entrant, because the garbage
 collector may run a finaliser that makes a call to this very actor at any allocation, and it is a leaf.
 """
 
@@ -44,7 +44,7 @@ class ThreadSlot(Protocol):
 
 
 class WaitingBystanders(Protocol):
-    """Threads that belong to none of the runners, as far as the mailbox knows them."""
+    """Threads that serve no runner, as far as the mailbox knows them."""
 
     waiting: int
 
@@ -85,7 +85,7 @@ class Entry:
 
 
 class Wakeups:
-    """What a step leaves to be done, without the lock: runners to wake, and queues that want one more."""
+    """What the caller does after a step, without the lock: wake runners, and start one more for each of some queues."""
 
     # Of the class, as most steps leave nothing: an object of its own costs no call.
     wake: Sequence[Any] = ()
@@ -108,7 +108,7 @@ class GroupQueue:
 
     Args:
         limit: how many of its calls run at a time.
-        yielding: those that wait in one of our waits do not count.
+        yielding: calls in one of our waits do not count.
         loose: whatever is ready runs; calls of one caller are kept in order where it has several that are.
     """
 
@@ -125,15 +125,15 @@ class GroupQueue:
         self.bystanders: WaitingBystanders | None = None
         self.slots = 0  # runners that exist, or are being started
         self.idle: list[Any] = []
-        self.fresh: deque[Entry] = deque()  # what has come in the plain order; Mailbox.put adds to it
-        self._heap: list[Entry] = []  # what is not in the plain order any more
+        self.fresh: deque[Entry] = deque()  # entries in the order of arrival; Mailbox.put adds to it
+        self._heap: list[Entry] = []  # entries whose order is another one
         # By caller and priority, in order: an entry that is not ready comes first, and holds the caller's later ones.
         self._held: dict[tuple[object, int], deque[Entry]] = {}
         self._parked: set[Entry] = set()
         self.waiting = 0  # entries in here that have neither been handed out nor cancelled
         self._of_chain: dict[
             int, dict[Entry, None]
-        ] = {}  # those that wait, by each execution they descend from
+        ] = {}  # the waiting entries, by each execution they descend from
 
     @property
     def has_ready(self) -> bool:
@@ -174,7 +174,7 @@ class GroupQueue:
             self._of_chain.setdefault(execution, {})[entry] = None
 
     def left(self, entry: Entry) -> None:
-        """Count an entry no more that is handed out or cancelled."""
+        """Record that an entry was handed out or cancelled."""
         self.waiting -= 1
         for execution in entry.path:
             rest = self._of_chain.get(execution)
@@ -227,9 +227,9 @@ class GroupQueue:
                 _hold(self._held.setdefault((entry.caller, entry.priority), deque()), entry)
 
     def release(self, entry: Entry) -> None:
-        """Note that an entry which was not ready now is, or is over.
+        """Record that an entry whose arguments were missing is ready, or was cancelled.
 
-        The entries that it held go on, up to the next one that is not ready and holds the others.
+        The entries that it held are released, up to the next one that is not ready and holds the others.
         """
         key = (entry.caller, entry.priority)
         held = self._held.get(key)
@@ -262,7 +262,7 @@ class GroupQueue:
         return sorted({entry for entry in everything if entry.state is NEW and entry.slot is None})
 
     def oldest(self) -> Entry | None:
-        """Return the entry that came first of those that wait here; of very many out of order, of some of them."""
+        """Return the entry that has waited longest. Of very many that came out of order, only some are compared."""
         fresh = next((entry for entry in self.fresh if entry.state is NEW and entry.slot is None), None)
         others = itertools.chain(self._heap, *self._held.values(), self._parked)
         waiting = (
@@ -277,7 +277,7 @@ class GroupQueue:
         )
 
     def drain(self) -> list[Entry]:
-        """Take everything out, in order."""
+        """Remove and return all entries, in order."""
         everything = self.entries()
         for queue in (self.fresh, self._heap, self._held, self._parked):
             queue.clear()
@@ -287,53 +287,45 @@ class GroupQueue:
 
 
 class Mailbox:
-    """All queues of one actor. Thread-safe.
+    """All queues of one actor. Thread-safe. A new mailbox has the default queue, which runs one call at a time.
 
-    Args:
-        limits: concurrency group -> how many of its calls run at a time; ``""`` is the default group.
-        async_limits: the same for ``async def`` methods; empty for an actor that has none.
+    Attributes:
+        queues: by concurrency group; ``""`` is the default group.
+        async_lanes: the same for ``async def`` methods; empty for an actor that has none.
         reentrant: calls that descend from a running one run within it.
-        yielding: calls that wait do not count against the limits.
+        running: the runner of each execution; None: it runs on an event loop. Single steps are atomic and need no lock.
     """
 
-    def __init__(
-        self,
-        limits: dict[str, int],
-        async_limits: dict[str, int] | None = None,
-        *,
-        reentrant: bool = True,
-        yielding: bool = False,
-    ) -> None:
-        self.queues = {name: GroupQueue(name, limit, yielding=yielding) for name, limit in limits.items()}
+    def __init__(self) -> None:
+        self.queues = {"": GroupQueue("", 1)}
         self.async_lanes: dict[str, GroupQueue] = {}
-        for name, limit in (async_limits or {}).items():
-            self.async_lanes[name] = GroupQueue(name, limit, is_async=True)
-        self.reentrant = reentrant
+        self.reentrant = True
         self.closed = False
+        self.running: dict[int, ThreadSlot | None] = {}
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        #: execution -> where; None: on an event loop. Its single steps are atomic: they need no lock.
-        self.running: dict[int, ThreadSlot | None] = {}
 
     def configure(
         self,
         limits: dict[str, int],
         async_limits: dict[str, int],
         *,
-        reentrant: bool,
-        yielding: bool,
+        reentrant: bool = True,
+        yielding: bool = False,
         loose: bool | None = None,
     ) -> None:
-        """Set the queues of an actor that has been constructed; the default queue stays the one that it is.
+        """Set the queues of an actor that has been constructed; the default queue stays the same object.
 
-        ``loose``: whether whatever is ready runs; None: in queues that run several at a time.
+        Args:
+            limits: concurrency group -> how many of its calls run at a time.
+            async_limits: the same for ``async def`` methods.
+            yielding: calls that wait do not count against the limits.
+            loose: whether calls may overtake others whose arguments are missing; None: in queues that run several at a time.
         """
         with self._lock:
             self.reentrant = reentrant
             for name, limit in limits.items():
-                queue = self.queues.get(name)
-                if queue is None:
-                    queue = self.queues[name] = GroupQueue(name, limit)
+                queue = self.queues.setdefault(name, GroupQueue(name, limit))
                 queue.limit, queue.yielding = limit, yielding
                 queue.loose = limit > 1 if loose is None else loose
             for name, limit in async_limits.items():
@@ -391,7 +383,7 @@ class Mailbox:
         return None
 
     def ready(self, entry: Entry) -> Wakeups:
-        """Note that an entry's arguments are here."""
+        """Record that an entry's arguments have arrived."""
         todo = Wakeups()
         with self._lock:
             if entry.ready or entry.state is not NEW:
@@ -428,7 +420,7 @@ class Mailbox:
     # -- handing out -------------------------------------------------------------------------------
 
     def _look(self, queue: GroupQueue, todo: Wakeups) -> None:
-        """See whether the queue could run more than it does, and whom that needs."""
+        """If the queue can run one more entry, add the runner to wake, or the queue to start one for, to ``todo``."""
         if queue.full and not (queue.is_async and self.reentrant and self.running):
             return
         if queue.is_async:
@@ -441,9 +433,9 @@ class Mailbox:
             todo.start = (*todo.start, queue)
 
     def take(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
-        """Hand out the queue's next entry to a runner (or to the event loop); None: there is nothing to do now.
+        """Hand out the queue's next entry to a runner (or to the event loop); None: no entry can run now.
 
-        A runner that gets nothing is idle from then on and is named in a later ``Wakeups.wake``.
+        A runner that gets None is idle from then on, and is named in a later ``Wakeups.wake``.
         """
         with self._lock:
             if queue.waiting and (queue.running < queue.limit or (queue.yielding and not queue.full)):
@@ -451,8 +443,8 @@ class Mailbox:
                 if entry is not None:
                     queue.running += 1
                     if queue.idle and slot in queue.idle:
-                        # It was not woken for this: one that reads what has come looks by itself. What comes next
-                        # must not be left to it, as it has something to do.
+                        # This thread polled the queue itself and is still listed as idle. Remove it, so that the next
+                        # entry wakes another runner.
                         queue.idle.remove(slot)
                     todo = None
                     if slot is not None and queue.waiting and (queue.running < queue.limit or queue.yielding):
@@ -464,7 +456,7 @@ class Mailbox:
             return None, None
 
     def turn(self, queue: GroupQueue, slot: ThreadSlot) -> tuple[Entry | None, Wakeups | None]:
-        """Do what :meth:`done` does and then :meth:`take`, in one step: for a runner that goes on."""
+        """Do :meth:`done` and then :meth:`take` in one step, for a runner that has run an entry."""
         with self._lock:
             left: Wakeups | None = None
             if slot.work:
@@ -497,7 +489,7 @@ class Mailbox:
     def take_within(self, queue: GroupQueue, fits: Callable[[Entry], bool]) -> Entry | None:
         """Hand out an entry of an async queue that may run within what blocks its event loop, over the limit.
 
-        ``fits`` is called under the lock: it looks at the entry and at nothing that has a lock of its own.
+        ``fits`` is called under the lock, and takes no other lock.
         """
         with self._lock:
             for entry in queue.entries():
@@ -523,7 +515,7 @@ class Mailbox:
         return self.running.get(execution)
 
     def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
-        """Note that an entry which :meth:`take` gave is over: others may run. What was left for it goes back."""
+        """Record the end of an entry that :meth:`take` handed out. Entries that waited to run within it are queued again."""
         with self._lock:
             queue.running -= 1
             if slot is None or not slot.work:
@@ -540,7 +532,7 @@ class Mailbox:
             return todo
 
     def rest(self, queue: GroupQueue) -> Wakeups:
-        """Note that a thread or coroutine of what runs in a yielding queue waits: another entry may run."""
+        """Record that a thread or coroutine of an entry in a yielding queue waits: another entry may run."""
         todo = Wakeups()
         with self._lock:
             queue.resting += 1
@@ -549,7 +541,7 @@ class Mailbox:
         return todo
 
     def look(self) -> Wakeups:
-        """Note that there may be room for another entry: a bystander waits."""
+        """Record that there may be room for another entry: a thread that serves no runner waits."""
         todo = Wakeups()
         with self._lock:
             for queue in self.queues.values():
@@ -558,7 +550,7 @@ class Mailbox:
         return todo
 
     def resume(self, queue: GroupQueue) -> None:
-        """Note that it goes on."""
+        """Record that the wait of :meth:`rest` has ended."""
         with self._lock:
             queue.resting -= 1
 
@@ -572,9 +564,9 @@ class Mailbox:
             return True
 
     def understaffed(self, queue: GroupQueue) -> list[Entry]:
-        """Note that no runner could be started for a queue; return the entries that are not to wait for one.
+        """Record that no runner could be started for a queue; return the entries that must not wait for one.
 
-        Where the queue has others, these see to all but the one that wanted it, which they may be waiting for.
+        If the queue has other runners, that is the first entry alone: they run the rest, and may be waiting for the first.
         """
         with self._lock:
             queue.slots -= 1
@@ -594,7 +586,7 @@ class Mailbox:
             return sum(queue.waiting for queue in queues) + nested, sum(queue.running for queue in queues)
 
     def glance(self) -> list[tuple[GroupQueue, int, int, Entry | None]]:
-        """Return, for each queue: how many entries wait, how many run, and the one that has waited longest."""
+        """Return, for each queue: how many entries wait, how many run, and the entry that has waited longest."""
         with self._lock:
             queues = [*self.queues.values(), *self.async_lanes.values()]
             return [(queue, queue.waiting, queue.running, queue.oldest()) for queue in queues]
@@ -607,7 +599,7 @@ class Mailbox:
             return idle
 
     def close(self) -> tuple[list[Entry], list[Any]]:
-        """Take no more. Returns what was waiting, in order, and the idle runners."""
+        """Take no more entries. Return the waiting entries, in order, and the idle runners."""
         with self._lock:
             self.closed = True
             entries: list[Entry] = []

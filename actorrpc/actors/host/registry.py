@@ -1,7 +1,7 @@
 """The registry of a worker: the actors that live here, and the router that drops messages into their mailboxes.
 
-The router runs under the read lock of the connection that brings a message: it looks at the header, never at the
-pickle, and hands everything else to the pool. ``_lock`` guards the table of actors; nothing is called under it.
+The router runs under the read lock of the connection that brings a message: it reads the header, never the
+pickle, and hands everything else to the pool. ``_lock`` guards the table of actors, and is a leaf.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
-from actorrpc.actors.context import current, runtime
+from actorrpc.actors.context import current
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.deadlock_detector import DeadlockDetector
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ActorRegistry", "HostedActorState", "end", "states"]
+__all__ = ["ActorRegistry", "HostedActorState", "end"]
 
 _END_S: Final = 5.0
 _AT_LEAST_S: Final = 0.25
@@ -41,7 +41,7 @@ _AT_LEAST_S: Final = 0.25
 _CALLERS: Final = (1 << MAILBOX_BIT - CALLER_BIT) - 1
 _HEADERS = 16384
 _SHORT = 128  # bytes; longer headers have something of their own
-_REMEMBERED = 1000  # actors that have ended, with the reason
+_REMEMBERED = 1000  # ended actors, with the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ class ActorRegistry:
         self._lock = threading.RLock()
         self._table: dict[int, HostedActor] = {}
         self._ended: dict[int, str] = {}
-        self._runners = ActorThreads(runtime.agent)
+        self._threads = ActorThreads(runtime.agent)
         self.deadlocks = DeadlockDetector(runtime)
         self._closed = False
         self._headers: dict[bytes, Header] = {}
         # Not at import: processes that were forked from one another would all begin with the same number.
         self.executions = itertools.count(int.from_bytes(os.urandom(5), "little"))
         self._callers = itertools.count()
-        self._agent.post = self
+        self._agent.inbox.mail_router = self
         self._agent.on_peer_end.append(self._peer_ended)
 
     # -- the router (agent.mail.MailRouter) ------------------------------------------------------
@@ -122,14 +122,14 @@ class ActorRegistry:
         if not isinstance(header.get("mailbox"), int):
             raise ProtocolError("a message names no actor")
         if len(frame.extra) < _SHORT and not frame.flags & ~MAIL:
-            # Calls of one method have equal headers. Nobody changes one.
+            # Calls of one method have equal headers, which are never changed.
             if len(self._headers) >= _HEADERS:
                 self._headers.clear()
             self._headers[frame.extra] = header
         return header
 
     def _create_or_refuse(self, entry: Envelope) -> None:
-        """See to a message whose actor is not here."""
+        """Handle a message whose actor is not here."""
         header = entry.header
         instance_id: int = header["mailbox"]
         hosted: HostedActor | None = None
@@ -137,7 +137,7 @@ class ActorRegistry:
             with self._lock:
                 if not self._closed:
                     hosted = self._table[instance_id] = HostedActor(
-                        self, self._runtime, instance_id, self._runners
+                        self, self._runtime, instance_id, self._threads
                     )
         if hosted is not None:
             hosted.construct(entry)
@@ -169,8 +169,8 @@ class ActorRegistry:
         return (2 * number + 1) & _CALLERS  # the processes' are even
 
     def tell_threads_apart(self) -> None:
-        """Have each thread of its own be somebody who makes calls: nobody knows to which task it belongs."""
-        # Not a `threading.local`: what is sent later by another thread is sent in the context of the call.
+        """Give each thread a caller number of its own, as it is not known to which task a thread belongs."""
+        # Not a `threading.local`: a call that another thread sends later is sent in its own context.
         caller: ContextVar[int] = ContextVar("actorrpc_caller", default=0)
         numbers = itertools.count()
 
@@ -195,7 +195,7 @@ class ActorRegistry:
             return list(self._table.values())
 
     def forget(self, hosted: HostedActor) -> None:
-        """Take out an actor that has ended."""
+        """Remove an actor, which has ended."""
         with self._lock:
             if self._table.pop(hosted.id, None) is not None:
                 self._ended[hosted.id] = hosted.why
@@ -226,7 +226,7 @@ class ActorRegistry:
     # -- the end -----------------------------------------------------------------------------------
 
     def _peer_ended(self, peer: Peer) -> None:
-        """End the actors whose creator is gone, unless they are detached."""
+        """End the actors whose creator has ended, unless they are detached."""
         key = peer.key
         for hosted in self.all():
             spec = hosted.spec
@@ -245,22 +245,16 @@ class ActorRegistry:
                 collect_all(over).wait(max(_AT_LEAST_S, min(_END_S, patience)) if graceful else _AT_LEAST_S)
             except TimeoutError:
                 pass
-        self._runners.close()
+        self._threads.close()
 
 
 # -- called by supervisors, on the worker where the actor lives -----------------------------------------
 
 
 def end(instance_id: int, how: str, why: str) -> Any:
-    """End an actor here (``"drain"`` or ``"now"``); answers when it is over."""
+    """End an actor here (``"drain"`` or ``"now"``); answers when it has ended."""
     found = current()
     hosted: HostedActor | None = found.registry.get(instance_id) if found is not None else None
     if hosted is None:
         return None
     return Later(hosted.end(how, why))
-
-
-def states() -> list[HostedActorState]:
-    """Return what there is to say of the actors here."""
-    registry: ActorRegistry = runtime().registry
-    return registry.states()

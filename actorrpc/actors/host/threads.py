@@ -1,13 +1,13 @@
-"""The threads that run an actor's sync methods, and what they do while they wait.
+"""The runners of an actor, which run its sync methods, and what they do while they wait.
 
-A serial actor has one :class:`ActorThread`, which runs everything, its constructor included: renderers, database
-connections and event loops are used from the thread that made them. Such a runner that waits in one of our waits runs
-the calls that descend from its own meanwhile, nested on the same thread. So does one whose method runs an event loop of its
-own (``asyncio.run()``): the loop runs them between the steps of its coroutines, whatever those await.
+A serial actor has one :class:`Runner`, which runs everything, its constructor included: renderers, database connections and event
+loops are used from the thread that made them. A runner in one of our waits runs the calls that descend from its own meanwhile,
+nested on the same thread. So does a runner whose method runs an event loop of its own (``asyncio.run()``): the loop runs them
+between the steps of its coroutines, whatever those await.
 
-Whose thread a runner uses, where it sleeps, and when it is woken, is in ``carriers.py``: the first ``MAX_RUNNERS`` of a worker
-have one each. Those beyond are lent one for as long as they have something to do. Between two calls such a runner keeps what a
-thread would: its context variables and the mode of autograd; other things of threads it finds as another actor has left them.
+Which thread serves a runner, where it sleeps, and when it is woken, is in ``carriers.py``: the first ``MAX_RUNNERS`` of a worker
+have one each, the runners beyond share threads. Such a runner keeps, between two calls, its context variables and the mode of
+autograd; it finds other things that belong to a thread as another actor has left them.
 """
 
 from __future__ import annotations
@@ -31,32 +31,29 @@ import torch
 
 from actorrpc import _stacks, _time
 from actorrpc._exception_text import mark_handlers
-from actorrpc._limits import NO_THREAD
-from actorrpc.actors.host.carriers import Carrier
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on
 from actorrpc.agent.calls import Call
-from actorrpc.agent.daemon_threads import Daemon
-from actorrpc.agent.threads import follow_torch
 from actorrpc.futures import INTERRUPTED, WAITING, stand_by
 from actorrpc.transport.signals import is_protected, loses_exceptions
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
+    from actorrpc.actors.host.carriers import ActorThread
 
 __all__ = [
     "BYSTANDERS",
     "RUNS",
-    "ActorThread",
     "Bystanders",
     "Interrupted",
+    "Runner",
     "bears_interruption",
 ]
 
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
-# What a call that runs on a thread is, as far as interruptions go.
+# How far the interruption of a running call has come.
 RUNS: Final = "runs"
-_WANTED: Final = "is to be interrupted"
+_WANTED: Final = "will be interrupted"
 _RAISED: Final = "was interrupted where it called us"
 _STRUCK: Final = "was interrupted wherever it was"
 _set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -91,15 +88,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 def bears_interruption(frame: FrameType | None) -> bool:
-    """Tell whether an exception that is set for a thread with this stack arrives, and cuts none of our own code in two.
+    """Tell whether an exception that is set for a thread with this stack is raised there, and interrupts no code of this package.
 
-    An import is left alone as well: what it has half made can often not be imported again. A ``__del__``, or the callback of
-    a weak collection, loses the exception: the interpreter prints what is raised there, and the method goes on. So does
-    ``Thread.start``: CPython 3.11 gives the state of a new thread the id of the thread that makes it, until the new one runs.
-    Meanwhile an exception that is set for this id goes to the new thread, as the first found, and that ends before its first
-    line.
-    And so is asyncio where it has a coroutine in its hands that no task runs yet, as at the end of ``asyncio.run``: cut off
-    there, it would never be awaited, which the interpreter says on stderr.
+    It returns False in these cases as well:
+
+    * An import runs: a module that was imported by half can often not be imported again.
+    * A ``__del__`` or the callback of a weak collection runs: the interpreter would print the exception, and continue the method.
+    * ``Thread.start`` runs: until a new thread runs, CPython 3.11 gives its state the id of the thread that starts it. An
+      exception that is set for this id meanwhile would end the new thread before its first line.
+    * asyncio holds a coroutine that no task runs yet, as at the end of ``asyncio.run``. The coroutine would never be awaited, and
+      the interpreter would print a warning.
     """
     while frame is not None and _module(frame).startswith("namedtuple_"):
         frame = frame.f_back  # its constructor is made by `collections`: it belongs to the code that calls it
@@ -127,11 +125,11 @@ def _has_begun(task: object) -> bool:
 
 
 def _interrupt_at(ident: int, place: object) -> bool:
-    """Set :class:`Interrupted` for a thread if it is still at the place that was looked at; say whether it was.
+    """Set :class:`Interrupted` for a thread if it is still at ``place``; say whether it was.
 
-    While its stack is judged, the interpreter may run that thread, on a loaded machine above all, which may come to our own
-    code meanwhile. So the last look and the setting are made by functions in C that call one another: between those the
-    interpreter runs no other thread.
+    While this thread inspects the other one, the interpreter may run the other thread, which may enter code of this package
+    meanwhile. Therefore functions in C that call one another compare the place again and set the exception: the interpreter
+    switches no threads between them.
     """
     here = map(_place_of, map(itemgetter(ident), map(call, (sys._current_frames,))))
     idents = map({place: ident}.get, here, (0,))  # there is no thread 0
@@ -146,7 +144,7 @@ def _may_raise(frame: FrameType) -> bool:
     """Tell whether an interruption may be raised where this code of ours runs, which a method has called."""
     found: FrameType | None = frame
     while found is not None and _module(found).startswith(_PACKAGE):
-        if found.f_code in (ActorThread._turn.__code__, ActorThread.serve.__code__) or is_protected(found):
+        if found.f_code in (Runner.run_on.__code__, Runner.serve.__code__) or is_protected(found):
             return False  # it does its own work, before a method or behind it; or it must not be cut in two
         found = found.f_back
     return bears_interruption(found)
@@ -157,10 +155,10 @@ def _module(frame: FrameType) -> str:
 
 
 def _watch_what_is_lost() -> None:
-    """Have interruptions that arrive where the interpreter ignores what is raised tried again, instead of printed.
+    """Retry interruptions that are raised where the interpreter ignores exceptions, instead of printing them.
 
-    Such places are finalisers, and what the collector and weak references call: a thread may get into one between the look at
-    its stack and the arrival. What others have put into ``sys.unraisablehook`` hears of everything else, as before.
+    Such places are finalisers, and the callbacks of the collector and of weak references: a thread may enter one after its stack
+    was inspected. The earlier ``sys.unraisablehook`` is called for all other exceptions.
     """
     previous = sys.unraisablehook
     if getattr(previous, "func", None) is _note_unraisable:
@@ -170,38 +168,39 @@ def _watch_what_is_lost() -> None:
 
 def _note_unraisable(previous: Callable[[Any], Any], unraisable: Any, /) -> Any:
     runner = WAITING.runner
-    if unraisable.exc_type is Interrupted and isinstance(runner, ActorThread):
+    if unraisable.exc_type is Interrupted and isinstance(runner, Runner):
         runner.interruption_lost()
         return None
     return previous(unraisable)
 
 
-class ActorThread(Carrier):
-    """A runner of an actor, for one queue, and its thread where it has one of its own. Ends when it is told to.
+class Runner:
+    """Runs the calls of one queue of an actor, on a thread. Ends when it is told to.
 
     Attributes:
-        carrier: the thread that it uses, or has used last.
-        shared: that one is lent.
-        under_way: what runs here, the innermost last, and whether it is to be interrupted. Guarded by ``_interrupts``, as the
-            delivery of an interruption is against the end of what it is for; that is a leaf, and re-entrant, as the collector
-            may run there, and finalisers call us. What begins to run is put in without it, and what is over taken out: one step.
-        hunted: somebody may have looked whether to interrupt what runs here, since this was last seen to. Who looks says so
-            before; who has taken out what is over looks here after that, and settles it under the lock (:meth:`leave`): so either
-            the one finds nothing to interrupt, or the other hears of it.
+        thread: serves it now, or has served it last.
+        shared: it has no thread of its own.
+        under_way: the calls that run here, the innermost last, and how far the interruption of each has come. Calls are added and
+            removed in single steps, without a lock; ``_interrupts`` guards the rest, and the delivery of an interruption against
+            the end of its call. It is a leaf, and re-entrant, as the collector may run finalisers under it that call us.
+        inspected: set before another thread inspects this one to interrupt a call. The thread that has removed a call from
+            ``under_way`` reads it after that, and takes the lock if it is set (:meth:`leave`). Therefore either the other thread
+            finds no call to interrupt, or this thread sees that it was inspected.
     """
 
     def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
-        super().__init__(hosted.runners)
+        self.thread: ActorThread
+        self.ident = 0
+        self.shared = False
         self.work: deque[Entry] = deque()
         self.depth = 0
         self.running: Entry | None = None
-        self.carrier: Carrier = self
-        self.shared = False
         self.under_way: dict[Entry, str] = {}
-        self.hunted = False
-        self._grad = True  # the mode of autograd that the actor has between its calls
-        self._hosted = hosted
+        self.inspected = False
         self.queue = queue
+        self._hosted = hosted
+        self._threads = hosted.actor_threads
+        self._grad = True  # the mode of autograd that the actor has between its calls
         self._stirs: list[tuple[Callable[[], None], object]] = []
         # The event loops on which coroutines of its methods await something of ours, one for each of those.
         self._awaits: list[asyncio.AbstractEventLoop] = []
@@ -209,16 +208,18 @@ class ActorThread(Carrier):
         self._enters: Callable[[], None] | None = None
         self._interrupts = _time.RLock()
 
+    @property
+    def title(self) -> str:
+        """The actor's."""
+        return self._hosted.title
+
     def start(self) -> None:
-        """Start it. Where the system has no thread, the calls hear of it that wait for one."""
-        self._hosted.threads.append(self)
+        """Begin to run calls. If the system has no thread, the calls that wait for one are refused."""
+        self._hosted.runners.append(self)
         if self.shared:
             self._threads.call(self)
-            return
-        try:
-            Daemon(self._run, f"actorrpc-actor-{self._hosted.title}").start()
-        except NO_THREAD:
-            self.understaffed()
+        else:
+            self.thread.start()
 
     def understaffed(self) -> None:
         """End before it has begun, as the system has no thread for it."""
@@ -248,9 +249,9 @@ class ActorThread(Carrier):
     def _own_loop(self) -> tuple[asyncio.AbstractEventLoop | None, Any]:
         """Return the event loop that the method runs itself, if it is asyncio's, and the task for whose end it runs.
 
-        The thread's stack tells, for any thread: what runs the loop may be a library's, and says nothing to us.
+        The thread's stack tells, because a library may run the loop. Any thread may call this.
         """
-        return loop_on(_stacks.top_frame(self.ident), ActorThread.serve.__code__)
+        return loop_on(_stacks.top_frame(self.ident), Runner.serve.__code__)
 
     @property
     def entered(self) -> list[Entry]:
@@ -276,7 +277,7 @@ class ActorThread(Carrier):
             return
         except IndexError:
             pass
-        self.carrier.rouse()
+        self.thread.wake()
         # It runs a method. One that is about to run a loop sees the work when it first awaits something of ours.
         loop, _ = self._own_loop()
         awaits = self._awaits[-1:]
@@ -286,96 +287,52 @@ class ActorThread(Carrier):
         """End the runner, which is idle, as its mailbox is closed. One that is not finds that out by itself."""
         self._threads.call(self)
 
-    def _run(self) -> None:
-        """Run as long as its actor lives, on a thread of its own."""
-        self.ident = threading.get_ident()
-        WAITING.runner = self
-        follow_torch()
-        self._context = copy_context()
-        try:
-            self._turn()
-        finally:
-            self._leave()
-            WAITING.runner = None
+    def run_on(self, thread: ActorThread) -> bool:
+        """Run the calls that wait, on a thread; False if the runner has ended.
 
-    def _hand_over(self) -> None:
-        """Sleep while others have something to do: what is sent leaves with theirs, and they read what comes."""
-        conn = self.caller
-        if conn is not None and conn.outbox:
-            agent = self._hosted.agent
-            if conn not in agent.corked:
-                agent.cork(conn)
-        self._threads.pass_on()
-        self._parked.acquire()
-        self.awake = False
-
-    def run_on(self, carrier: Carrier) -> None:
-        """Run what there is to do, on a thread that is lent."""
-        WAITING.runner = self
-        if not self._turn(carrier):
-            self._leave()
-
-    def _turn(self, lent: Carrier | None = None) -> bool:
-        """Run what the queue has, and, on a thread of its own, what comes later; False where the runner is at its end.
-
-        Where the thread is lent, another one may have the runner as soon as the mailbox has said that there is nothing to do:
-        from then on nothing of the runner is changed here.
+        Another thread may serve a shared runner as soon as the mailbox has no more calls for it: from then on this thread does
+        not change it.
         """
-        hosted, queue, threads = self._hosted, self.queue, self._threads
+        hosted, queue, threads, shared = self._hosted, self.queue, self._threads, self.shared
         mailbox, run = hosted.mailbox, hosted.executor.run
         entry: Entry | None = None
         try:
+            if not shared:
+                threads.on[self] = _time.now()
+                if not self.ident:
+                    self.ident, self._context = thread.ident, copy_context()
+            entry, todo = mailbox.take(queue, self)
+            if shared and entry is not None:
+                self.thread, self.ident = thread, thread.ident
             while True:
-                if lent is None:
-                    threads.on[self] = _time.now()
-                entry, todo = mailbox.take(queue, self)
-                if lent is not None and entry is not None:
-                    self.carrier, self.ident = lent, lent.ident
-                while True:
-                    if todo is not None:
-                        hosted.carry_out(todo)
-                    if entry is None:
-                        break
-                    begun = _time.now() if threads.ready or len(threads.on) > 1 else 0.0
-                    if lent is None:
-                        self._grad = torch.is_grad_enabled()
-                        run(entry, self)
-                    else:
-                        if torch.is_grad_enabled() is not self._grad:
-                            torch._C._set_grad_enabled(self._grad)
-                        self._context.run(run, entry, self)
-                        self._grad = torch.is_grad_enabled()
-                    entry = None
-                    if begun:
-                        threads.took(_time.now() - begun)
-                    entry, todo = mailbox.turn(queue, self)
-                    if hosted.ending is not None:
-                        hosted.ending()
-                if lent is not None:
-                    return not mailbox.closed
-                threads.on.pop(self, None)
-                if mailbox.closed:
-                    return False
-                if threads.ready:
-                    self._hand_over()
+                if todo is not None:
+                    hosted.carry_out(todo)
+                if entry is None:
+                    break
+                begun = _time.now() if threads.ready or len(threads.on) > 1 else 0.0
+                if shared:
+                    if torch.is_grad_enabled() is not self._grad:
+                        torch._C._set_grad_enabled(self._grad)
+                    self._context.run(run, entry, self)
+                    self._grad = torch.is_grad_enabled()
                 else:
-                    self._sleep()
+                    self._grad = torch.is_grad_enabled()
+                    run(entry, self)
+                entry = None
+                if begun:
+                    threads.took(_time.now() - begun)
+                entry, todo = mailbox.turn(queue, self)
+                if hosted.state == "ending":
+                    hosted.end_if_idle()
+            if not mailbox.closed:
+                return True
         except BaseException as error:
             hosted.broken(error, entry)
-            return False
-
-    def _leave(self) -> None:
-        """End. Where two threads come to that, the first does it."""
-        if not self.shared and self.caller is not None and self.caller.outbox:
-            self.caller.flush()  # nobody waits for more here
-        self._hosted.mailbox.leave(self.queue, self)
-        if self._threads.remove(self):
-            self._hosted.left(self)
-        if self._threads.ready:
-            self._threads.pass_on()
-
-    def _has_come(self) -> bool:
-        return self.queue.has_ready
+        thread.flush()  # before the actor's last hooks
+        mailbox.leave(queue, self)
+        if threads.remove(self):  # if several threads come here, the first ends it
+            hosted.left(self)
+        return False
 
     # -- while it waits ----------------------------------------------------------------------------
 
@@ -408,7 +365,7 @@ class ActorThread(Carrier):
         self._rest()
 
     def end_await(self) -> None:
-        """See futures.NestedRunner. Of a coroutine that nobody has any more the collector calls it, on any thread."""
+        """See futures.NestedRunner. For a coroutine that was dropped, the collector calls it, on any thread."""
         self._resume()
         try:
             self._awaits.pop()
@@ -424,7 +381,7 @@ class ActorThread(Carrier):
             self._hosted.mailbox.resume(self.queue)
 
     def _serve_on(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Have the event loop that the method runs itself, if any, run what may run, between the steps of its coroutines."""
+        """Have the event loop that the method runs itself, if any, run :attr:`work` between the steps of its coroutines."""
         if loop is not None:
             try:
                 loop.call_soon_threadsafe(self._serve_between, loop, context=self._context.copy())
@@ -471,7 +428,7 @@ class ActorThread(Carrier):
         # Start with a fresh turn of the interpreter, so that the thread hardly ever moves on while it is inspected.
         _time.pause(0)
         with self._interrupts:
-            self.hunted = True  # before the look
+            self.inspected = True  # before the stack is read
             if self.under_way.get(entry) not in (RUNS, _WANTED):
                 return
             frame = _stacks.top_frame(self.ident)
@@ -491,7 +448,7 @@ class ActorThread(Carrier):
         agent.clock.after(_AGAIN_S, partial(agent.submit, partial(self.interrupt, entry)))
 
     def raise_interruption(self) -> None:
-        """Raise the interruption of what runs here, if there is one. On this thread: see futures.interruption_point."""
+        """Raise the interruption of the call that runs here, if it has one. On this thread: see futures.interruption_point."""
         enters = self._enters
         if enters is not None and _may_raise(sys._getframe(2)):
             self._enters = None
@@ -506,7 +463,7 @@ class ActorThread(Carrier):
         raise Interrupted
 
     def enter(self, run: Callable[[], None]) -> None:
-        """Have the thread call ``run()`` in its next wait of ours, or in the one that it is in, where it could be interrupted."""
+        """Have the thread call ``run()`` in its present or next wait of ours, where it could be interrupted."""
         with self._interrupts:
             self._enters = run
             INTERRUPTED.add(self)
@@ -530,19 +487,19 @@ class ActorThread(Carrier):
         self._unwanted()
 
     def leave(self, entry: Entry, found: str | None) -> None:
-        """See to the interruption of what is over, where there may be one. One that was on its way for it arrives here or never.
+        """Take back the interruption of a call that has ended, if there is one: it is raised here or never.
 
         Args:
-            found: what it was when it was taken out of ``under_way``.
+            found: how far it had come when the call was removed from ``under_way``.
         """
         try:
             with self._interrupts:
-                self.hunted = False
+                self.inspected = False
                 found = self.under_way.pop(entry, found)
                 if found == _STRUCK:
-                    # Not delivered yet, or just now. Taken back by being delivered here: where it is replaced by
-                    # none, CPython 3.11 checks for one at every step of every thread ever after, and a traced
-                    # function (a debugger, coverage) waits for that in its first step for ever.
+                    # Not raised yet, or just now: it is raised here. If it were replaced by none, CPython 3.11 would check for
+                    # exceptions at every step of every thread from then on, and a traced function (a debugger, coverage)
+                    # would never leave its first step.
                     if _set_async_exc(threading.get_ident(), Interrupted):
                         while True:
                             _time.pause(0)
@@ -563,10 +520,10 @@ class ActorThread(Carrier):
 
 
 class Bystanders:
-    """The threads of this process that are no runner's, where tasks run: those that tasks have started.
+    """The threads of this process that serve no runner, in a worker that executes tasks: tasks may have started them.
 
-    Each of them that waits makes room for one more task, as a task does that waits itself: nobody knows whose it is. It is
-    their runner. ``_lock`` guards the number and the table; it is a leaf, and re-entrant, as the collector may run there.
+    Each of these threads that waits makes room for one more task, as a waiting task does: it is not known to which task the
+    thread belongs. ``_lock`` guards the number and the table; it is a leaf, and re-entrant, as the collector may run under it.
     """
 
     work: Any = ()
@@ -585,7 +542,7 @@ class Bystanders:
             stand_by(self)
 
     def leave(self, hosted: HostedActor) -> None:
-        """Forget an actor that has ended; without one, waits are nobody's business here."""
+        """Forget an actor that has ended. Without such actors, waits are not counted."""
         with self._lock:
             self._hosted_actors.discard(hosted)
             if not self._hosted_actors:

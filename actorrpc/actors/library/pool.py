@@ -4,16 +4,15 @@
     for result in pool.map(lambda actor, value: actor.double.remote(value), range(100)):
         ...
 
-Where a task stands (waiting, running, over) is told by callbacks of its futures, which only append to a deque and
-wake the threads that wait; everything else happens on the thread, or in the coroutine, that uses the pool.
+The callbacks of a task's futures only append to a deque and wake the thread that waits. Everything else happens on the
+thread, or in the coroutine, that uses the pool.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,8 +20,9 @@ import torch
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.wait import future_of, time_left
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
-from actorrpc.futures import Future
+from actorrpc.futures import Future, collect_all
 from actorrpc.validation import wait_limit
 
 __all__ = ["ActorPool", "PoolResults"]
@@ -31,50 +31,45 @@ A = TypeVar("A")
 V = TypeVar("V")
 
 
-def _futures_of(result: Any) -> list[torch.futures.Future[Any]]:
-    """Return the futures of what a task's function gave: an ObjectRef, a future, or a list of those.
-
-    Raises:
-        WrongTypeError: it is something else.
-    """
-    parts = result if isinstance(result, (list, tuple)) else [result]
-    futures: list[torch.futures.Future[Any]] = []
-    for part in parts:
-        if isinstance(part, ObjectRef):
-            futures.append(part._final())
-        elif isinstance(part, torch.futures.Future):
-            futures.append(part)
-        else:
-            raise WrongTypeError(
-                "the function given to an ActorPool must return an ObjectRef (or a list of them): "
-                f"what actor.method.remote(...) gives; it returned a {type(part).__name__}"
-            )
-    return futures
-
-
 class _Task:
-    """One call of the function: what for, by which actor, and how far it is."""
+    """One call of the function: its arguments, the actor that works at it, and how far it is."""
 
-    __slots__ = ("actor", "done", "error", "failure", "fn", "futures", "index", "left", "result", "value")
+    __slots__ = ("actor", "done", "error", "fn", "futures", "index", "is_list", "value")
 
     def __init__(self, index: int, fn: Callable[[Any, Any], Any], value: Any) -> None:
         self.index = index
         self.fn = fn
         self.value = value
-        self.actor: Any = None  # the one that is at it; None before, and when it is free again
-        self.result: Any = None  # what the function gave
-        self.futures: list[torch.futures.Future[Any]] = []  # of that
+        self.actor: Any = None  # None before the task is started, and after the actor is free again
+        self.futures: list[Future[Any]] = []  # of the result, or of each result in a list of results
+        self.is_list = False
         self.error: BaseException | None = None  # what the function raised
-        self.failure: BaseException | None = None  # what the first future that failed has for an error
-        self.left: list[None] = []
         self.done = False
+
+    def start(self, actor: Any) -> Future[list[Any]]:
+        """Call the function; return a future that completes when its results are there.
+
+        Raises:
+            WrongTypeError: the function has not returned an ObjectRef, a future, or a list of them.
+        """
+        result = self.fn(actor, self.value)
+        self.is_list = isinstance(result, (list, tuple))
+        parts = result if isinstance(result, (list, tuple)) else [result]
+        for part in parts:
+            if not isinstance(part, (ObjectRef, torch.futures.Future)):
+                raise WrongTypeError(
+                    "the function given to an ActorPool must return an ObjectRef (or a list of them): "
+                    f"what actor.method.remote(...) gives; it returned a {type(part).__name__}"
+                )
+        self.futures = [future_of(part, "an ActorPool") for part in parts]
+        return collect_all(self.futures)
 
 
 class ActorPool(Generic[A]):
     """Shares tasks out to actors, each of which works at one at a time.
 
     A task is a function that is given an actor and a value and returns the ObjectRef of the call it makes. The actor
-    is busy until that call is over, also where it failed; an actor that has died does not come back. Tasks beyond
+    is busy until that call has ended; an actor that has died does not come back. Tasks beyond
     the number of actors wait; they are started, on the thread that waits for a result, as actors become free.
 
     For one thread (or one task of an event loop) at a time, like an iterator.
@@ -85,15 +80,15 @@ class ActorPool(Generic[A]):
 
     def __init__(self, actors: Iterable[A]) -> None:
         self._idle: list[A] = list(actors)
-        self._tasks: dict[int, _Task] = {}  # those whose results nobody has got, by number
+        self._tasks: dict[int, _Task] = {}  # whose results were not fetched, by number
         self._waiting: deque[_Task] = deque()
-        self._busy: dict[int, _Task] = {}  # those that occupy an actor, given up ones included
-        self._over: deque[_Task] = deque()  # what callbacks tell: over, in that order, and not looked at yet
-        self._ready: dict[int, _Task] = {}  # of _tasks, those that are over, in the order in which they were
+        self._busy: dict[int, _Task] = {}  # that occupy an actor, also abandoned ones
+        self._over: deque[_Task] = deque()  # ended, in that order; callbacks append to it
+        self._ready: dict[int, _Task] = {}  # the ended ones of _tasks, in the order in which they ended
         self._next_task = 0
         self._next_return = 0
         self._dead = 0
-        # Completed by a callback, to wake the thread that waits; the thread that is about to wait puts a new one there.
+        # A callback completes it to wake the thread that waits. That thread replaces it before it waits again.
         self._change: Future[None] = Future()
 
     # -- giving tasks ------------------------------------------------------------------------------
@@ -121,8 +116,8 @@ class ActorPool(Generic[A]):
     def map(self, fn: Callable[[A, V], Any], values: Iterable[V]) -> PoolResults:
         """Call ``fn(actor, value)`` for each value and return an iterator over the results, in order.
 
-        What was submitted before and not fetched is given up. All values are taken at once. The iterator works with
-        ``for`` and ``async for``; a call that failed raises from it, and it goes on behind.
+        Results of earlier tasks that were not fetched are dropped. All values are taken at once. The iterator works with
+        ``for`` and ``async for``; it raises the error of a call that failed, and can be continued after that.
         """
         return self._map(fn, values, ordered=True)
 
@@ -146,8 +141,7 @@ class ActorPool(Generic[A]):
         """Have a free actor work at a task. What the function raises becomes the task's error."""
         actor = self._idle.pop()
         try:
-            task.result = task.fn(actor, task.value)
-            futures = task.futures = _futures_of(task.result)
+            everything = task.start(actor)
         except BaseException as error:
             self._idle.append(actor)
             if not isinstance(error, Exception) or is_of_handler(error):  # Ctrl-C is no outcome of a task
@@ -156,37 +150,21 @@ class ActorPool(Generic[A]):
             task.done = True
             return
         task.actor = actor
-        task.left = [None] * len(futures)
         self._busy[task.index] = task
 
-        def one(future: Any) -> None:
-            if task.failure is None:
-                task.failure = _failure_of(future)
-            try:
-                task.left.pop()
-            except IndexError:
-                return
-            if not task.left:
-                self._over.append(task)
-                self._wake()
-
-        for future in futures:
-            if isinstance(future, Future):
-                future.flush()
-            future.add_done_callback(one)
-        if not futures:
+        def over(_: object) -> None:
             self._over.append(task)
+            self._change.try_complete(None)
 
-    def _wake(self) -> None:
-        self._change.try_complete(None)
+        everything.add_done_callback(over)
 
     # -- the state of things -----------------------------------------------------------------------
 
     def _collect(self, free: bool = False) -> None:
-        """Look at what callbacks have told.
+        """Handle the tasks that have ended, and start others.
 
         Args:
-            free: actors whose calls are over are free, also where nobody has got the result yet.
+            free: actors of ended tasks are free even if the results were not fetched.
         """
         while self._over:
             task = self._over.popleft()
@@ -194,7 +172,7 @@ class ActorPool(Generic[A]):
             if task.index in self._tasks:
                 self._ready[task.index] = task
             else:
-                self._free(task)  # it was given up
+                self._free(task)  # it was abandoned
         if free and self._waiting:
             for task in list(self._busy.values()):
                 if task.done:
@@ -209,7 +187,7 @@ class ActorPool(Generic[A]):
         if self._busy.pop(task.index, None) is None:
             return
         actor, task.actor = task.actor, None
-        if isinstance(task.failure, ActorDiedError):
+        if any(isinstance(future.error, ActorDiedError) for future in task.futures):
             self._dead += 1
         else:
             self._idle.append(actor)
@@ -226,7 +204,7 @@ class ActorPool(Generic[A]):
             self._ready[task.index] = task
 
     def has_next(self) -> bool:
-        """Say whether there are tasks, waiting or running or over, whose results nobody has got."""
+        """Say whether there are tasks, in any state, whose results were not fetched."""
         return bool(self._tasks)
 
     def has_free(self) -> bool:
@@ -256,7 +234,7 @@ class ActorPool(Generic[A]):
 
         Args:
             timeout: seconds to wait at most; None: as long as the call takes.
-            ignore_if_timedout: give the task up if it is not over by then. Its actor is free when the call ends.
+            ignore_if_timedout: abandon the task after the time-out. Its actor is free when the call ends.
 
         Raises:
             StopIteration: there is no task left.
@@ -265,42 +243,36 @@ class ActorPool(Generic[A]):
                 actor is left for them.
             Exception: what the call ended with.
         """
-        return self._get(self._search(ordered=True), timeout, ignore_if_timedout)
+        return self._get(True, timeout, ignore_if_timedout)
 
     def get_next_unordered(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
-        """Return the result of the task that is over first; waits for one. The rest as for :meth:`get_next`."""
-        return self._get(self._search(ordered=False), timeout, ignore_if_timedout)
+        """Return the result of the task that ends first; waits for one. Otherwise as :meth:`get_next`."""
+        return self._get(False, timeout, ignore_if_timedout)
 
     async def get_next_async(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
         """Return the result of the next task, as :meth:`get_next`, without blocking the event loop.
 
         Raises: as :meth:`get_next`, but StopAsyncIteration where no task is left.
         """
-        return await self._get_async(self._search(ordered=True), timeout, ignore_if_timedout)
+        return await self._get_async(True, timeout, ignore_if_timedout)
 
     async def get_next_unordered_async(
         self, timeout: float | None = None, ignore_if_timedout: bool = False
     ) -> Any:
-        """Return the result of the task that is over first, as :meth:`get_next_async`."""
-        return await self._get_async(self._search(ordered=False), timeout, ignore_if_timedout)
+        """Return the result of the task that ends first, as :meth:`get_next_async`."""
+        return await self._get_async(False, timeout, ignore_if_timedout)
 
-    def _search(self, *, ordered: bool) -> Generator[Future[None], None, _Task]:
-        """Find the task that is next. Yields futures to wait for before it looks again; returns the task."""
-        if ordered and self._tasks and self._next_return >= self._next_task:
+    def _find(self, ordered: bool) -> _Task | None:
+        """Return the next task; None if it has not ended: then wait for ``_change`` and call this again."""
+        if ordered and self._next_return >= self._next_task:
             raise ConfigError("get_next() is not possible after get_next_unordered() has gone past its task")
-        while True:
-            # Before the look: what changes after it completes this one.
-            change: Future[None] = Future()
-            self._change = change
-            self._collect(free=True)
-            self._fail_if_alone()
-            if ordered:
-                wanted = self._tasks[self._next_return]
-                if wanted.done:
-                    return wanted
-            elif self._ready:
-                return next(iter(self._ready.values()))
-            yield change
+        self._change = Future()  # made before the tasks are checked, so that later changes complete it
+        self._collect(free=True)
+        self._fail_if_alone()
+        if ordered:
+            wanted = self._tasks[self._next_return]
+            return wanted if wanted.done else None
+        return next(iter(self._ready.values()), None)
 
     def _take(self, task: _Task) -> None:
         """Count a task as fetched: its actor is free."""
@@ -311,7 +283,7 @@ class ActorPool(Generic[A]):
             self._free(task)
         self._collect()
 
-    def _too_late(self, timeout: float, ignore: bool) -> RpcTimeoutError:
+    def _too_late(self, timeout: float | None, ignore: bool) -> RpcTimeoutError:
         text = f"no result came within {timeout} s"
         if ignore and self._tasks:
             task = self._tasks.get(self._next_return) or next(iter(self._tasks.values()))
@@ -321,70 +293,37 @@ class ActorPool(Generic[A]):
             text += f"; task {task.index} was given up"
         return RpcTimeoutError(text, maybe_executed=None)
 
-    def _get(self, search: Generator[Future[None], None, _Task], timeout: float | None, ignore: bool) -> Any:
+    def _get(self, ordered: bool, timeout: float | None, ignore: bool) -> Any:
         if not self._tasks:
             raise StopIteration("no more results to get")
-        limit = wait_limit(timeout)
-        until = None if limit == math.inf else _time.now() + limit
-        while True:
+        until = _time.now() + wait_limit(timeout)
+        while (task := self._find(ordered)) is None:
             try:
-                change = next(search)
-            except StopIteration as found:
-                task: _Task = found.value
-                break
-            try:
-                change.wait(None if until is None else max(0.0, until - _time.now()))
+                self._change.wait(time_left(until))
             except RpcTimeoutError:
-                assert timeout is not None
                 raise self._too_late(timeout, ignore) from None
-        try:
-            return self._outcome(task)
-        finally:
-            self._take(task)
+        return self._result(task)
 
-    async def _get_async(
-        self, search: Generator[Future[None], None, _Task], timeout: float | None, ignore: bool
-    ) -> Any:
+    async def _get_async(self, ordered: bool, timeout: float | None, ignore: bool) -> Any:
         if not self._tasks:
             raise StopAsyncIteration("no more results to get")
-        limit = wait_limit(timeout)
-        until = None if limit == math.inf else _time.now() + limit
-        while True:
+        until = _time.now() + wait_limit(timeout)
+        while (task := self._find(ordered)) is None:
             try:
-                change = next(search)
-            except StopIteration as found:
-                task: _Task = found.value
-                break
-            try:
-                async with asyncio.timeout(None if until is None else max(0.0, until - _time.now())):
-                    await change
+                async with asyncio.timeout(time_left(until)):
+                    await self._change
             except TimeoutError:
-                assert timeout is not None
                 raise self._too_late(timeout, ignore) from None
+        return self._result(task)
+
+    def _result(self, task: _Task) -> Any:
         try:
-            return self._outcome(task)
+            if task.error is not None:
+                raise task.error
+            values = [future.wait() for future in task.futures]
+            return values if task.is_list else values[0]
         finally:
             self._take(task)
-
-    def _outcome(self, task: _Task) -> Any:
-        if task.error is not None:
-            raise task.error
-        # They are complete. These are looked at, and not the ObjectRefs, as a failure of these is what would be reported.
-        values = [future.wait() for future in task.futures]
-        return values if isinstance(task.result, (list, tuple)) else values[0]
-
-
-def _failure_of(future: Any) -> BaseException | None:
-    """Return the error of a complete future without counting it as looked at."""
-    if isinstance(future, Future):
-        return future.error
-    try:
-        future.value()
-    except BaseException as error:
-        if is_of_handler(error):
-            raise
-        return error
-    return None
 
 
 class PoolResults(Iterator[Any], AsyncIterator[Any]):

@@ -12,6 +12,7 @@ most :data:`_KEEP_S` seconds. (A caller whose process dies loses what it was han
 from __future__ import annotations
 
 import asyncio
+import copyreg
 import itertools
 import math
 import os
@@ -21,12 +22,11 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
-from actorrpc._exception_text import is_of_handler
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.client.handle import kill
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.wait import get, wait
+from actorrpc.actors.refs.wait import cover, get, wait
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcError, ShutdownError, WrongTypeError
 from actorrpc.validation import integer, number
@@ -40,7 +40,7 @@ __all__ = ["Empty", "Full", "Queue"]
 T = TypeVar("T")
 Ticket = tuple[int, int]  # the client's number, and one for each of its calls
 
-# How long what was handed out is kept for a withdrawal, if its receiver does not call again.
+# How long items that were handed out are kept for a withdrawal, if their receiver does not call again.
 _KEEP_S: Final = 30.0
 # Waiting callers are calls in execution: a limit on those would keep the one out that would wake the others.
 _MAX_WAITING: Final = 1_000_000
@@ -84,9 +84,8 @@ class QueueActor:
         self._waiting: dict[Ticket, _Waiter] = {}
         self._handed: dict[Ticket, tuple[list[tuple[int, Any]], asyncio.TimerHandle]] = {}
 
-    # In a way that holds after each step: nobody waits for an item while there is one, or for room while there
-    # is some.
     def _settle(self) -> None:
+        """Serve the callers that can be served: after it, no caller waits for an item, or for room, while there is some."""
         while True:
             if self._items and self._getters:
                 self._getters.popleft().future.set_result(self._items.popleft())
@@ -128,7 +127,7 @@ class QueueActor:
             self._take_back([waiter.future.result()])
 
     def _take_back(self, entries: list[tuple[int, Any]]) -> None:
-        """Put items that were handed out in vain back where they were."""
+        """Put items that were handed out, but not received, back in their places."""
         for entry in entries:
             place = 0
             while place < len(self._items) and self._items[place][0] < entry[0]:
@@ -220,28 +219,19 @@ class QueueActor:
         return len(self._handed)
 
     async def drain(self) -> None:
-        """Return when what was asked before has been done: calls of one caller are started in their order."""
+        """Return after the earlier calls of the same caller were started: they are started in order."""
 
 
 # -- outside ------------------------------------------------------------------------------------------------
 
 
 def _check_timeout(block: bool, timeout: Any) -> float | None:
-    """Return the time-out as the actor takes it: 0 where nothing is waited for."""
+    """Return the time-out as the actor takes it: 0 means not to wait."""
     if not block:
         return 0
     if timeout is None:
         return None
     return float(number("timeout", timeout, unit="seconds", most=math.inf))
-
-
-def _look_away(future: Any) -> None:
-    """Record a failure that interests nobody, so that it is not reported."""
-    try:
-        future.value()
-    except BaseException as error:
-        if is_of_handler(error):
-            raise
 
 
 class Queue(Generic[T]):
@@ -278,7 +268,11 @@ class Queue(Generic[T]):
         self._received: deque[Ticket] = deque()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.maxsize, self.actor)
+        return copyreg.__newobj__, (type(self),), (self.maxsize, self.actor)  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: tuple[int, ActorHandle[QueueActor] | None]) -> None:
+        self.maxsize, self.actor = state
+        self._begin()
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -293,7 +287,7 @@ class Queue(Generic[T]):
         return self._client, next(self._tickets)
 
     def _arrived(self) -> tuple[Ticket, ...]:
-        """Return the tickets of what has come since the last call."""
+        """Return the tickets of the items that were received since the last call."""
         found = []
         while self._received:
             try:
@@ -303,14 +297,13 @@ class Queue(Generic[T]):
         return tuple(found)
 
     def _give_up(self, ref: ObjectRef[Any], ticket: Ticket) -> None:
-        """Withdraw a call whose outcome nobody waits for any more. Never raises."""
-        # Not as part of the call that this one is nested in: that may be over or cancelled.
+        """Withdraw a call that its caller does not wait for any longer. Never raises."""
+        # Not as a nested call: the call that this code runs in may have ended or may be cancelled.
         token = CURRENT.set(None)
         try:
-            self._call("withdraw", ticket)._ask().add_done_callback(_look_away)
-            if not ref.cancel():  # its time may have been over in the same moment
-                ref._ask().add_done_callback(_look_away)
-        except RpcError:  # the actor is gone, and its items with it
+            cover([ref, self._call("withdraw", ticket)])
+            ref.cancel()
+        except RpcError:  # the actor has ended, with its items
             pass
         finally:
             CURRENT.reset(token)
@@ -330,12 +323,12 @@ class Queue(Generic[T]):
 
         Args:
             block: wait for room.
-            timeout: seconds to wait at most; None: for ever.
+            timeout: seconds to wait at most; None: no limit.
 
         Raises:
             Full: there is no room, or there was none in time.
             ConfigError: the timeout is negative (a ValueError).
-            ActorDiedError: the queue is gone.
+            ActorDiedError: the queue has ended.
         """
         seconds, ticket = _check_timeout(block, timeout), self._ticket()
         self._check_put(self._wait(self._call("put", item, ticket, seconds), ticket))
@@ -350,12 +343,12 @@ class Queue(Generic[T]):
 
         Args:
             block: wait for one.
-            timeout: seconds to wait at most; None: for ever.
+            timeout: seconds to wait at most; None: no limit.
 
         Raises:
             Empty: there is no item, or there was none in time.
             ConfigError: the timeout is negative (a ValueError).
-            ActorDiedError: the queue is gone.
+            ActorDiedError: the queue has ended.
         """
         seconds, ticket = _check_timeout(block, timeout), self._ticket()
         return self._check_got(
@@ -400,7 +393,7 @@ class Queue(Generic[T]):
         """Put several items in, one behind the other, in one call.
 
         Raises:
-            Full: there is no room for all of them; none was put in.
+            Full: there is no room for all of them; no item was put in.
             WrongTypeError: ``items`` cannot be iterated over.
         """
         if not isinstance(items, Iterable):
@@ -414,7 +407,7 @@ class Queue(Generic[T]):
         """Take several items out in one call, in their order.
 
         Raises:
-            Empty: there are fewer; none was taken out.
+            Empty: there are fewer; no item was taken out.
             ConfigError: ``num_items`` is negative (a ValueError), or no int (a TypeError).
         """
         num_items = integer("num_items", num_items, least=0)
@@ -431,9 +424,7 @@ class Queue(Generic[T]):
         """Return how many items are in the queue now."""
         return cast(int, get(self._call("qsize")))
 
-    def size(self) -> int:
-        """The same as :meth:`qsize`."""
-        return self.qsize()
+    size = qsize
 
     def __len__(self) -> int:
         return self.qsize()
@@ -451,10 +442,10 @@ class Queue(Generic[T]):
         return cast(bool, get(self._call("full")))
 
     def shutdown(self, force: bool = False, grace_period_s: float = 5) -> None:
-        """End the queue, for all who use it. What is in it is lost; a caller that waits in it gets ActorDiedError.
+        """End the queue for all processes. Its items are lost; a caller that waits in it gets ActorDiedError.
 
         Args:
-            force: at once; otherwise what was asked of it before is done first.
+            force: at once; otherwise earlier calls are finished first.
             grace_period_s: how long that may take at most, in seconds.
         """
         seconds = _check_timeout(True, grace_period_s)
@@ -464,19 +455,12 @@ class Queue(Generic[T]):
         if not force:
             try:
                 drained = self._call("drain")
-                drained._ask().add_done_callback(_look_away)
+                cover([drained])
                 wait([drained], timeout=seconds)
-            except RpcError:  # it is gone already
+            except RpcError:  # it has ended already
                 pass
         self.actor = None
         kill(actor)
 
     def __repr__(self) -> str:
         return f"<actorrpc.Queue(maxsize={self.maxsize}) in {self.actor!r}>"
-
-
-def _rebuild(kind: type[Queue[Any]], maxsize: int, actor: Any) -> Queue[Any]:
-    queue = kind.__new__(kind)
-    queue.maxsize, queue.actor = maxsize, actor
-    queue._begin()
-    return queue

@@ -1,9 +1,9 @@
 """Tasks: what ``@remote`` makes of a function. ``f.remote(...)`` runs it in another process.
 
-Tasks are executed by actors of our own, runners. Where the embedded cluster runs these are processes, made when
-they are needed, as many as it has CPUs; its workers share those of rank 0. In a group made by ``init_rpc`` there is one
-on each of its other workers; where one of these has ended, its runner goes on in another of them. A task that waits for
-others makes room in its runner: nested tasks cannot block each other.
+Tasks are executed by internal actors, the runners. In an embedded cluster, a runner is a process, made when it is needed. There
+are as many as CPUs, and all workers share the runners of rank 0. In a group made by ``init_rpc``, each other worker has a
+runner; after the end of such a worker, its runner moves to another one. While a task waits for others, its runner executes other
+tasks: nested tasks cannot block each other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, Type
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc._undo import undo_on_error
-from actorrpc.actors.client.actor_class import ActorClass, is_importable, itself
-from actorrpc.actors.client.handle import ActorHandle
+from actorrpc.actors.client.actor_class import ActorClass, Itself, is_importable, with_internal_options
+from actorrpc.actors.client.handle import ActorHandle, route_of
 from actorrpc.actors.client.pending_call import PendingCall
 from actorrpc.actors.client.route import shaped
 from actorrpc.actors.client.supervisor_client import call_quietly
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.supervision.supervisor import Supervisor
     from actorrpc.agent.peers import Peer
 
-__all__ = ["RemoteFunction", "TaskFuture", "TaskRunner"]
+__all__ = ["RemoteFunction", "RunnerPools", "TaskFuture", "TaskRunner"]
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -59,7 +59,7 @@ _THREADS: Final = 8  # tasks at a time on a worker that is not ours alone
 
 
 class TaskRunner:
-    """The actor that executes tasks, one at a time (those that wait for others do not count)."""
+    """The actor that executes tasks, one at a time, not counting tasks that wait for others."""
 
     __actorrpc_name__ = TASKS  # the name that users read
 
@@ -67,7 +67,7 @@ class TaskRunner:
         """Execute a function; a coroutine is run to its end."""
         _say(function)
         result = function(*args, **kwargs)
-        return asyncio.run(_finish(result)) if isinstance(result, Coroutine) else result
+        return asyncio.run(_await(result)) if isinstance(result, Coroutine) else result
 
     def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Execute a generator function, also an asynchronous one, and pass on what it yields."""
@@ -83,8 +83,8 @@ def _say(function: Callable[..., Any]) -> None:
         current.what = function
 
 
-async def _finish(coroutine: Any) -> Any:
-    return await coroutine
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def _steps(source: AsyncIterator[Any]) -> Iterator[Any]:
@@ -93,18 +93,14 @@ def _steps(source: AsyncIterator[Any]) -> Iterator[Any]:
         try:
             while True:
                 try:
-                    item = runner.run(_next(source))
+                    item = runner.run(_await(source.__anext__()))
                 except StopAsyncIteration:
                     return
                 yield item
         finally:
             close = getattr(source, "aclose", None)
             if close is not None:
-                runner.run(_finish(close()))
-
-
-async def _next(source: AsyncIterator[Any]) -> Any:
-    return await source.__anext__()
+                runner.run(_await(close()))
 
 
 _RUNNER: Final[ActorClass[[], TaskRunner]] = ActorClass(TaskRunner)
@@ -120,12 +116,12 @@ class _Runner:
 
     def __init__(self, handle: ActorHandle[Any]) -> None:
         self.handle = handle
-        self.route: Route = handle.__dict__["_actorrpc_route"]
+        self.route: Route = route_of(handle)
         self.busy = 0
 
 
 class _RunnerPool:
-    """The runners for tasks of one kind, as this process uses them. Guarded by the lock of :class:`_RunnerPools`.
+    """The runners for tasks of one kind, as this process uses them. Guarded by the lock of :class:`RunnerPools`.
 
     Attributes:
         leases: the requests to rank 0 for one more runner that are not answered.
@@ -144,11 +140,11 @@ class _RunnerPool:
         return least
 
 
-class _RunnerPools:
+class RunnerPools:
     """All the runners that this process uses. Thread-safe.
 
-    ``_lock`` guards ``_pools``, and the numbers in them. Runners are made under it, which calls nothing of the
-    user's; it is re-entrant, as the collector may run there.
+    ``_lock`` guards ``_pools``, and the numbers in them. Runners are made under it, which calls no user code. It is re-entrant,
+    because the garbage collector may run there.
     """
 
     def __init__(self, in_force: Runtime) -> None:
@@ -167,7 +163,7 @@ class _RunnerPools:
         return runner
 
     def give_back(self, runner: _Runner, dead: bool = False) -> None:
-        """Record that a task is over, and maybe that its runner will never run another one."""
+        """Record that a task has ended, and with ``dead`` that its runner has ended for good."""
         with self._lock:
             runner.busy -= 1
             if dead:
@@ -183,10 +179,10 @@ class _RunnerPools:
         if self.runtime.spawner is not None and options.worker is None:
             pool = self._pool(options)
             found = pool.choose()
-            if found is None and not self._is_first:  # there are no more: rank 0 has no more, either
+            if found is None and not self._is_first:  # rank 0 has no more runners
                 found = min(pool.runners, key=lambda each: each.busy)
             if found is None:
-                found = _Runner(_make(options, yielding=True))
+                found = _Runner(_make(options))
                 pool.runners.append(found)
             return found
         worker = options.worker
@@ -200,7 +196,7 @@ class _RunnerPools:
             key = "at", worker
         pool = self._pools.setdefault(key, _RunnerPool(1))
         if not pool.runners:
-            made = _make(options, worker=worker, max_concurrency=_THREADS, yielding=True, movable=movable)
+            made = _make(options, worker=worker, max_concurrency=_THREADS, movable=movable)
             pool.runners.append(_Runner(made))
         return pool.runners[0]
 
@@ -225,7 +221,7 @@ class _RunnerPools:
         with self._lock:
             pool = self._pool(options)
             while len(pool.runners) < min(count, pool.limit):
-                pool.runners.append(_Runner(_make(options, yielding=True)))
+                pool.runners.append(_Runner(_make(options)))
             return [each.handle for each in pool.runners]
 
     def lease(self, options: TaskOptions) -> Future[None] | None:
@@ -276,7 +272,8 @@ class _RunnerPools:
 
 def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
     """Called by other workers on rank 0."""
-    return _pools_of(runtime()).share(options, count)
+    pools: RunnerPools = runtime().task_pools
+    return pools.share(options, count)
 
 
 def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
@@ -287,44 +284,16 @@ def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
         given["env"] = options.env
     if options.working_dir is not None:
         given["working_dir"] = options.working_dir
-    internal = {"yielding": how.pop("yielding"), "movable": how.pop("movable", False)}
-    made = _RUNNER.options(max_restarts=-1, **given, **how)
-    # Each task has a thread of its own: one that ran within another, which waits, would keep that from going on.
-    how_run = replace(made._actorrpc_options, **internal, reentrant=False, allow_out_of_order_execution=True)
-    made = made._with(how_run, None)
+    # Each task has a thread of its own: a task that ran within another one, which waits, would keep that from going on.
+    internal = {"movable": how.pop("movable", False), "yielding": True, "reentrant": False}
+    made = with_internal_options(
+        _RUNNER.options(max_restarts=-1, **given, **how), **internal, allow_out_of_order_execution=True
+    )
     handle: ActorHandle[Any] = made.remote()
     return handle
 
 
-_pools_lock: Final = threading.RLock()  # guards the making of a runtime's pools
-
-
-def _pools_of(in_force: Runtime) -> _RunnerPools:
-    found: _RunnerPools | None = in_force.task_pools
-    if found is None:
-        with _pools_lock:
-            found = in_force.task_pools
-            if found is None:
-                found = in_force.task_pools = _RunnerPools(in_force)
-    return found
-
-
 # -- tasks ---------------------------------------------------------------------------------------------------------
-
-
-class _FunctionItself:
-    """Pickles as a function; by way of its task where only that has the function's name in its module."""
-
-    __slots__ = ("_of",)
-
-    def __init__(self, of: RemoteFunction[..., Any]) -> None:
-        self._of = of
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        first = self._of._first
-        if is_importable(first):
-            return getattr, (first, "__wrapped__")
-        return itself(self._of.__wrapped__)
 
 
 def _is_of(route: Route | None, error: BaseException | None) -> bool:
@@ -370,7 +339,7 @@ class _AwaitsRunner(Progress):
         If another thread has just sent the task, its call is cancelled.
 
         Returns:
-            False if the task is over.
+            False if the task has ended.
         """
         self.unwanted = True
         source = self.task.source
@@ -381,12 +350,16 @@ class _AwaitsRunner(Progress):
 class TaskFuture(InnerFuture[Any]):
     """The result of a task. Its errors speak of the task and not of the actor that executes it."""
 
-    __slots__ = ("_again", "_of", "_pools", "_route", "_runner")
+    __slots__ = ("_again", "_call", "_method", "_options", "_pools", "_route", "_runner")
 
-    def __init__(self, of: RemoteFunction[..., Any], pools: _RunnerPools) -> None:
+    def __init__(
+        self, title: str, method: MethodInfo, options: TaskOptions, call: CallOptions, pools: RunnerPools
+    ) -> None:
         Future.__init__(self)
-        self.label = f"task {of._title}"
-        self._of = of
+        self.label = f"task {title}"
+        self._method = method
+        self._options = options
+        self._call = call
         self._pools = pools
         self._runner: _Runner | None = None
         self._route: Route | None = None
@@ -398,12 +371,11 @@ class TaskFuture(InnerFuture[Any]):
         Raises:
             SerializationError: the function, or an argument, cannot be sent.
         """
-        of = self._of
-        runner = self._pools.take(of._options)
+        runner = self._pools.take(self._options)
         route = runner.route
         with undo_on_error(partial(self._pools.give_back, runner)):
-            self._again = route.again(of._method, of._call, args, kwargs)
-            call = route.call(of._method, of._call, args, kwargs, refs=True)
+            self._again = route.again(self._method, self._call, args, kwargs)
+            call = route.call(self._method, self._call, args, kwargs, refs=True)
         self._runner, self._route = runner, route
         self.source = call
         call.add_done_callback(self._ended)
@@ -417,18 +389,18 @@ class TaskFuture(InnerFuture[Any]):
         try:
             held = PendingCall.hold(args, kwargs)
         except SerializationError as error:
-            self._of._method.signature.name_argument(error)
+            self._method.signature.name_argument(error)
             raise
         context = copy_context()
         self.source = awaits = _AwaitsRunner(self)
 
         def leased(done: Future[None]) -> None:
-            error = done.error
-            if awaits.unwanted:
-                error = CancelledError(f"{self.label} was cancelled before it was sent", maybe_executed=False)
             try:
-                if error is not None:
-                    raise error
+                if awaits.unwanted:
+                    raise CancelledError(
+                        f"{self.label} was cancelled before it was sent", maybe_executed=False
+                    )
+                done.value()
                 context.run(self.start, *PendingCall.opened(held))
             except BaseException as failed:
                 self.try_fail(failed)
@@ -445,7 +417,7 @@ class TaskFuture(InnerFuture[Any]):
         if runner is not None:
             dead = isinstance(error, ActorDiedError) and _is_of(runner.route, error)
             self._pools.give_back(runner, dead=dead)
-        call.acknowledge()  # it goes on in ours
+        call.acknowledge()  # the task's future has it now
         if self.claim():
             self.conclude(
                 call.value_or_none, None if error is None else _told(self.label, error, self._route)
@@ -458,9 +430,9 @@ class TaskFuture(InnerFuture[Any]):
 
     # -- a task whose result is a stream -----------------------------------------------------------------------
 
-    def again(self, error: BaseException, given: int) -> Future[Any] | None:
-        """Make the call again whose stream has failed. As what :meth:`Route.again` returns."""
-        return None if self._again is None else self._again(error, given)
+    def again(self, error: BaseException) -> Future[Any] | None:
+        """Repeat the call of a stream that has failed before its first item. See :meth:`Route.again`."""
+        return None if self._again is None else self._again(error)
 
     def explain(
         self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
@@ -476,7 +448,7 @@ class TaskFuture(InnerFuture[Any]):
         told.label = meaning.label
 
         def known(done: Future[Any]) -> None:
-            done.acknowledge()  # it goes on in ours
+            done.acknowledge()  # the task's future has it now
             told.set_exception(_told(self.label, done.error or error, route))
 
         meaning.add_done_callback(known)
@@ -487,7 +459,7 @@ _interned: Final[dict[CallOptions, CallOptions]] = {}
 
 
 def _intern(options: CallOptions) -> CallOptions:
-    """Return the one object for equal options: routes prepare what goes with it."""
+    """Return the same object for equal options, because routes keep one template for each object."""
     if len(_interned) > 1000:
         _interned.clear()
     return _interned.setdefault(options, options)
@@ -507,7 +479,7 @@ class RemoteFunction(Generic[P, Out]):
     def __init__(self, function: Callable[P, Any], options: TaskOptions | None = None) -> None:
         functools.update_wrapper(self, function)  # name, module and docstring, and `__wrapped__`
         self.__wrapped__: Callable[P, Any] = function
-        self._first: RemoteFunction[..., Any] = self
+        self._name_as(self)
         self._options = options if options is not None else TaskOptions()
         self._title = getattr(function, "__qualname__", None) or repr(function)
         self._signature = Signature.of(function, self._title.rpartition("<locals>.")[2], 0)
@@ -520,7 +492,11 @@ class RemoteFunction(Generic[P, Out]):
         call = replace(call, name=call.name or name)
         self._shape = call
         self._call = _intern(call if call.num_returns else replace(call, num_returns=1))
-        self._travels = _FunctionItself(self)
+
+    def _name_as(self, first: RemoteFunction[..., Any]) -> None:
+        """Record which remote function may have the name of the function in its module."""
+        self._first = first
+        self._travels: object = Itself(self.__wrapped__, first, "__wrapped__")
 
     if TYPE_CHECKING:
 
@@ -544,8 +520,8 @@ class RemoteFunction(Generic[P, Out]):
                 SerializationError: the function, or an argument, cannot be sent.
             """
             self._signature.check(args, kwargs)
-            pools = _pools_of(runtime(start=True))
-            task = TaskFuture(self, pools)
+            pools: RunnerPools = runtime(start=True).task_pools
+            task = TaskFuture(self._title, self._method, self._options, self._call, pools)
             given = (self._travels, *args)
             lease = pools.lease(self._options)
             if lease is not None and asyncio._get_running_loop() is not None:
@@ -567,7 +543,7 @@ class RemoteFunction(Generic[P, Out]):
             ConfigError: an option is unknown, or its value is wrong; the message lists the right ones.
         """
         made: RemoteFunction[P, Any] = RemoteFunction(self.__wrapped__, self._options.merged(**options))
-        made._first = self._first
+        made._name_as(self._first)
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -588,4 +564,4 @@ class RemoteFunction(Generic[P, Out]):
     def __reduce__(self) -> Any:
         if is_importable(self):
             return self.__qualname__  # type: ignore[attr-defined]
-        return RemoteFunction, (_FunctionItself(self), self._options)
+        return RemoteFunction, (Itself(self.__wrapped__, self._first, "__wrapped__"), self._options)

@@ -1,17 +1,18 @@
-"""ObjectRefs among the arguments of a call: those at top level are replaced by their results before the method runs.
+"""ObjectRefs among the arguments of a call. At top level, they are replaced by their results before the method runs.
 
-The caller sends the results that it has as values, and waits for the results of its own calls (see ``client/pending_call.py``).
-The worker of the actor fetches the rest directly from the worker that has it. ObjectRefs inside of containers stay what they are.
+The caller sends the results that it has, and waits for the results of its own calls (see ``client/pending_call.py``). The worker
+of the actor fetches all other results from the workers that have them. ObjectRefs inside of containers are not replaced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.refs.wait import all_of, cover
+from actorrpc.actors.refs.wait import cover, gather
 from actorrpc.futures import Future
 
 __all__ = ["awaited", "has_refs", "pack_arguments", "resolve"]
@@ -31,8 +32,8 @@ def pack_arguments(
         The arguments, and whether there are ObjectRefs left among them: the called side has to :func:`resolve` them.
 
     Raises:
-        BaseException: what an ObjectRef at top level has failed with; the call then fails with that and is not sent.
-            As for ``get``, what the others raise is not logged as something that nobody looked at.
+        BaseException: the error of an ObjectRef at top level; the call then fails with it and is not sent. As with ``get``,
+            the failures of other ObjectRefs are not logged.
     """
     left = False
 
@@ -48,7 +49,7 @@ def pack_arguments(
                 if value.stored is None:
                     return value.open()
             elif type(value) is not StoredResult:
-                if template is not None:  # it came with the reply, and would have been better kept
+                if template is not None:  # it came with the reply; it should have stayed with its actor
                     template.handed_on()
                 return each._value(value)
         left = True
@@ -83,13 +84,14 @@ def resolve(
     if not has_refs(args, kwargs):
         return None
 
-    def fetched(done: Future[list[Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = iter(done.value())
-        complete = tuple([next(values) if type(each) is ObjectRef else each for each in args])
-        return complete, {
-            name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()
-        }
+    def complete(fetched: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = iter(fetched)
+        return (
+            tuple([next(values) if type(each) is ObjectRef else each for each in args]),
+            {name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()},
+        )
 
-    resolved = all_of([each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]).then(fetched)
-    resolved.label = "the ObjectRefs among the arguments"
+    refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
+    resolved = gather(refs, "the ObjectRefs among the arguments", complete)
+    resolved.flush()
     return resolved

@@ -104,8 +104,9 @@ def place_of(agent: Agent, worker: str) -> str:
     return host if shares else worker
 
 
-def _lend(value: RRefId, anew: bool) -> Any:
+def _lend(named: tuple[int, int, str], anew: bool) -> Any:
     """Answer with an object of this worker. Runs where it is."""
+    value = RRefId(*named)
     execution = CURRENT.get()
     assert execution is not None
     agent, peer = runtime().agent, execution.peer

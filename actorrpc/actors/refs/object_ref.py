@@ -1,10 +1,10 @@
-"""ObjectRefs: what a call to an actor gives at once, and its result later.
+"""ObjectRefs: references to results, which calls of actors return at once.
 
-A small result rides on the reply. A large one is written once into memory that all processes of the host share: a
-:class:`Snapshot` that names it travels, with the reply and from process to process, and its descriptor with it. Each ``get()``
-makes a value of its own from a snapshot. To another host a large result does not travel unasked, but a reference to where it is,
-:class:`StoredResult`; the process that wants the value fetches it from there, directly. An ObjectRef that is sent before its
-result is there travels as an RRef of this worker that is given the result when it comes (a promise).
+A small result is sent with the reply. A large result is written once into memory that all processes of the host share; the reply
+carries a :class:`Snapshot`, which names that memory, and a descriptor of it. Each ``get()`` makes a value of its own from a
+snapshot. A process on another host is sent a :class:`StoredResult`, which says where the result is, and fetches the result from
+there when it needs the value. An ObjectRef that is sent before its result exists is sent as a promise: an RRef of the sending
+worker, which gets the result later.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 SMALL: Final = 64 << 10
-"""Results up to this many bytes ride on the reply; larger ones stay where they were made, or in memory of their host."""
+"""Results up to this many bytes are sent with the reply; larger ones stay where they were made, or in memory of their host."""
 
 SOLE: Final = 2 if sys.version_info < (3, 14) else -1
-"""The reference count, asked for by a function, of its argument where nobody else has that: nobody can ask for its result again.
+"""The reference count that a function finds for its argument if no other variable has the object.
 
-From Python 3.14 on, variables are lent to calls, and nothing can be known of that.
+Then no other code can ask an ObjectRef for its result. From Python 3.14 on, the count does not tell that.
 """
 
 _TEXTS: Final = frozenset({str, bytes})
@@ -62,10 +62,9 @@ _MAX_HOPS: Final = 8  # a promise of a promise of a kept result is three
 
 
 def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
-    """Return what the reply to ``peer`` carries in place of a result of ``nbytes`` packed bytes: the value itself if it is small.
+    """Return the object that the reply to ``peer`` carries for a result of ``nbytes`` packed bytes: a small result itself.
 
-    A large result is copied once: what its actor does to the object afterwards changes nothing. On this host it is the
-    caller's from then on.
+    A large result is copied once. Later changes of the object by its actor do not change the copy.
 
     Raises:
         SerializationError: it cannot be copied.
@@ -84,54 +83,54 @@ def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
 
 
 def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
-    """Return what it means that a worker has ended which has kept a result."""
+    """Return the error of a result whose worker, which had kept it, has ended."""
     what = str(label).removeprefix("the result of ").removeprefix("the call of ")
-    lost = PeerDiedError(
+    return _explained(
         f"the result of {what} is lost: the call was executed, and its large result stayed on worker {error.worker!r}, "
         "which has ended before it was fetched. Call again, and fetch such results, or hand them on, while their actor lives",
+        error,
         maybe_executed=True,
-        worker=error.worker,
     )
-    lost.__cause__ = error
-    return lost
 
 
 def _out_of_reach(label: object, error: PeerDiedError) -> PeerDiedError:
-    """Return what it means that a worker has ended which has handed on the reference to a value that it has put, or waits for."""
-    lost = PeerDiedError(
+    """Return the error of a value whose worker, which had handed on the reference to it, has ended."""
+    return _explained(
         f"the value of {label} is lost: it was to come from worker {error.worker!r}, which has ended before it was fetched. "
         "Fetch such values while that worker lives",
+        error,
         maybe_executed=error.maybe_executed,
-        worker=error.worker,
     )
-    lost.__cause__ = error
-    return lost
+
+
+def _explained(text: str, error: PeerDiedError, maybe_executed: bool | None) -> PeerDiedError:
+    explained = PeerDiedError(text, maybe_executed=maybe_executed, worker=error.worker)
+    explained.__cause__ = error
+    return explained
 
 
 class _Pursuit(Progress):
-    """Follows a result to where its value is, and completes a future with that.
+    """Follows references until it has the value of a result, and completes a future with the value.
 
-    The source of its future, as a call is of its own: a thread that waits reads the replies itself. Each step is
-    taken up once, by that thread or by a callback: ``_claim`` is a list from which one of them pops it.
+    It is the source of the future: a waiting thread reads the replies itself. The outcome of each step is handled once, by the
+    waiting thread or by a callback: the one that pops the step from the list ``_claim``.
 
     Args:
-        opens: for which ObjectRef the future is completed with a value of its own, and not with a snapshot.
-        stays: it is completed with where the result is kept, where that is not where it is asked for.
+        stays: a :class:`StoredResult` is not followed: the future gets it.
     """
 
-    __slots__ = ("_claim", "_copies", "_hops", "_is_nearby", "_opens", "_rref", "_stays", "future")
+    __slots__ = ("_claim", "_copies", "_hops", "_is_nearby", "_rref", "_stays", "future")
 
     def __init__(
         self,
         future: Future[Any],
         label: object,
         *,
-        opens: ObjectRef[Any] | None = None,
         stays: bool = False,
     ) -> None:
         self.future = future
-        self._opens, self._stays = opens, stays
-        self._is_nearby = False  # whether the step is to get another worker's copy on this host
+        self._stays = stays
+        self._is_nearby = False  # whether the step asks another worker of this host for its copy
         self.future.label = label
         self.future.source = self
         self._rref: RRef[Any] | None = None
@@ -140,7 +139,7 @@ class _Pursuit(Progress):
         self._claim: list[Future[Any]] = []
 
     def follow(self, step: Future[Any]) -> None:
-        """Go on when ``step`` is complete."""
+        """Continue when ``step`` is complete."""
         claim = self._claim = [step]
         step.add_done_callback(lambda _: self._arrived(claim))
 
@@ -152,7 +151,7 @@ class _Pursuit(Progress):
             return
         error, value = step.error, of_promise(step.value_or_none)
         if self._is_nearby and type(value) is not Snapshot and type(error) is not CancelledError:
-            step.acknowledge()  # who has asked the object's worker before has ended, or has let go of it, or has not got it
+            step.acknowledge()  # the other worker has ended, has freed its copy, or did not get one
             assert self._rref is not None
             self.pursue(self._rref, anew=True)
         elif error is not None:
@@ -170,12 +169,10 @@ class _Pursuit(Progress):
             self._hop(value.rref)
         else:
             try:
-                # What lives here is for everybody who asks; what another worker sent is ours alone.
+                # All readers share an object that lives here. An object from another worker has this reader only.
                 owned = self._rref is not None and self._rref.is_owner() and not self._stays
                 if owned and type(value) is not Snapshot:
                     value = Snapshot.of(value)
-                if self._opens is not None:
-                    value = self._opens._value(value)
             except Exception as caught:
                 self.future.try_fail(caught)
             else:
@@ -189,14 +186,14 @@ class _Pursuit(Progress):
         self.pursue(rref)
 
     def pursue(self, rref: RRef[Any], *, anew: bool = False) -> None:
-        """Go to where a value is kept, or to who has a copy of it on this host.
+        """Fetch a value from its worker, or from a worker of this host that has a copy.
 
         Args:
-            anew: not to who has a copy.
+            anew: only from its worker.
         """
         self._rref, self._is_nearby = rref, False
         found = current()
-        if found is None:  # this worker has left its group: the error says so
+        if found is None:  # this worker has left its group, as the error says
             self.follow(rref._to_future())
             return
         self._copies = found.host_copies
@@ -207,18 +204,18 @@ class _Pursuit(Progress):
 
     @property
     def behind(self) -> Future[Any] | None:
-        """What it follows now: the search for deadlocks looks here."""
+        """The current step, for the search for deadlocks."""
         claim, rref = self._claim, self._rref
         try:
             step = claim[0]
         except IndexError:
             return None
-        if rref is not None and rref.is_owner():  # it was promised here, and says itself what it waits for
+        if rref is not None and rref.is_owner():  # this worker has promised the value
             return rrefs.promised(rref) or step
         return step
 
     def drive(self, deadline: float | None) -> None:
-        """Make progress until the future is complete, the deadline has passed or others are at it."""
+        """Make progress until the future is complete, the deadline has passed, or another thread handles the step."""
         while not self.future.completed:
             claim = self._claim
             try:
@@ -231,20 +228,18 @@ class _Pursuit(Progress):
             self._arrived(claim)
 
     def flush(self) -> None:
-        """Send what is still gathered."""
         for step in self._claim:
             step.flush()
 
     def cancel(self) -> bool:
-        """Give up what is under way."""
         try:
             return self._claim[0].cancel()
         except IndexError:
             return False
 
 
-# Guards the slots ``_future``, ``_fetched`` and ``_promise`` of all ObjectRefs while they are filled: so that nothing is
-# fetched twice. Nothing is called under it; re-entrant, as the collector may run finalisers that use ObjectRefs.
+# Guards the slots ``_future``, ``_fetched`` and ``_promise`` of all ObjectRefs while they are filled, so that no value is
+# fetched twice. No code is called under it. Re-entrant, as the garbage collector may run finalisers that use ObjectRefs.
 _lock = threading.RLock()
 
 
@@ -265,24 +260,22 @@ os.register_at_fork(after_in_child=_draw_origin)
 class ObjectRef(Generic[T_co]):
     """A reference to the result of a call to an actor or a task; :func:`actorrpc.get` gives the result.
 
-    It can be awaited, on any event loop. Given to another call as an argument it is replaced by its result before
-    the method runs; inside of containers it arrives as an ObjectRef. It travels in all messages of the
-    group, complete or not. ObjectRefs are equal when they are for the same result, wherever they have been.
-    Thread-safe.
+    It can be awaited, on any event loop. As an argument of another call it is replaced by its result before
+    the method runs; inside of containers it arrives as an ObjectRef. It can be sent in all messages of the
+    group, complete or not. ObjectRefs of the same result are equal. Thread-safe.
 
-    What ``pickle``, ``cloudpickle`` or ``torch.save`` makes of it can be loaded by all workers of the group, and holds nothing:
-    keep the ObjectRef until it was loaded, which waits for the worker that has pickled it.
+    All workers of the group can load its pickles (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does not keep the
+    result: keep the ObjectRef until it was loaded. Loading waits for the worker that pickled it.
 
     Args:
-        future: completes with the result, with :class:`StoredResult`, or with the error; None: it is asked of ``promise``.
-        label: how messages call it.
-        promise: refers to the result at the worker that has handed on the ObjectRef.
-        ref_id: what is the same for all ObjectRefs of the result; by default it is drawn when it is needed.
+        future: completes with the result, with :class:`StoredResult`, or with the error; None: ``promise`` is asked.
+        label: the name of the result in messages.
+        promise: refers to the result at the worker that sent the ObjectRef.
+        ref_id: identifies the result; by default it is made when it is needed.
     """
 
     __slots__ = ("__weakref__", "_fetched", "_future", "_id", "_label", "_promise")
 
-    # What a call gives is made without the constructor: see handle.py.
     def __init__(
         self,
         future: Future[Any] | None,
@@ -298,22 +291,27 @@ class ObjectRef(Generic[T_co]):
         self._label = label
 
     @classmethod
-    def of(cls, value: T, *, label: object = None) -> ObjectRef[T]:
+    def of(cls, value: T, *, label: object = None, ref_id: bytes | None = None) -> ObjectRef[T]:
         """Return an ObjectRef for a small value that is here already."""
         future: Future[Any] = InnerFuture()
         future.set_result(value)
-        made: ObjectRef[T] = ObjectRef(future, label=label)
+        made: ObjectRef[T] = ObjectRef(future, label=label, ref_id=ref_id)
         return made
 
     @classmethod
-    def failed(cls, error: BaseException, *, label: object = None) -> ObjectRef[Any]:
-        """Return an ObjectRef that raises an error whenever it is looked at."""
-        return cls(_failed(error), label=label)
+    def failed(
+        cls, error: BaseException, *, label: object = None, ref_id: bytes | None = None
+    ) -> ObjectRef[Any]:
+        """Return an ObjectRef of a call that failed with an error."""
+        future: Future[Any] = InnerFuture()
+        future.set_exception(error)
+        future.acknowledge()  # it was raised, or logged, where it comes from
+        return cls(future, label=label, ref_id=ref_id)
 
     # -- the result ----------------------------------------------------------------------------------
 
     def _ask(self) -> Future[Any]:
-        """Return the future of the result or of where it is kept; of one that came as a promise, ask for it."""
+        """Return the future of the result, which may be a :class:`StoredResult`. A promise is asked for the result."""
         future = self._future
         if future is None:
             made: Future[Any] = InnerFuture()
@@ -327,14 +325,21 @@ class ObjectRef(Generic[T_co]):
         return future
 
     def _final(self, cls: type[Future[Any]] = InnerFuture) -> Any:
-        """Return a future of a value of its own; start to fetch it if it is known to be elsewhere."""
-        settled = self._settled()
-        pursuit = _Pursuit(cls(), settled.label, opens=self)
-        pursuit.follow(settled)
-        return pursuit.future
+        """Return a future of a value that no other reader has. A value that is elsewhere is fetched."""
+        settled, final = self._settled(), cls()
+        final.label, final.source = settled.label, settled
+
+        def opened(done: Future[Any]) -> None:
+            if done.error is not None:
+                final.follow(done)
+            else:
+                final.complete_with(self._value, done.value_or_none)
+
+        settled.add_done_callback(opened)
+        return final
 
     def _settled(self) -> Future[Any]:
-        """Return the future of the value, or of a snapshot of it that is here; what is known to be elsewhere is fetched."""
+        """Return the future of the value or of a snapshot of it. A value that is elsewhere is fetched."""
         future = self._ask()
         if future.completed and (future.error is not None or type(future.value_or_none) is not StoredResult):
             return future
@@ -354,7 +359,9 @@ class ObjectRef(Generic[T_co]):
                 ):
                     future.value_or_none.policy.fetched()
                 pursuit.follow(future)
-        if future.covered:  # looked at when the fetch can be seen: covered here, or with the call
+        if (
+            future.covered
+        ):  # read after `_fetched` is set: covered here, or by the thread that covers the call
             found.cover()
         return found
 
@@ -366,13 +373,13 @@ class ObjectRef(Generic[T_co]):
         return self._final(ConcurrentFuture)  # type: ignore[no-any-return]
 
     def done(self) -> bool:
-        """Say whether the call is over. A large result may still have to be fetched."""
+        """Say whether the call has ended. A large result may still have to be fetched."""
         return self._ask().completed
 
     def cancel(self) -> bool:
-        """Give the call up: it ends with :class:`CancelledError` and its actor is told; False if it was over.
+        """Cancel the call: it ends with :class:`CancelledError`, and its actor is notified; False if it has ended already.
 
-        Of an ObjectRef that came from another worker only the waiting here is given up.
+        For an ObjectRef from another worker, only the wait here is cancelled.
         """
         return self._ask().cancel()
 
@@ -387,10 +394,11 @@ class ObjectRef(Generic[T_co]):
             del self  # an error's traceback has this frame: see wait.get()
 
     def _value(self, found: Any, copy: bool | None = None, sole: bool = False) -> Any:
-        """Return a value that nobody else has, given what :meth:`_settled` gives.
+        """Return a value that no other reader has.
 
         Args:
-            sole: nobody but the caller has this ObjectRef.
+            found: the value of the future that :meth:`_settled` returned.
+            sole: only the caller has this ObjectRef.
         """
         kind = type(found)
         if kind in ATOMS:
@@ -401,17 +409,14 @@ class ObjectRef(Generic[T_co]):
                 template.fetched()
             return found.open(copy)
         if sole and self._id is None and copy is not False:
-            return found  # it is given away, and nobody can ask for it again
+            return found  # no other reader can ask for it
         kept, mine = replace(found, self._futures())
         if type(kept) is not Snapshot:
             return kept
         return found if mine and copy is not False else kept.open(copy)
 
     def _futures(self) -> list[Future[Any]]:
-        """Return the futures that may have the result's value.
-
-        That of a fetch has the same object as that of the call where it was begun before the call was over.
-        """
+        """Return the futures that may have the result's value: of the call, and of a fetch that began before the call ended."""
         return [each for each in (self._future, self._fetched) if each is not None]
 
     # -- travelling ----------------------------------------------------------------------------------
@@ -438,7 +443,7 @@ class ObjectRef(Generic[T_co]):
         return promise
 
     def _reduce(self) -> tuple[Any, ...]:
-        """Return how the ObjectRef goes into the message that is being packed."""
+        """Reduce the ObjectRef for the message that is being packed."""
         context = codec.current_encoding()
         if isinstance(context, LocalReferences):
             return context.hold(self)
@@ -453,7 +458,7 @@ class ObjectRef(Generic[T_co]):
         if future is None or not future.completed:
             if lost is None:
                 return _arrive_promise, (*known, self._as_promise())
-            # The worker that has handed on this ObjectRef cannot be asked for the value any more.
+            # The worker that sent this ObjectRef can no longer be asked for the value.
             return _as_failed(
                 *known, _out_of_reach(known[1], lost) if type(lost) is PeerDiedError else lost, context
             )
@@ -465,8 +470,7 @@ class ObjectRef(Generic[T_co]):
             error = rrefs.failure(value.rref)
             fetched = self._fetched
             if fetched is not None and fetched.completed and fetched.error is None:
-                # It is here, too: nearer to a process of this host than where it was made, and all that is left where that is
-                # gone.
+                # Prefer the copy here: it is on this host, and it still exists if the worker that made it has ended.
                 if error is not None:
                     self._future, error = fetched, None
                 if self._future is fetched or rrefs.runtime().agent.shares_memory(context.peer):
@@ -481,14 +485,14 @@ class ObjectRef(Generic[T_co]):
         if is_fetched:
             return _arrive_promise, (*known, self._as_promise())
         if error is not None:
-            future.acknowledge()  # the caller of get() will see
+            future.acknowledge()  # the receiver's get() raises it
             return _as_failed(*known, error, context)
         return _arrive, (*known, value)
 
     # -- Python --------------------------------------------------------------------------------------
 
     def hex(self) -> str:
-        """Return what is the same for all ObjectRefs of this result, as text."""
+        """Return the identity of the result as text."""
         return self._identity().hex()
 
     def __eq__(self, other: object) -> bool:
@@ -551,15 +555,8 @@ class ObjectRef(Generic[T_co]):
 
 
 def _worth_another_try(fetched: Future[Any]) -> bool:
-    """Whether a fetch failed for a reason that lay with the process that wanted the value at that time."""
+    """Whether a fetch failed only because its reader had no more time, or cancelled it."""
     return fetched.completed and isinstance(fetched.error, (RpcTimeoutError, CancelledError))
-
-
-def _failed(error: BaseException) -> Future[Any]:
-    future: Future[Any] = InnerFuture()
-    future.set_exception(error)
-    future.acknowledge()  # it was raised, or logged, where it comes from
-    return future
 
 
 def _as_failed(ref_id: bytes, label: str, error: BaseException, context: MessageContext) -> tuple[Any, ...]:
@@ -569,20 +566,18 @@ def _as_failed(ref_id: bytes, label: str, error: BaseException, context: Message
 
 
 def _arrive(ref_id: bytes, label: str, value: Any) -> ObjectRef[Any]:
-    """Rebuild an ObjectRef whose result comes along, or is kept (named in pickles)."""
-    future: Future[Any] = InnerFuture()
-    future.set_result(value)
-    return ObjectRef(future, label=label, ref_id=ref_id)
+    """Rebuild an ObjectRef that was sent with its result (named in pickles)."""
+    return ObjectRef.of(value, label=label, ref_id=ref_id)
 
 
 def _arrive_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
     """Rebuild an ObjectRef of a call that failed (named in pickles)."""
     error = exceptions.load(packed, loads=codec.loads)
-    return ObjectRef(_failed(error), label=label, ref_id=ref_id)
+    return ObjectRef.failed(error, label=label, ref_id=ref_id)
 
 
 def _arrive_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
-    """Rebuild an ObjectRef whose call is not over (named in pickles)."""
+    """Rebuild an ObjectRef whose call has not ended (named in pickles)."""
     return ObjectRef(None, label=label, promise=promise, ref_id=ref_id)
 
 
@@ -600,17 +595,16 @@ codec.register(ObjectRef, ObjectRef._reduce)
 
 
 def put(value: T) -> ObjectRef[T]:
-    """Return an ObjectRef for a value as it is now: changing the object later changes nothing, and so does changing what
-    ``get()`` returns.
+    """Return an ObjectRef for a copy of a value. Changes of the object, or of values that ``get()`` returns, do not affect it.
 
     The tensors, arrays and buffers of a large value (from 256 KiB) are copied once, into memory that all processes of this host
-    share, and live until the last ObjectRef and the last value made from it are gone, wherever they are. Other hosts
-    fetch it from here.
+    share. The memory is freed when the last ObjectRef and the last value made from it have been freed, in all processes. Other
+    hosts fetch the value from here.
 
     Raises:
         TypeError: it is an ObjectRef already.
         SerializationError: it cannot be sent.
-        ObjectStoreFullError: there is no room for it on this host, and none has become free in time.
+        ObjectStoreFullError: there is no room for it on this host, and no room became free in time.
     """
     if INTERRUPTED:
         interruption_point()
@@ -625,7 +619,7 @@ def put(value: T) -> ObjectRef[T]:
 
 
 def _site() -> str:
-    """Return where the code is that has called into this package."""
+    """Return the file and line of the code that called into this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""References in pickles that a program makes itself: what ``pickle.dumps(handle)`` writes, and how that is loaded.
+"""References in pickles that a program makes itself, as with ``pickle.dumps(handle)``.
 
-Such a pickle holds nothing, as nobody knows how often it will be loaded, if at all: it says where the reference can be had. Who
-loads it asks the worker that has the value, there and then, and what comes counts as any other reference does. So who pickles
-a reference keeps one until the pickle was loaded. It leads to one value, in one life of one worker, and to no other.
+Such a pickle does not keep the value alive, as it may be loaded any number of times, or never. It has the address of the value:
+one value of one incarnation of one worker. The process that loads it asks that worker for a reference, which is counted as all
+others. Therefore a program has to keep a reference until its pickle was loaded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class GroupIdentity(NamedTuple):
     """The group that a reference is of: by its rank 0, which is one life of one worker.
 
     Attributes:
-        first: its incarnation; empty where it was not known.
-        name, pid: how messages call it.
+        first: its incarnation; empty if it was not known.
+        name, pid: its name and process id, for messages.
     """
 
     first: str
@@ -44,11 +44,11 @@ class GroupIdentity(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where a reference can be had.
+    """Where a value is.
 
     Attributes:
-        worker, name: who has the value.
-        value: which one it is there.
+        worker, name: the worker that has the value.
+        value: the id of the value.
     """
 
     group: GroupIdentity
@@ -71,7 +71,7 @@ def here() -> GroupIdentity:
 
 
 def enter(group: GroupIdentity, what: str) -> References:
-    """Return the references of this process, where it is in the group that something pickled is of.
+    """Return the references of this process, if it is in the group in which an object was pickled.
 
     Raises:
         NotInitializedError: it is in none.
@@ -93,7 +93,7 @@ def enter(group: GroupIdentity, what: str) -> References:
 
 
 def address_of(rref: RRef[Any]) -> Address:
-    """Return where a reference can be had, as long as somebody keeps one."""
+    """Return the address of a reference. It is valid as long as any process keeps a reference to the value."""
     rref._check()
     references, handle = rref._references, rref._handle
     owner = handle.owner
@@ -102,12 +102,12 @@ def address_of(rref: RRef[Any]) -> Address:
 
 
 def find(address: Address, what: str) -> RRef[Any]:
-    """Return a reference to what an address leads to. Waits for the answer of the worker that has it.
+    """Return a reference to the value at an address. Waits for the answer of the worker that has the value.
 
     Raises:
         NotInitializedError, SerializationError: this process is not in its group.
         PeerDiedError: the worker that had it has ended.
-        RRefError: nobody has kept a reference.
+        RRefError: the value was freed, as no process kept a reference.
         RpcTimeoutError: that worker does not answer.
     """
     references = enter(address.group, what)

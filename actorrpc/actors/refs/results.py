@@ -19,25 +19,25 @@ from actorrpc.rpc.rref import RRef
 __all__ = ["ATOMS", "ResultPolicy", "StoredResult", "of_promise", "readable", "replace"]
 
 ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)})
-"""Classes of which one object may be given to everybody, as nobody can change it."""
+"""Classes of immutable objects, which all readers may share."""
 
 
 class ResultPolicy(Protocol):
-    """Whether the large results of a method are better sent with the reply, or kept where they are made."""
+    """Decides whether the large results of a method are sent with the reply, or kept where they are made."""
 
     def fetched(self) -> None:
-        """Hear that the caller wanted the result itself."""
+        """Record that the caller read the result itself."""
 
     def handed_on(self) -> None:
-        """Hear that the caller has passed the reference on."""
+        """Record that the caller passed the reference on."""
 
 
 class StoredResult:
     """Stands for a result that stayed where it was made.
 
     Attributes:
-        rref: refers to it, or to a Snapshot of it. Nobody changes it there.
-        policy: hears what becomes of the result at its caller: whether it is fetched, or handed on.
+        rref: refers to the result, or to a Snapshot of it. It is never changed.
+        policy: is notified when the caller fetches the result or passes it on.
     """
 
     __slots__ = ("policy", "rref")
@@ -55,7 +55,7 @@ class StoredResult:
 
 _SHARED: Final = ATOMS | {Snapshot, StoredResult}
 
-# Guards the values of completed futures while Snapshots take their places. Nothing is called under it; re-entrant, as the
+# Guards the values of completed futures while Snapshots replace them. No code is called under it. Re-entrant, as the garbage
 # collector may run finalisers that use ObjectRefs.
 _lock = threading.RLock()
 
@@ -89,11 +89,11 @@ def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
 
 
 def readable(value: Any, futures: Iterable[Future[Any]]) -> Any:
-    """Return what any number of readers may be given in the place of the value of completed futures."""
+    """Return an object that all readers may share, for the value of completed futures."""
     return value if type(value) in _SHARED else replace(value, futures)[0]
 
 
 def of_promise(found: Any) -> Any:
-    """Return what the readers of a value of this worker are given: a promise is kept as the future that it is for."""
+    """Return the object to send to readers of a value of this worker. The value of a promise is its future."""
     # Not isinstance(): that asks the object for its class, and runs code of the user's.
     return readable(found.value_or_none, (found,)) if issubclass(type(found), Future) else found

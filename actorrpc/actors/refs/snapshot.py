@@ -1,8 +1,8 @@
 """Snapshots: an object as it was at one moment, to be made again later, here or on another worker.
 
 An object that waits before it is sent (the arguments of a call to an actor that is being restarted, an item that a
-generator has yielded, a result that stays with its actor) is kept as a snapshot: changing the object
-afterwards changes nothing, and an object that cannot travel is refused at once.
+generator yielded, a result that stays with its actor) is kept as a snapshot: later changes of the object do not
+change the snapshot, and an object that cannot be sent is refused at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
 from actorrpc.actors.context import current
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import MessageContext
@@ -41,21 +40,21 @@ _find_main: Final = re.compile(b"__(?:mp_)?main__").search
 
 _NOTHING: Final[Mapping[bytes, bytes]] = {}  # the definitions of most; never changed
 
-# Definitions that came with snapshots, so that what is opened again and again is loaded once. They are in the
-# snapshots as well, and put back from there after they were pushed out.
+# Definitions that came with snapshots: a definition of a snapshot that is opened often is loaded once. The snapshots have
+# them, too, so a definition that was evicted is added again.
 _definitions: Final = codec.DefinitionStore()
 
 
 class Snapshot:
-    """A copy of an object that stands by itself.
+    """A copy of an object.
 
-    Tensors, arrays and long bytes are copied once, into memory of its own; functions and classes that others
-    cannot import are in it. RRefs, ObjectRefs and handles of actors are held: they are references, and every opening
-    gives the same ones. In a distributed autograd context, gradients flow from what is opened, wherever that is, to what
-    was copied. Thread-safe; never changes, but for :meth:`open_once`.
+    Tensors, arrays and long bytes are copied once, into memory of the snapshot. Functions and classes that other workers
+    cannot import are in it. It holds RRefs, ObjectRefs and handles of actors as references: each opened object has the same
+    ones. In a distributed autograd context, gradients flow from the opened object, on any worker, to the copied object.
+    Thread-safe; never changes, except by :meth:`open_once`.
 
-    Snapshots travel in messages, their memory beside the pickle. What they hold becomes references of
-    the receiver. What is in the main module goes by name to workers that run the same program, and by value to others.
+    Messages carry the memory of a snapshot after its pickle. The references that it holds become references of the receiver.
+    Objects of the main module are sent by name to workers that run the same program, and by value to others.
     """
 
     __slots__ = (
@@ -79,20 +78,22 @@ class Snapshot:
         held: Sequence[Any],
         by_name: bool,
         tag: Any = None,
+        stored: StoredRange | None = None,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         self._body = body
         self._buffers: list[memoryview] | None = []
         self._definitions = definitions
         self._held = held
-        self._by_name = by_name  # what is in the main module
+        self._by_name = by_name  # the objects of the main module
         self._tag = tag  # the recorder's
         #: where its memory is, if that is in a segment which all processes of the host share, and of what sizes
-        self.stored: StoredRange | None = None
-        self._sizes: tuple[int, ...] = ()
-        #: who on which other host has fetched it, and as which value
+        self.stored = stored
+        self._sizes = sizes
+        #: which worker of each other host has fetched it, and as which value
         self.lent: dict[str, tuple[Any, Any]] | None = None
         #: its size in bytes
-        self.nbytes: int = len(body)
+        self.nbytes: int = len(body) + sum(sizes)
         if buffers:
             self._buffers = [memoryview(each).cast("B") for each in buffers]
             self.nbytes += sum(each.nbytes for each in self._buffers)
@@ -114,8 +115,8 @@ class Snapshot:
 
         Args:
             recorded: False refuses an object with a gradient history, and does not show it to the recorder.
-            label: what the memory that it takes is called where memory is full; site: where it was made.
-            remote_main: False copies what is in the main module by value even for workers that run the same program.
+            label: the name of its memory in the error for full memory; site: where it was made.
+            remote_main: False copies objects of the main module by value even for workers that run the same program.
             context: the autograd context that it belongs to; by default the current one, if there is one.
 
         Raises:
@@ -137,26 +138,21 @@ class Snapshot:
         tag = None
         if encoded.grad and recorded and runtime is not None:
             tag = runtime.agent.recorder.sent(encoded.tensors, None, context)
-        made = cls(encoded.body, copies, dict(encoded.definitions), holder.objects, remote_main, tag)
-        if stored is not None:
-            made._keep(stored, tuple([span.nbytes for span in spans]))
-        return made
-
-    def _keep(self, stored: StoredRange, sizes: tuple[int, ...]) -> None:
-        self.stored, self._sizes = stored, sizes
-        self.nbytes += sum(sizes)
+        sizes = () if stored is None else tuple([span.nbytes for span in spans])
+        definitions = dict(encoded.definitions)
+        return cls(encoded.body, copies, definitions, holder.objects, remote_main, tag, stored, sizes)
 
     def open(self, copy: bool | None = None) -> Any:
-        """Make the object again: a new one each time, which others do not see changed.
+        """Make a new object from the snapshot.
 
         Args:
-            copy: of a large object, True gives memory of its own; None gives pages of what is shared, each of which becomes the
-                object's own when it is written to; False gives that, and refuses writes.
+            copy: for a large object, True gives memory of its own; None gives the shared pages, and each page becomes the
+                object's own when it is written to; False gives the shared pages, and refuses writes.
 
         Raises:
             SerializationError: it cannot be rebuilt here.
             RuntimeError: :meth:`open_once` has used it up.
-            TypeError: there is a tensor in what is to be read only: torch has none of that kind.
+            TypeError: ``copy`` is False, and there is a tensor in it: torch has no read-only tensors.
         """
         buffers, is_mapped = self._whole()
         if copy is not False and (copy or not is_mapped):
@@ -182,7 +178,7 @@ class Snapshot:
         return self._decode(buffers)
 
     def share(self, agent: Agent) -> None:
-        """Have its memory where all processes of this host can have it.
+        """Move its memory to where all processes of this host can map it.
 
         Raises:
             ObjectStoreFullError: there is no room for it.
@@ -199,11 +195,10 @@ class Snapshot:
             self._buffers = []
 
     def _whole(self) -> tuple[list[memoryview], bool]:
-        """Return its memory, and whether that is a mapping of its own for each who asks.
-
-        Both from one look: share() may move the memory between two, therefore a second one could call a mapping what all have.
-        """
-        buffers = self._buffers  # looked at first: share() puts it elsewhere before it empties them
+        """Return its memory, and whether that is a new mapping, which only the caller has."""
+        buffers = (
+            self._buffers
+        )  # read before `stored`, because share() sets `stored` before it empties the buffers
         stored = self.stored
         if stored is not None:
             return _slices(stored.map(), self._sizes), True
@@ -217,14 +212,16 @@ class Snapshot:
         tensors = [] if tensors is None else tensors
         for attempt in range(_ATTEMPTS):
             if attempt == _ATTEMPTS - 1:
-                store = codec.DefinitionStore()  # others push ours out as fast as we put them in
+                store = (
+                    codec.DefinitionStore()
+                )  # other threads evict these definitions as fast as this thread adds them
             if attempt:
                 for key in store.missing(definitions):
                     store.add(key, definitions[key])
             try:
                 opened = codec.decode(self._body, buffers, definitions=store, context=holder, tensors=tensors)
             except codec.UnknownDefinitionError:
-                continue  # not put in yet, or pushed out by others since; nothing has been unpickled yet
+                continue  # not added yet, or evicted; no part of the object has been unpickled
             if self._tag is not None and (runtime := current()) is not None:
                 runtime.agent.recorder.arrived(self._tag, tensors, None)
             return opened
@@ -299,13 +296,11 @@ def _arrive(
         raise segment
     if layout(sizes)[1] > nbytes:
         raise ProtocolError("the parts of an object are larger than the whole")
-    made = Snapshot(body, (), definitions, held, by_name, tag)
-    made._keep(segment.range(offset, nbytes), sizes)
-    return made
+    return Snapshot(body, (), definitions, held, by_name, tag, segment.range(offset, nbytes), sizes)
 
 
 def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRange | None:
-    """Copy memory to where all processes of the host can have it; None where the system gives none for that."""
+    """Copy memory to where all processes of the host can map it; None if the system has no such memory."""
     offsets, nbytes = layout([span.nbytes for span in spans])
     execution = CURRENT.get()
     until = _time.now() + agent.settings.object_wait if execution is None else execution.deadline
@@ -315,13 +310,12 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
     if room is None:
         return None
     begun = _time.now()
-    with undo_on_error(room.discard):  # Ctrl-C between two copies
-        for span, offset in zip(spans, offsets, strict=True):
-            memory.copy(room.address + offset, memory.MemorySpan(span.address, span.nbytes, span.keep))
+    for span, offset in zip(spans, offsets, strict=True):
+        memory.copy(room.address + offset, span)
     agent.scheduler.keep_objects()
     if agent.flights is not None and nbytes >= COPIED_BYTES:
         agent.flights.noted(begun, "copy", f"of {nbytes} bytes into {label}, in shared memory")
-    return room.finish()  # type: ignore[no-any-return]
+    return room.stored  # type: ignore[no-any-return]
 
 
 def _slices(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
@@ -330,12 +324,11 @@ def _slices(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _copy_of(span: codec.TensorSpan) -> memoryview:
-    """Copy memory to where nobody else writes."""
+    """Copy memory to where no other code writes."""
     nbytes = span.nbytes
     runtime = current()
     # Pages that were used before are several times faster to fill than fresh ones.
     target = runtime.agent.buffers.take(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
     if nbytes:
-        source = memory.MemorySpan(span.address, nbytes, span.keep)
-        memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), source)
+        memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), span)
     return target

@@ -1,7 +1,7 @@
 """Waiting for results: one, several, the first ones, one after the other.
 
-Whatever waits for several results here waits for one future of its own, which a :class:`_Collector` completes. So a thread of an
-actor that waits can run calls that descend from its own, whatever it waits for.
+Functions that wait for several results wait for one future of their own, which a :class:`_Collector` completes. Meanwhile a
+waiting thread of an actor can run the calls that descend from its own.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import heapq
 import sys
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from itertools import islice
 from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import is_of_handler, say
+from actorrpc._exception_text import say
 from actorrpc.actors.refs.object_ref import SOLE, ObjectRef
 from actorrpc.actors.refs.progress_bar import progress_bar
 from actorrpc.actors.refs.results import ATOMS, StoredResult
 from actorrpc.agent.calls import CURRENT, Call
-from actorrpc.errors import RemoteError, RpcTimeoutError
-from actorrpc.futures import INTERRUPTED, Future, generation, interruption_point
+from actorrpc.errors import CancelledError, RemoteError, RpcTimeoutError
+from actorrpc.futures import INTERRUPTED, Future, Progress, generation, interruption_point
 from actorrpc.rpc.rref import RRef
 from actorrpc.validation import wait_limit
 
@@ -33,10 +34,11 @@ __all__ = [
     "Arrivals",
     "Completed",
     "GetTimeoutError",
-    "all_of",
     "as_completed",
     "cover",
     "deadline_of",
+    "future_of",
+    "gather",
     "get",
     "progress",
     "time_left",
@@ -46,53 +48,48 @@ __all__ = [
 T = TypeVar("T")
 
 GetTimeoutError = RpcTimeoutError
-"""Ray's name for what :func:`get` raises when a result is not there in time."""
+"""Ray's name for the error that :func:`get` raises when a result is not there in time."""
 
 _ANY_FUTURE: Final[type] = torch._C.Future
-_WAITABLE: Final = (ObjectRef, RRef, _ANY_FUTURE)
 _REFS: Final = frozenset({ObjectRef})
 _INFINITE: Final = float("inf")
 
 
-# -- what can be waited for --------------------------------------------------------------------------------
+# -- waiting for one result --------------------------------------------------------------------------------
 
 
 class Arrivals(Generic[T]):
-    """What gives results one by one, a stream.
-
-    :func:`wait` waits for the next one, and takes nothing; :func:`as_completed` takes each as it comes; :func:`get` takes all
-    that are left, at their end.
-    """
+    """A stream of results: :func:`wait` waits for the next one, :func:`as_completed` takes each, :func:`get` takes all."""
 
     __slots__ = ()
 
     def _arrival(self) -> Future[None]:
-        """Return a future that completes when there is something to take, or the end to see."""
-        raise TypeError(f"{self!r} gives nothing")
+        """Return a future that completes when :meth:`next` does not have to wait."""
+        raise NotImplementedError
 
     def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
-        """Take the next one."""
-        raise TypeError(f"{self!r} gives nothing")
+        """Take the next result."""
+        raise NotImplementedError
 
     def _whole(self) -> AbstractContextManager[Future[None]]:
-        """Have all come, to be taken when the future is complete."""
-        raise TypeError(f"{self!r} gives nothing")
+        """Have all results sent here. The future completes when all are here."""
+        raise NotImplementedError
 
     def cancel(self) -> bool:
-        """Close the stream; False if it was over."""
-        raise TypeError(f"{self!r} gives nothing")
+        """Close the stream; False if it has ended."""
+        raise NotImplementedError
 
     def _rest(self) -> list[T]:
-        """Take the values of all that are here."""
-        raise TypeError(f"{self!r} gives nothing")
+        """Take the values of all results that are here."""
+        raise NotImplementedError
 
 
 def _start(item: Any, what: str, final: bool) -> Future[Any]:
-    """Return the future to wait for; of a value that is known to be elsewhere, start to fetch it if ``final``.
+    """Return the future to wait for. If a value is known to be elsewhere and ``final`` is set, start to fetch it.
 
     Raises:
-        TypeError: there is nothing to wait for.
-        NotInitializedError: it is pending in the process of which this one is a fork.
+        TypeError: ``item`` cannot be waited for.
+        NotInitializedError: the future is pending, and was made before this process was forked.
     """
     if type(item) is ObjectRef:
         future = item._ask()
@@ -108,15 +105,11 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
         return item._to_future()
     if isinstance(item, _ANY_FUTURE):
         return _adopted(item)
-    raise _nothing_to_wait_for(item, what)
-
-
-def _nothing_to_wait_for(item: object, what: str) -> TypeError:
     if isinstance(item, Arrivals):
-        return TypeError(
+        raise TypeError(
             f"{what} takes ObjectRefs, not {_short(item)}: iterating over it gives them, or next(), and .values() the values"
         )
-    return TypeError(
+    raise TypeError(
         f"{what} takes ObjectRefs (what .remote() returns), Futures and RRefs, not {type(item).__name__} {_short(item)}"
     )
 
@@ -126,30 +119,33 @@ def _short(item: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def future_of(item: Any, what: str) -> Future[Any]:
+    """Return a future of a value that no other reader has. A value that is elsewhere is fetched. Errors as for :func:`get`.
+
+    Args:
+        what: the function that takes the item, for messages.
+    """
+    return item._final() if isinstance(item, ObjectRef) else _start(item, what, True)
+
+
+def _start_any(item: Any, what: str, final: bool) -> Future[Any]:
+    """As :func:`_start`, and for a stream the future of its next result."""
+    return item._arrival() if isinstance(item, Arrivals) else _start(item, what, final)
+
+
 def _adopted(other: Any) -> Future[Any]:
-    """Return a future of ours that follows one of torch's."""
+    """Return a Future of this package that follows a ``torch.futures.Future``."""
     future: Future[Any] = Future()
     future.label = "a torch.futures.Future"
-
-    def done(completed: Any) -> None:
-        try:
-            value = completed.value()
-        except BaseException as error:
-            future.set_exception(error)
-            if is_of_handler(error):
-                raise
-        else:
-            future.set_result(value)
-
-    other.add_done_callback(done)
+    other.add_done_callback(lambda done: future.complete_with(done.value))
     return future
 
 
 def deadline_of(timeout: float | None) -> float:
-    """Return when a wait must end, on the monotonic clock: at its time-out, or when the call must be over that it is in.
+    """Return the time, on the monotonic clock, at which a wait must end: by its time-out, or with the call that it is in.
 
     Raises:
-        WrongTypeError, ConfigError: ``timeout`` is no number of seconds, or negative.
+        WrongTypeError, ConfigError: ``timeout`` is not a number of seconds, or negative.
     """
     until = _INFINITE if timeout is None else _time.now() + wait_limit(timeout)
     execution = CURRENT.get()
@@ -157,17 +153,73 @@ def deadline_of(timeout: float | None) -> float:
 
 
 def time_left(until: float) -> float | None:
-    """Return the seconds until then; None for ever."""
+    """Return the seconds until a deadline; None if there is no bound."""
     return None if until == _INFINITE else max(0.0, until - _time.now())
+
+
+def _time_is_over() -> bool:
+    """Whether the deadline of the call that waits has passed. Its caller then no longer learns how the awaited calls fail."""
+    execution = CURRENT.get()
+    return execution is not None and execution.deadline <= _time.now()
+
+
+def _late(what: str, timeout: float | None) -> RpcTimeoutError:
+    bound = "the time of the call that waits for it" if timeout is None else f"{say(timeout)} s"
+    return RpcTimeoutError(
+        f"{what} was not complete within {bound}; it goes on: get() it again, or cancel() it"
+    )
+
+
+def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
+    try:
+        while not future.completed and until != _INFINITE:
+            try:
+                return future.wait(max(0.0, until - _time.now()))
+            except RpcTimeoutError:
+                if future.completed:
+                    break
+                if timeout is not None or deadline_of(None) <= _time.now():
+                    if _time_is_over():
+                        future.cover()
+                    raise _late(f"{future.label}", timeout) from None
+                until = deadline_of(None)  # a debugger has postponed the deadline of this call
+        return future.wait()
+    finally:
+        del future  # an error's traceback has this frame: see get()
+
+
+def cover(items: Iterable[Any], futures: Iterable[Future[Any]] = ()) -> None:
+    """Suppress the reports of failures of the ObjectRefs among the items, and of these futures."""
+    for each in _behind(items, futures):
+        each.cover()
+
+
+def _behind(items: Iterable[Any], futures: Iterable[Future[Any]]) -> list[Future[Any]]:
+    """Return the futures, of calls and of fetches, whose failures end a wait for several results."""
+    return [*futures, *(each for item in items if type(item) is ObjectRef for each in item._futures())]
+
+
+def _flush(futures: Iterable[Future[Any]]) -> None:
+    """Send the gathered messages, and have the pool read all replies: this thread is going to wait for a future of its own."""
+    conns = set()
+    for future in futures:
+        source = future.source
+        while isinstance(source, Future):
+            source = source.source
+        if type(source) is Call:
+            if source.conn in conns:
+                continue
+            conns.add(source.conn)
+        future.flush()
 
 
 # -- several results -----------------------------------------------------------------------------------------
 
 
 class _Collector:
-    """Collects the results that have ended, for ``get``, ``wait``, ``as_completed`` and ``all_of``.
+    """Collects the results that have ended, for ``get``, ``wait`` and ``as_completed``.
 
-    One thread at a time adds results and takes them out. :meth:`close` it, or results that are still to come keep it.
+    One thread at a time adds results and takes them out. When the collector is freed, its watches are removed from the futures.
 
     Args:
         fetch: a large result that is elsewhere counts when it has been fetched.
@@ -180,8 +232,6 @@ class _Collector:
         signal, wanted: the future to complete when so many are ready.
     """
 
-    __slots__ = ("failed", "fails", "fetch", "ready", "signal", "wanted", "watches")
-
     def __init__(self, fetch: bool, fails: bool = False) -> None:
         self.fetch, self.fails = fetch, fails
         self.watches: dict[int, _Watch] = {}
@@ -189,6 +239,11 @@ class _Collector:
         self.failed = False
         self.signal: Future[None] | None = None
         self.wanted = 0
+
+    def __del__(self) -> None:
+        # A signal handler may have interrupted the constructor.
+        for watch in vars(self).get("watches", {}).values():
+            watch.future.remove_waiter(watch.ended)
 
     def add(self, number: int, item: Any, future: Future[Any]) -> None:
         """Add a result, and wait for its future; the caller flushes the gathered messages."""
@@ -208,21 +263,26 @@ class _Collector:
         if needs_all:
             signal.awaits = list(self.watches.values())  # the search for deadlocks looks here
         self.wanted, self.signal = count, signal
-        # Looked at again after the line above: seen here, or by the thread that ends a result.
+        # A result that ends now is seen by the next line, or its thread sees the signal.
         return None if self.failed or len(self.ready) >= count else signal
+
+    def wait_until(self, until: float, count: int, label: str, needs_all: bool) -> bool:
+        """Wait until ``count`` results are ready, or one has failed; return False at the deadline."""
+        signal = self.awaited(count, label, needs_all)
+        if signal is None:
+            return True
+        try:
+            signal.wait(time_left(until))
+        except RpcTimeoutError:
+            return signal.completed
+        finally:
+            self.signal = None  # it has the watches, and so the results
+        return True
 
     @property
     def futures(self) -> list[Future[Any]]:
         """The futures that are waited for, by number; the future of a fetch replaces the future of its call."""
         return [each.future for each in self.watches.values()]
-
-    def close(self) -> None:
-        """Be told nothing any more."""
-        for watch in self.watches.values():
-            watch.future.remove_waiter(watch)
-        self.watches.clear()  # they refer to the collector, as what the signal awaits does
-        self.ready.clear()
-        self.signal = None
 
 
 class _Watch:
@@ -231,18 +291,20 @@ class _Watch:
     __slots__ = ("_collector", "future", "item", "number")
 
     def __init__(self, collector: _Collector, item: Any, number: int) -> None:
-        self._collector = collector
+        self._collector = weakref.ref(collector)
         self.item = item
         self.number = number
 
     def arm(self, future: Future[Any]) -> None:
         """Wait for a future."""
         self.future = future
-        future.add_waiter(self)
+        future.add_waiter(self.ended)
 
     def ended(self, future: Future[Any]) -> None:
         """Tell the collector. Runs on the thread that ends the result, and must not block: a pool thread fetches values."""
-        collector = self._collector
+        collector = self._collector()
+        if collector is None:
+            return
         value = future.value_or_none
         if type(value) is StoredResult and collector.fetch and type(self.item) is ObjectRef:
             value.rref._references.agent.submit(self._fetch)
@@ -255,22 +317,79 @@ class _Watch:
             signal.try_complete(None)
 
     def _fetch(self) -> None:
-        """Go on with the value itself, which is elsewhere."""
-        if self.number in self._collector.watches:  # otherwise it is closed
+        """Wait for the value itself, which is elsewhere."""
+        collector = self._collector()  # keeps the collector until this watch is armed again
+        if collector is not None:
             self.arm(self.item._settled())
             _flush([self.future])
 
 
-def _flush(futures: Iterable[Future[Any]]) -> None:
-    """Send what is still gathered for any of these, and have the pool read all their replies: somebody is going to wait."""
-    conns = set()
-    for future in futures:
-        source = future.source
-        if type(source) is Call:
-            if source.conn in conns:
-                continue
-            conns.add(source.conn)
-        future.flush()
+class _Gathering(Progress):
+    """The source of a future of several values: see :func:`gather`."""
+
+    __slots__ = ("_failed", "_futures", "_left", "_make", "future")
+
+    def __init__(
+        self, futures: list[Future[Any]], label: str, make: Any, failed: Callable[[int, BaseException], bool]
+    ) -> None:
+        self._futures, self._make, self._failed = futures, make, failed
+        self._left = [None] * len(futures)
+        self.future: Future[Any] = Future()
+        self.future.label = label
+        self.future.awaits = futures
+        self.future.source = self
+        for at, future in enumerate(futures):
+            future.add_done_callback(partial(self._ended, at))
+        if not futures:
+            self._succeed()
+
+    def _ended(self, at: int, done: Future[Any]) -> None:
+        error = done.error
+        if error is not None:
+            done.acknowledge()
+            if self._failed(at, error):
+                self.future.try_fail(error)
+                return
+        self._left.pop()
+        if not self._left:
+            self._succeed()
+
+    def _succeed(self) -> None:
+        values = (future.value_or_none if future.error is None else future.error for future in self._futures)
+        self.future.try_complete(self._make(values))
+
+    def drive(self, _deadline: float | None) -> None:
+        """Send the gathered messages. The waiting thread then sleeps: if it read one reply, it could miss another's failure."""
+        self.flush()
+
+    def flush(self) -> None:
+        _flush(self._futures)
+
+    def cancel(self) -> bool:
+        error = CancelledError(f"{self.future.label} was cancelled", maybe_executed=None)
+        if not self.future.try_fail(error):
+            return False
+        for future in self._futures:
+            future.cancel()
+        return True
+
+
+def gather(
+    parts: Iterable[ObjectRef[Any] | Future[Any]],
+    label: str,
+    make: Callable[[Iterable[Any]], T] = list,  # type: ignore[assignment]
+    failed: Callable[[int, BaseException], bool] = lambda at, error: True,
+) -> Future[T]:
+    """Return a future of the values of several results. No thread waits, fetches run side by side; the caller flushes messages.
+
+    Cancelling the future cancels all parts. Must not be called under a lock.
+
+    Args:
+        make: makes the value from the values of the parts, in order.
+        failed: called with the number of each part that fails, and its error. If it returns True, the future fails with that
+            error at once; otherwise the error stands in the place of the value.
+    """
+    return _Gathering([future_of(each, label) for each in parts], label, make, failed).future
 
 
 # -- get -----------------------------------------------------------------------------------------------------
@@ -320,70 +439,53 @@ def get(
     Args:
         refs: an ObjectRef, an ObjectRefGenerator, or a list or tuple of them (and of lists of them); Futures and RRefs will do,
             too.
-        timeout: seconds for all of it; None: until the calls are over.
+        timeout: seconds for all of it; None: until the calls end.
         copy: of large results, which the processes of a host share, None makes tensors and arrays whose pages become their own
             as they are written to, which is quick to get, and slow to overwrite as a whole; True makes a copy; False makes
-            arrays and memoryviews that can only be read (no tensors: torch has none of that kind).
+            read-only arrays and memoryviews (no tensors: torch has no read-only tensors).
         cancel_on_interrupt: cancel the calls and streams of ``refs`` where Ctrl-C ends the wait, and no later call can, as in
             ``get(handle.method.remote())``. None: in a notebook or another session of IPython only.
 
     Returns:
-        The result, or a list of results in the order of ``refs``. Each ``get`` gives values of its own: what is done to them,
-        nobody else sees.
+        The result, or a list of results in the order of ``refs``. Each ``get`` makes values of its own: no other reader sees
+        changes that are made to them.
         The result of an ObjectRefGenerator is a list of all values that have not been taken from it. If it raises, or time is
         up, they stay in it, to be taken one by one.
 
     Raises:
         RpcTimeoutError: not everything was there in time (also known as GetTimeoutError). The calls go on.
         TypeError: there is nothing to wait for in ``refs``.
-        Exception: what a call raised; of several, the first that fails, at once. What the others raise is not logged as
-            something that nobody looked at.
+        Exception: the error of a call; of several, the first that fails, at once. The failures of the others are not logged.
     """
     try:
-        if type(refs) is ObjectRef:
-            execution = CURRENT.get()
-            until = _INFINITE
-            if timeout is None and (execution is None or execution.deadline == _INFINITE):
-                value = (refs._future or refs._ask()).wait()  # the path of most calls
-            else:
-                until = deadline_of(timeout)
-                value = _wait_for(refs._ask(), until, timeout)
-            if type(value) in ATOMS:
-                return value
-            if type(value) is StoredResult:
-                value = _wait_for(refs._settled(), until, timeout)
-            sole = sys.getrefcount(refs) == SOLE
-            return refs._value(value, copy, sole)
-        until = deadline_of(timeout)
-        if not isinstance(refs, (list, tuple)):
-            if isinstance(refs, Arrivals):
-                return _get_all([refs], until, timeout, copy, cancel_on_interrupt)[0]
-            return _wait_for(_start(refs, "get()", True), until, timeout)
-        flat: list[Any] = []
-        sole = type(refs) is list and sys.getrefcount(refs) == SOLE
-        for item in refs:
-            if isinstance(item, (list, tuple)):
-                flat.extend(item)
-            else:
-                flat.append(item)
-        shape = [len(item) if isinstance(item, (list, tuple)) else -1 for item in refs]
-        if sole:  # nobody else has the list, so that its references can be known to be nobody else's
-            item = None
-            del refs[:]  # type: ignore[union-attr]
-        values = iter(_get_all(flat, until, timeout, copy, cancel_on_interrupt))
-        return [next(values) if size < 0 else list(islice(values, size)) for size in shape]
+        if type(refs) is not ObjectRef:
+            sole = type(refs) is list and sys.getrefcount(refs) == SOLE
+            return _get_several(refs, deadline_of(timeout), timeout, copy, cancel_on_interrupt, sole)
+        until = _INFINITE
+        execution = CURRENT.get()
+        if timeout is None and (execution is None or execution.deadline == _INFINITE):
+            value = (refs._future or refs._ask()).wait()  # the path of most calls
+        else:
+            until = deadline_of(timeout)
+            value = _wait_for(refs._ask(), until, timeout)
+        if type(value) in ATOMS:
+            return value
+        if type(value) is StoredResult:
+            value = _wait_for(refs._settled(), until, timeout)
+        sole = sys.getrefcount(refs) == SOLE
+        return refs._value(value, copy, sole)
     except KeyboardInterrupt as error:
         if type(refs) is ObjectRef:
             _interrupted(error, [refs], cancel_on_interrupt)
         raise
     finally:
-        # An error's traceback has this frame, and the references the error: no cycle, or what its frames have waits for the
-        # collector.
-        refs = flat = item = None  # type: ignore[assignment]
+        # An error's traceback has this frame, and the references have the error. Without this line they are a cycle, which only
+        # the garbage collector frees.
+        refs = None
 
 
 def _interrupted(error: BaseException, items: Iterable[Any], wanted: bool | None) -> None:
-    """Cancel what was waited for, if Ctrl-C has ended the wait and that is wanted; ``wanted``: see :func:`get`."""
+    """If Ctrl-C has ended the wait, cancel the items as :func:`get` says; ``wanted`` is its ``cancel_on_interrupt``."""
     if not isinstance(error, KeyboardInterrupt) or isinstance(error, RemoteError):
         return
     if wanted is None:
@@ -395,114 +497,78 @@ def _interrupted(error: BaseException, items: Iterable[Any], wanted: bool | None
                 each.cancel()
 
 
-def _opened(item: Any, future: Future[Any], copy: bool | None = None) -> Any:
-    """Return the value of what was waited for; of an ObjectRef, one that nobody else has."""
-    value = future.wait()
-    if type(item) is not ObjectRef:
-        return value
-    sole = sys.getrefcount(item) == SOLE + 1  # the caller has it in a variable, too
-    return item._value(value, copy, sole)
+def _get_several(
+    refs: Any, until: float, timeout: float | None, copy: bool | None, cancel: bool | None, sole: bool
+) -> Any:
+    """Do the work of :func:`get` for everything but one ObjectRef.
 
-
-def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
+    Args:
+        sole: only the caller of :func:`get` has the list ``refs``. It is emptied, so that only this thread has the ObjectRefs.
+    """
     try:
-        if until == _INFINITE:
-            return future.wait()
-        if not future.completed:
-            try:
-                return future.wait(max(0.0, until - _time.now()))
-            except RpcTimeoutError:
-                if not future.completed:
-                    if timeout is None and deadline_of(None) > _time.now():  # it was put off, for a debugger
-                        return _wait_for(future, deadline_of(None), None)
-                    if _time_is_over():
-                        future.cover()
-                    raise _late(f"{future.label}", timeout) from None
-        return future.wait()
+        if isinstance(refs, Arrivals):
+            return _get_all([refs], until, timeout, copy, cancel)[0]
+        if not isinstance(refs, (list, tuple)):
+            return _wait_for(_start(refs, "get()", True), until, timeout)
+        flat: list[Any] = []
+        shape: list[int] = []
+        for item in refs:
+            is_list = isinstance(item, (list, tuple))
+            shape.append(len(item) if is_list else -1)
+            flat.extend(item if is_list else (item,))
+        if sole:
+            item = None
+            del refs[:]  # type: ignore[union-attr]
+        values = iter(_get_all(flat, until, timeout, copy, cancel))
+        return [next(values) if size < 0 else list(islice(values, size)) for size in shape]
     finally:
-        del future  # an error's traceback has this frame: see get()
-
-
-def _time_is_over() -> bool:
-    """Whether the call that waits must be over: what it waits for ends with it, and it hears of that no more."""
-    execution = CURRENT.get()
-    return execution is not None and execution.deadline <= _time.now()
-
-
-def _late(what: str, timeout: float | None) -> RpcTimeoutError:
-    bound = "the time of the call that waits for it" if timeout is None else f"{say(timeout)} s"
-    return RpcTimeoutError(
-        f"{what} was not complete within {bound}; it goes on: get() it again, or cancel() it"
-    )
+        refs = flat = item = None  # type: ignore[assignment]  # see get()
 
 
 def _get_all(
     items: list[Any], until: float, timeout: float | None, copy: bool | None, cancel: bool | None
 ) -> list[Any]:
-    if not _REFS.issuperset(map(type, items)) and any(isinstance(item, Arrivals) for item in items):
-        with ExitStack() as stack:
-            ends = [stack.enter_context(e._whole()) if isinstance(e, Arrivals) else e for e in items]
-            try:
-                values = _get_each(ends, until, timeout, copy, cancel)
-            except KeyboardInterrupt as error:
-                _interrupted(error, items, cancel)
-                raise
-        return [
-            e._rest() if isinstance(e, Arrivals) else value for e, value in zip(items, values, strict=True)
-        ]
-    return _get_each(items, until, timeout, copy, cancel)
-
-
-def _get_each(
-    items: list[Any], until: float, timeout: float | None, copy: bool | None, cancel: bool | None
-) -> list[Any]:
+    """Wait for all items and return their values; ``items`` is emptied."""
     futures: list[Future[Any]] = []
-    forks = generation()
-    for item in items:
-        future = item._future if type(item) is ObjectRef else None
-        if future is None or forks:
-            future = _start(item, "get()", True)
-        elif type(future.value_or_none) is StoredResult:  # as _start() does
-            future = item._settled()
-        futures.append(future)
-    item = future = None
     try:
-        _wait_for_all(items, futures, until, timeout)
+        with ExitStack() as streams:
+            forks = generation()
+            for item in items:
+                future = item._future if type(item) is ObjectRef else None
+                if isinstance(item, Arrivals):
+                    future = streams.enter_context(item._whole())
+                elif future is None or forks or type(future.value_or_none) is StoredResult:
+                    future = _start(item, "get()", True)
+                futures.append(future)
+            _wait_for_all(items, futures, until, timeout)
         values = []
         for at, future in enumerate(futures):
             item, items[at] = items[at], None
             value = future.value_or_none
-            if type(value) in ATOMS:  # as most are
-                values.append(value)
-                continue
-            if type(value) is StoredResult and type(item) is ObjectRef:  # it has come since it was looked for
-                future = futures[at] = item._settled()
-                _wait_for(future, until, timeout)
-            values.append(_opened(item, future, copy))
+            if type(item) is not ObjectRef:
+                value = item._rest() if isinstance(item, Arrivals) else future.wait()
+            elif type(value) not in ATOMS:
+                if type(value) is StoredResult:  # the call was not over when its future was looked at
+                    future = item._settled()
+                value = _wait_for(future, until, timeout)
+                sole = sys.getrefcount(item) == SOLE
+                value = item._value(value, copy, sole)
+            values.append(value)
         return values
     except BaseException as error:
         _interrupted(error, items, cancel)
         if _time_is_over() or any(each.error is not None for each in _behind(items, futures)):
             cover(items, futures)
-        items.clear()  # they are the caller's own list: see get()
-        futures.clear()
         raise
-
-
-def _behind(items: Sequence[Any], futures: Sequence[Future[Any]]) -> list[Future[Any]]:
-    """Return the futures whose failures end a wait for several results: those of calls and those of fetches."""
-    return [*futures, *(each for item in items if type(item) is ObjectRef for each in item._futures())]
-
-
-def cover(items: Sequence[Any], futures: Sequence[Future[Any]] = ()) -> None:
-    """Have the failures not be reported of ObjectRefs among the items, and of these futures."""
-    for each in _behind(items, futures):
-        each.cover()
+    finally:
+        items.clear()  # see get()
+        futures.clear()
+        item = future = None
 
 
 def _wait_for_all(items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None) -> None:
-    """Wait for all; raise what the first one failed with."""
-    collector = None
+    """Wait for all; raise the error of the first that fails."""
+    collector = signal = None
     try:
         pending = [future for future in futures if not future.completed]
         if len(pending) < len(futures):
@@ -521,10 +587,7 @@ def _wait_for_all(items: list[Any], futures: list[Future[Any]], until: float, ti
             if collector.failed:
                 _raise_first(collector.futures)
     finally:
-        if collector is not None:
-            collector.close()
-        # An error's traceback has this frame: see get().
-        collector = pending = future = signal = None  # type: ignore[assignment]
+        collector = pending = future = signal = None  # type: ignore[assignment]  # see get()
 
 
 def _raise_first(futures: Iterable[Future[Any]]) -> None:
@@ -533,44 +596,7 @@ def _raise_first(futures: Iterable[Future[Any]]) -> None:
             try:
                 future.wait()
             finally:
-                del future, futures  # an error's traceback has this frame: see get()
-
-
-def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
-    """Return a Future of the values of several ObjectRefs, in order; it fails as soon as one of them does.
-
-    Nothing waits: the fetches of those that are elsewhere run side by side. Must not be called under a lock.
-    """
-    values: Future[list[Any]] = Future()
-    values.label = f"{len(refs)} results"
-    collector = _Collector(fetch=True, fails=True)
-    for at, ref in enumerate(refs):
-        collector.add(at, ref, _start(ref, "all_of()", True))
-    _flush(collector.futures)
-
-    def ended(_: object) -> None:
-        futures = collector.futures
-        collector.close()
-        for future in futures:
-            if future.error is not None:
-                cover(refs, futures)
-                values.set_exception(future.error)
-                return
-        try:
-            found = [_opened(ref, future) for ref, future in zip(refs, futures, strict=True)]
-        except BaseException as error:
-            values.set_exception(error)
-            if is_of_handler(error):
-                raise
-        else:
-            values.set_result(found)
-
-    signal = collector.awaited(len(refs), values.label, True)
-    if signal is None:
-        ended(None)
-    else:
-        signal.add_done_callback(ended)
-    return values
+                del future, futures  # see get()
 
 
 # -- wait ----------------------------------------------------------------------------------------------------
@@ -623,9 +649,7 @@ def wait(
     finally:
         if registered.lasts:
             shared.append(registered)
-    if not registered.items:
-        return ready, []
-    if _time_is_over():
+    if registered.items and _time_is_over():
         registered.cover()
     rest = _Unready(registered.items.values())
     rest.registered = shared
@@ -647,30 +671,20 @@ class _Unready(list[Any]):
         return list, (list(self),)
 
 
-class _Collecting:
-    """Has a collector, which ends with it."""
-
-    _collector: Any = None  # where a signal handler has cut the constructor short
-
-    def __del__(self) -> None:
-        if self._collector is not None:
-            self._collector.close()
-
-
-class _Registered(_Collecting):
-    """The results that :func:`wait` has still to return, from call to call. One thread uses it at a time.
+class _Registered(_Collector):
+    """The results that :func:`wait` has not returned yet. A list of the rest passes them on from call to call.
 
     Attributes:
         items: the results, in order, by numbers that grow from one to the next.
-        lasts: it is good for another call. A stream gives a new future after each item.
+        lasts: another call can use it. A stream has another future after each item, so a call with streams registers anew.
     """
 
     def __init__(self, fetch: bool) -> None:
+        super().__init__(fetch)
         self.items: dict[int, Any] = {}
         self.lasts = True
-        self._collector = _Collector(fetch)
         self._next = 0
-        self._ended: list[int] = []  # the numbers of those that have, a heap
+        self._ended: list[int] = []  # the numbers of the results that have ended, a heap
         self._different: set[Any] | None = None  # the items, where some were added later
         self._born = generation()
 
@@ -678,7 +692,7 @@ class _Registered(_Collecting):
         """Say whether ``refs`` begins with the items that are registered, and others can be added to them."""
         known = list(self.items.values())
         same = refs == known if len(refs) == len(known) else refs[: len(known)] == known
-        return same and fetch is self._collector.fetch and self._born == generation()
+        return same and fetch is self.fetch and self._born == generation()
 
     def extend(self, refs: Sequence[Any]) -> None:
         """Register the results at the end of ``refs`` that are not registered yet.
@@ -689,27 +703,21 @@ class _Registered(_Collecting):
         new = refs[len(self.items) :]
         if not new:
             return
-        if not _REFS.issuperset(map(type, new)):
-            for item in new:
-                if not isinstance(item, (*_WAITABLE, Arrivals)):
-                    raise _nothing_to_wait_for(item, "wait()")
-                self.lasts = self.lasts and not isinstance(item, Arrivals)
-        lasts = self.lasts
+        lasts = self.lasts and (
+            _REFS.issuperset(map(type, new)) or not any(isinstance(item, Arrivals) for item in new)
+        )
         self.lasts = False  # an error from here on leaves only some of the new items registered
         self._differ(new)
-        fetch, ended = self._collector.fetch, self._ended
+        fetch, ended = self.fetch, self._ended
         numbers = range(self._next, self._next + len(new))
         pending = []
         for number, item in zip(numbers, new, strict=True):
-            if isinstance(item, Arrivals):
-                future: Future[Any] = item._arrival()
-            else:
-                future = _start(item, "wait()", fetch)
+            future = _start_any(item, "wait()", fetch)
             if future.completed and not (fetch and type(future.value_or_none) is StoredResult):
                 ended.append(number)
             else:
                 pending.append(future)
-                self._collector.add(number, item, future)
+                self.add(number, item, future)
         heapq.heapify(ended)
         self.items.update(zip(numbers, new, strict=True))
         self._next = numbers.stop
@@ -717,7 +725,7 @@ class _Registered(_Collecting):
         _flush(pending)
 
     def _differ(self, new: Sequence[Any]) -> None:
-        """Check that the new items differ from each other, and from those that are registered."""
+        """Check that the new items differ from each other, and from the registered items."""
         if self.items and self._different is None:
             self._different = set(self.items.values())
         # One that has no identity yet is equal to itself only.
@@ -733,33 +741,26 @@ class _Registered(_Collecting):
 
     def wait(self, count: int, until: float) -> None:
         """Wait until so many results have ended, or the time is up."""
-        ended, collector = self._ended, self._collector
+        ended = self._ended
         while True:
-            while collector.ready:
-                heapq.heappush(ended, collector.ready.popleft().number)
+            while self.ready:
+                heapq.heappush(ended, self.ready.popleft().number)
             if len(ended) >= count or until <= _time.now():
                 return
             of = len(self.items)
-            signal = collector.awaited(count - len(ended), f"wait() for {count} of {of}", count == of)
-            if signal is not None:
-                try:
-                    signal.wait(time_left(until))
-                except RpcTimeoutError:  # what has come by then is looked at above
-                    pass
-                finally:
-                    collector.signal = None  # it names the watches, which refer to the collector
+            self.wait_until(until, count - len(ended), f"wait() for {count} of {of}", count == of)
 
     def cover(self) -> None:
         """Suppress the reports of failures of these results: the waiting thread has timed out."""
         items = list(self.items.values())
-        cover(items, [*self._collector.futures, *(each for each in items if isinstance(each, Future))])
+        cover(items, [*self.futures, *(each for each in items if isinstance(each, Future))])
 
     def take(self, count: int) -> list[Any]:
         """Take out the first ``count`` of the results that have ended, in order."""
         taken = [heapq.heappop(self._ended) for _ in range(min(count, len(self._ended)))]
         found = [self.items.pop(number) for number in taken]
         for number in taken:
-            self._collector.watches.pop(number, None)
+            self.watches.pop(number, None)
         if self._different is not None:
             self._different.difference_update(found)
         return found
@@ -768,8 +769,11 @@ class _Registered(_Collecting):
 # -- as_completed --------------------------------------------------------------------------------------------
 
 
-class Completed(_Collecting, Generic[T]):
-    """What :func:`as_completed` returns: an iterator for ``for`` and for ``async for``; use it in one place only."""
+_NEXT: Final = "the next of several results"
+
+
+class Completed(_Collector, Generic[T]):
+    """An iterator, for ``for`` and for ``async for``, that :func:`as_completed` returns. One thread at a time uses it."""
 
     def __init__(
         self,
@@ -779,84 +783,75 @@ class Completed(_Collecting, Generic[T]):
         bar: bool = False,
         description: str | None = None,
         fetch: bool = True,
+        needs_all: bool = False,
     ) -> None:
-        self._collector = _Collector(fetch)
+        super().__init__(fetch)
         self._until = deadline_of(timeout)
         self._timeout = timeout
-        self._awaits_all = False
+        self._needs_all = needs_all
         items: list[Any] = list(refs)
-        futures = [
-            item._arrival() if isinstance(item, Arrivals) else _start(item, "as_completed()", fetch)
-            for item in items
-        ]
-        # What watches a stream does not hold it: one that is dropped with this iterator is closed.
-        self._streams = [item for item in items if isinstance(item, Arrivals)]
+        futures = [_start_any(item, "as_completed()", fetch) for item in items]
         self._left = len(items)  # results, and streams that are not over
-        self._bar: Any = None
+        self.bar: Any = None
         if bar:
-            self._bar = progress_bar(None if self._streams else len(items), description)
+            streams = any(isinstance(item, Arrivals) for item in items)
+            self.bar = progress_bar(None if streams else len(items), description)
             if not items:
-                self._bar.close()
+                self.bar.close()
         for number, (item, future) in enumerate(zip(items, futures, strict=True)):
-            watched = weakref.ref(item) if isinstance(item, Arrivals) else item
-            self._collector.add(number, watched, future)
+            self.add(number, item, future)
         _flush(futures)
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        while True:
-            found, signal = self._take(StopIteration)
-            if signal is None:
-                return found  # type: ignore[no-any-return]
-            try:
-                signal.wait(time_left(self._until))
-            except RpcTimeoutError:
-                if not signal.completed:
-                    raise self._late() from None
+        while (found := self._take(StopIteration)) is None:
+            if not self.wait_until(self._until, 1, _NEXT, self._needs_all):
+                raise self._late()
+        return found
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
 
     async def __anext__(self) -> T:
-        while True:
-            found, signal = self._take(StopAsyncIteration)
-            if signal is None:
-                return found  # type: ignore[no-any-return]
+        while (found := self._take(StopAsyncIteration)) is None:
+            signal = self.awaited(1, _NEXT, self._needs_all)
             try:
                 async with asyncio.timeout(time_left(self._until)):
-                    await signal
+                    if signal is not None:
+                        await signal
             except TimeoutError:
-                if not signal.completed:
+                if signal is not None and not signal.completed:
                     raise self._late() from None
+        return found
 
-    def _take(self, stop: type[Exception]) -> tuple[Any, Future[None] | None]:
+    def _take(self, stop: type[Exception]) -> T | None:
+        """Return the next result, or None if it has not ended; raise ``stop`` after the last result."""
         if INTERRUPTED:
             interruption_point()
-        collector = self._collector
         while self._left:
-            signal = collector.awaited(1, "the next of several results", self._awaits_all)
-            if signal is not None:
-                return None, signal
-            watch = collector.ready.popleft()
-            if type(watch.item) is weakref.ref:
+            if not self.ready:
+                return None
+            watch = self.ready.popleft()
+            found: Any
+            if isinstance(watch.item, Arrivals):
                 found = self._item_of(watch)
             else:
                 self._left -= 1
                 found = watch.item
-            if self._bar is not None:
+            if self.bar is not None:
                 if found is not None:
-                    self._bar.update()
+                    self.bar.update()
                 if not self._left:
-                    self._bar.close()
+                    self.bar.close()
             if found is not None:
-                return found, None
+                return found  # type: ignore[no-any-return]
         raise stop
 
     def _item_of(self, watch: _Watch) -> ObjectRef[Any] | None:
-        """Take the next item of a stream, and watch for the one behind it; None where it is over."""
-        stream = watch.item()
+        """Take the next item of a stream, and wait for the item after it; None if the stream has ended."""
+        stream = watch.item
         found = None
         try:
             found = stream.next(timeout=0)
@@ -868,27 +863,14 @@ class Completed(_Collecting, Generic[T]):
         watch.arm(stream._arrival())
         return found
 
-    def all(self) -> None:
-        """Wait for all of them; the first that fails ends it, with what it raises."""
-        self._awaits_all = True
-        try:
-            for item in self:
-                get(item)
-        except BaseException:
-            if _time_is_over() or any(each.error is not None for each in self._collector.futures):
-                self._cover()
-            raise
-        finally:
-            if self._bar is not None:
-                self._bar.close()
-
     def _late(self) -> RpcTimeoutError:
         if _time_is_over():
-            self._cover()
+            self.cover()
         return _late(f"one of {self._left} results", self._timeout)
 
-    def _cover(self) -> None:
-        cover([each.item for each in self._collector.watches.values()], self._collector.futures)
+    def cover(self) -> None:
+        """Suppress the reports of failures of these results."""
+        cover([each.item for each in self.watches.values()], self.futures)
 
 
 @overload
@@ -937,8 +919,8 @@ def progress(
 
     Args:
         refs: a list of ObjectRefs; Futures and RRefs will do, too.
-        description: what stands in front of the bar.
-        timeout: seconds for all of it; None: until the calls are over.
+        description: the text in front of the bar.
+        timeout: seconds for all of it; None: until the calls end.
 
     Returns:
         The results, in the order of ``refs``.
@@ -949,9 +931,18 @@ def progress(
         TypeError: there is nothing to wait for in ``refs``.
         Exception: what a call raised; of several, the first that fails, at once.
     """
-    # What is no ObjectRef asks anew each time, and what has come is taken up once more at the end.
+    # get() of anything but an ObjectRef would fetch the value once more.
     items: list[Any] = [
         each if type(each) is ObjectRef else _start(each, "progress()", True) for each in refs
     ]
-    Completed(items, timeout, bar=True, description=description).all()
+    done: Completed[Any] = Completed(items, timeout, bar=True, description=description, needs_all=True)
+    try:
+        for each in done:
+            get(each)
+    except BaseException:
+        if _time_is_over() or any(each.error is not None for each in done.futures):
+            done.cover()
+        raise
+    finally:
+        done.bar.close()
     return [get(each) for each in items]

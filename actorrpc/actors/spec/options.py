@@ -318,8 +318,7 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
             the actor is being restarted it fails at once with ActorUnavailableError; None: as the actor's options say, and
             if they say nothing, it is not made again, but waits for an actor that is being restarted.
         retry_exceptions: whether what the method raises is a reason to make the call again; or only these. A generator is
-            called again that has given nothing yet; where ``@method(retry_exceptions=...)`` says so also a later one: from the
-            start, and its reader gets no item twice.
+            called again only while its reader has received no item.
         max_buffered_items: how many items of a stream are made ahead of its reader, whose generator then pauses, and holds
             its actor. None: 64 MiB of them, which is the bound in any case. Earlier programs say ``backpressure``, which is
             the same.

@@ -1,6 +1,6 @@
 """ObjectRefGenerators: the consuming end of a stream.
 
-:class:`_Consumer` does the work: it follows the call, pulls, and keeps what has come. Calls under way hold it, but not
+:class:`_Consumer` does the work: it follows the call, pulls, and keeps the items. Calls under way hold it, but not
 the :class:`ObjectRefGenerator` that users hold: when that is dropped, the stream is closed. How streams work is written
 in ``producer.py``.
 """
@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
-from actorrpc import _time
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -32,7 +31,7 @@ from actorrpc.actors.streams.producer import (
     close_stream,
     pull,
 )
-from actorrpc.actors.streams.stalls import PATIENCE_S, Stall, StreamReader
+from actorrpc.actors.streams.stalls import Stall, StreamReader
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError, SerializationError
@@ -43,12 +42,13 @@ from actorrpc.serialization import codec, exceptions
 __all__ = ["Again", "ObjectRefGenerator", "Translate"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 #: Says what an error that ended a pull from a worker means for the actor: an error, or a future that fails with one.
 Translate = Callable[[BaseException, "Peer | None"], "BaseException | Future[Any]"]
 
-#: Makes the call again that an error has ended, which has given so many items; None where it is not to be made again.
-Again = Callable[[BaseException, int], "Future[Any] | None"]
+#: Makes the call again that an error has ended before its first item; None where it is not to be made again.
+Again = Callable[[BaseException], "Future[Any] | None"]
 
 _INFINITE = float("inf")
 
@@ -58,7 +58,7 @@ class _Over(Exception):
 
 
 class _EndOfStream(Stall):
-    """Stands for the end of a stream, which may be waited for while nobody takes its items."""
+    """Stands for the end of a stream. A thread may wait for it without taking items."""
 
     __slots__ = ("consumer",)
 
@@ -67,11 +67,11 @@ class _EndOfStream(Stall):
 
 
 class _Consumer(Stall, Progress):
-    """What a generator of ObjectRefs knows of its stream. Thread-safe.
+    """The state of one stream on the side of its reader. Thread-safe.
 
-    ``_lock`` guards everything that changes. It is re-entrant, as the collector may run under it; nothing is called,
-    completed or sent under it. What is under way (the call, a pull, the translation of an error) is taken up once, by a
-    callback or by the thread that waits: one of them pops it from the list ``_claim``.
+    ``_lock`` guards everything that changes. It is re-entrant, as the collector may run under it. No code of others
+    is called, and no future completed, under it. The step under way (the call, a pull, the translation of an error) is handled
+    once, by a callback or by the thread that waits: one of them pops it from the list ``_claim``.
     """
 
     def __init__(
@@ -80,38 +80,31 @@ class _Consumer(Stall, Progress):
         self._references = rrefs.runtime()
         self._agent = self._references.agent
         self._translate = translate
-        self._again = again
+        self._again = again  # None after the first item
         self.label = label
         self._lock = threading.RLock()
         self._call: Future[Any] | None = call
         self._claim: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
-        self._under_way = True  # until what it has brought is here
+        self._under_way = True  # until the step under way has delivered what it brings
         self._ticket: StreamTicket | None = None
         self._peer: Peer | None = None
         self._items: deque[Any] = deque()
         self._charge = 0  # what they count, in bytes
-        self.reader = StreamReader.here(None)
-        self.reader.threads = frozenset(threading.enumerate())
-        self.touched = _time.now()  # when somebody last asked for an item
+        self.reader = StreamReader()
         self._count = 0  # of items that were taken
-        self._given = 0  # items that have come
-        self._skipped = 0  # of those that come again, where the call is made again
-        self._ended = False  # nothing comes any more
-        self._error: BaseException | None = None  # what comes behind the items
-        self.over = False  # and everything was taken
+        self._ended = False  # no more items arrive
+        self._error: BaseException | None = None  # raised after the items
         self._closed = False
         self._whole = 0  # so many wait for all items: they come, however much of them lies here
-        self.swept = 0  # the search that has had the garbage collected which may hold the stream
-        self._stuck: tuple[int, StreamReader | None] = -1, None
+        self._stuck = -1  # see look()
         self._generation = generation()
-        self._signal: Future[None] | None = None  # for a reader that waits until something changes
-        self._arrival: Future[None] | None = None  # for wait(), which takes nothing
+        self._arrival: Future[None] | None = None  # completes when take() need not wait
         self._finished: Future[None] | None = None
-        # Pulls belong to the stream, not to the call in which somebody happens to take an item.
+        # Pulls belong to the stream, not to the call in which an item is taken.
         self._apart = Execution(None, self._agent.self_peer, 0, _INFINITE, 0)
         self._follow(call, self._called)
 
-    # -- what is under way ---------------------------------------------------------------------------------
+    # -- the step under way --------------------------------------------------------------------------------
 
     def _follow(self, step: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         claim = [(step, then)]
@@ -128,8 +121,8 @@ class _Consumer(Stall, Progress):
         self._wake()
 
     def drive(self, deadline: float | None) -> None:
-        """Make progress on behalf of a thread that waits: as the source of the signal's future."""
-        signal = self._signal
+        """Make progress on behalf of a thread that waits for an item."""
+        signal = self._arrival
         while signal is not None and not signal.completed:
             claim = self._claim
             try:
@@ -144,7 +137,7 @@ class _Consumer(Stall, Progress):
             self._take_up(claim)
 
     def flush(self) -> None:
-        """Send what is still gathered."""
+        """Send the messages that are gathered."""
         self._agent.flush()
 
     @property
@@ -178,7 +171,7 @@ class _Consumer(Stall, Progress):
                 self._pull()
 
     def _wants(self) -> bool:
-        """Whether to pull now, under the lock: not more than half of what may be produced ahead lies here."""
+        """Whether to pull now: at most half of the items that may be produced ahead are here. Under the lock."""
         ticket = self._ticket
         return (
             ticket is not None
@@ -201,21 +194,22 @@ class _Consumer(Stall, Progress):
         with self._lock:
             if not self._wants():
                 return
-            ticket, peer, taken = self._ticket, self._peer, self._count
+            ticket, taken = self._ticket, self._count
             if self._whole:
                 taken += len(self._items)
-            claim: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = [(step, self._pulled)]
-            self._claim = claim
             self._under_way = True
         assert ticket is not None
-        assert peer is not None
-        step.add_done_callback(lambda _: self._take_up(claim))
+        self._follow(step, self._pulled)
+        self._call_producer(step, pull, ticket.stream, taken)
+
+    def _call_producer(self, future: Future[Any], function: Callable[..., Any], *args: Any) -> None:
+        assert self._peer is not None
         token = CURRENT.set(self._apart)
         try:
-            self._agent.call(peer, pull, (ticket.stream, taken), {}, 0, future=step)
+            self._agent.call(self._peer, function, args, {}, 0, future=future)
             self._agent.flush()
-        except Exception as error:
-            step.try_fail(error)
+        except Exception as error:  # the producer's worker has ended, or this one
+            future.try_fail(error)
             if is_of_handler(error):
                 raise
         finally:
@@ -234,12 +228,10 @@ class _Consumer(Stall, Progress):
         with self._lock:
             if self._closed:
                 return
-            known = min(self._skipped, len(items))
-            self._skipped -= known
-            self._given += len(items) - known
-            fresh = items[known:]
-            self._items.extend(fresh)
-            self._charge += sum(map(charge_of, fresh))
+            self._items.extend(items)
+            self._charge += sum(map(charge_of, items))
+            if items:
+                self._again = None
             if error is None:
                 self._under_way = False
                 if end is not None:
@@ -257,7 +249,7 @@ class _Consumer(Stall, Progress):
         if again is not None:
             token = CURRENT.set(self._apart)
             try:
-                call = again(error, self._given)
+                call = again(error)
             except Exception as wrong:
                 call, error = None, wrong
             finally:
@@ -278,12 +270,10 @@ class _Consumer(Stall, Progress):
         self._fail(error)
 
     def _begin_anew(self, call: Future[Any]) -> None:
-        """Follow a call that gives the same items from the first on: those that are here are not given twice."""
         with self._lock:
             closed = self._closed
             if not closed:
                 self._call, self._ticket, self._under_way = call, None, True
-                self._skipped = self._given
         if closed:
             call.cancel()
         else:
@@ -298,70 +288,65 @@ class _Consumer(Stall, Progress):
 
     def _wake(self) -> None:
         with self._lock:
-            signal, self._signal = self._signal, None
             finished = self._finished if self._ended else None
             arrival = None
-            if self._there():
+            if self._there:
                 arrival, self._arrival = self._arrival, None
         if arrival is not None:
             arrival.try_complete(None)
-        if signal is not None:
-            signal.try_complete(None)
         if finished is not None:
             self._complete(finished)
 
     # -- taking --------------------------------------------------------------------------------------------
 
-    def take(self) -> tuple[Any, BaseException | None, Future[None] | None]:
-        """Return an item as it came, or an error that stands for one, or else a future to wait for before trying again.
+    @property
+    def _there(self) -> bool:
+        """Whether take() gives an item, an error or the end. Under the lock."""
+        return bool(self._items) or self._ended
+
+    @property
+    def over(self) -> bool:
+        """Whether there are no more items to take."""
+        with self._lock:
+            return self._ended and not self._items and self._error is None
+
+    def take(self) -> tuple[Any, BaseException | None] | None:
+        """Return an item as it came, or the error in its place; None: wait for :meth:`arrival`, and try again.
 
         Raises:
             _Over: there are no more.
         """
-        self.reader = reader = StreamReader.here(self.reader)
-        reader.threads = None
-        self.touched = _time.now()
+        self.reader.note()
         with self._lock:
+            if not self._there:
+                return None
             if not self._items:
-                if self._ended or self._closed:
-                    error, self._error = self._error, None
-                    self.over = True
-                    if error is None:
-                        raise _Over
-                    self._count += 1
-                    return None, error, None
-                signal = self._signal
-                if signal is None:
-                    label = f"item {self._count} of {self.label}"
-                    if self._generation != generation():  # this process is a fork, to which no item comes
-                        raise lost_by_fork(label)
-                    signal = self._signal = Future()
-                    signal.label = label
-                    signal.source = self
-                return None, None, signal
+                error, self._error = self._error, None
+                if error is None:
+                    raise _Over
+                self._count += 1
+                return None, error
             packed = self._items.popleft()
             self._charge -= charge_of(packed)
             self._count += 1
             wants = self._wants()
         if wants:
             self._pull()
-        return packed, None, None
-
-    def _there(self) -> bool:
-        """Whether take() gives an item, an error or the end, under the lock."""
-        return bool(self._items) or self._ended or self._closed
+        return packed, None
 
     def arrival(self) -> Future[None]:
         """Return a future that completes when take() need not wait: an item is here, an error, or the end."""
-        self.reader = reader = StreamReader.here(self.reader)
-        reader.threads = None
-        self.touched = _time.now()
+        self.reader.note()
         with self._lock:
-            there = self._there()
+            there = self._there
             arrival = self._arrival
             if arrival is None:
+                label = f"item {self._count} of {self.label}"
+                if not there and self._generation != generation():  # this process is a fork: no item arrives
+                    raise lost_by_fork(label)
                 arrival = Future()
-                arrival.label = f"item {self._count} of {self.label}"
+                arrival.label = label
+                arrival.source = self
                 arrival.awaits = (self,)
                 if not there:
                     self._arrival = arrival
@@ -371,10 +356,8 @@ class _Consumer(Stall, Progress):
 
     @contextmanager
     def whole(self) -> Iterator[Future[None]]:
-        """Have all items come, and be kept here; gives :meth:`finished`. Nothing is taken."""
-        self.reader = reader = StreamReader.here(self.reader)
-        reader.threads = None
-        self.touched = _time.now()
+        """Have all items sent and kept here, without taking any; gives :meth:`finished`."""
+        self.reader.note()
         with self._lock:
             self._whole += 1
         try:
@@ -396,7 +379,7 @@ class _Consumer(Stall, Progress):
         with self._lock:
             if self._closed:
                 return
-            self._closed = self.over = True
+            self._closed = True
             dropped = list(self._items)
             self._items.clear()
             self._charge = 0
@@ -415,21 +398,10 @@ class _Consumer(Stall, Progress):
         self._wake()
 
     def _tell_closed(self, ticket: StreamTicket) -> None:
-        peer = self._peer
-        if peer is None or self._agent.closed_down:
-            return
-        told: Future[None] = Future()
-        told.add_done_callback(_look_away)
-        token = CURRENT.set(self._apart)
-        try:
-            self._agent.call(peer, close_stream, (ticket.stream,), {}, 0, future=told)
-            self._agent.flush()
-        except Exception as error:  # the producer's worker has ended, or this one
-            told.try_fail(error)
-            if is_of_handler(error):
-                raise
-        finally:
-            CURRENT.reset(token)
+        if self._peer is not None and not self._agent.closed_down:
+            told: Future[None] = Future()
+            told.add_done_callback(_look_away)
+            self._call_producer(told, close_stream, ticket.stream)
 
     def finished(self) -> Future[None]:
         """Return a future that completes when the generator is known to be over; it fails as the stream does."""
@@ -449,19 +421,18 @@ class _Consumer(Stall, Progress):
 
     @property
     def awaits_end(self) -> bool:
-        """Whether somebody may wait for the end of the stream."""
+        """Whether :meth:`finished` was asked for, and the stream has not ended."""
         return self._finished is not None and not self._ended
 
     def look(self) -> None:
         """End the wait for the stream's end if the thread that waits should take the items that are in the way of it."""
         reader = self.reader
         waits = any(isinstance(each, _EndOfStream) and each.consumer is self for each in reader.waits_for())
-        patient = reader.alone or _time.now() - self.touched >= PATIENCE_S
         finished: Future[None] | None = None
         with self._lock:
             full = not self._under_way and not self._ended and not self._wants()
-            stuck = (self._count if waits and patient and full else -1), reader
-            if stuck[0] >= 0 and stuck == self._stuck:  # as it was at the look before
+            stuck = self._count if waits and reader.certain and full else -1
+            if stuck >= 0 and stuck == self._stuck:  # as at the last look
                 finished, self._finished = self._finished, None
             self._stuck = stuck
         if finished is not None:
@@ -488,12 +459,76 @@ def _look_away(done: Future[Any]) -> None:
     done.acknowledge()
 
 
-class ObjectRefGenerator(Arrivals[T], Generic[T]):
+class _Items(Generic[R]):
+    """Iterates over a stream. Thread-safe: each item goes to one of the threads that iterate."""
+
+    __slots__ = ("_consumer",)
+
+    def __init__(self, consumer: _Consumer) -> None:
+        self._consumer = consumer
+
+    @staticmethod
+    def _made(consumer: _Consumer, packed: Any, error: BaseException | None) -> R:
+        """Make what the iterator gives of an item, or of the error in its place."""
+        raise NotImplementedError
+
+    def _next(self, timeout: float | None) -> R:
+        consumer, until = self._consumer, deadline_of(timeout)
+        while True:
+            if INTERRUPTED:
+                interruption_point()
+            try:
+                item = consumer.take()
+            except _Over:
+                raise StopIteration from None
+            if item is not None:
+                return self._made(consumer, *item)
+            arrival = consumer.arrival()
+            try:
+                arrival.wait(time_left(until))
+            except RpcTimeoutError:
+                if not arrival.completed:
+                    raise _late(consumer, timeout) from None
+
+    async def __anext__(self) -> R:
+        consumer, until = self._consumer, deadline_of(None)
+        while True:
+            if INTERRUPTED:
+                interruption_point()
+            try:
+                item = consumer.take()
+            except _Over:
+                raise StopAsyncIteration from None
+            if item is not None:
+                return self._made(consumer, *item)
+            arrival = consumer.arrival()
+            try:
+                async with asyncio.timeout(time_left(until)):
+                    await arrival
+            except TimeoutError:
+                if not arrival.completed:
+                    raise _late(consumer, None) from None
+
+    def __next__(self) -> R:
+        return self._next(None)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def close(self) -> None:
+        """Close the generator on the actor: it gets GeneratorExit at its yield. Items not taken are lost. Idempotent."""
+        self._consumer.close()
+
+
+class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
     """What a call of a generator method returns: an iterator over ObjectRefs of what it yields, as it comes.
 
     ``for ref in generator`` and ``async for ref in generator`` give ObjectRefs whose values are here already;
     ``generator.values()`` gives the values themselves, ``get(generator)`` a list of all of them. If the generator raises, the
-    ObjectRef in that place raises it, and the stream is over. At most 64 MiB, and ``max_buffered_items`` items if that is given,
+    ObjectRef in that place raises it, and ends the stream. At most 64 MiB, and ``max_buffered_items`` items if that is given,
     are produced and not taken: then the generator pauses, and holds its actor. Thread-safe: several threads may take items, each
     item goes to one of them.
 
@@ -503,10 +538,10 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
         future: the call; completes with a StreamTicket.
         label: how messages call the stream; default: as the call.
         translate: says what the end of the producer's worker means; default: it is raised as it is.
-        again: makes the call again when it has failed; default: nobody does.
+        again: makes the call again when it has failed before its first item; default: it is not made again.
     """
 
-    __slots__ = ("__weakref__", "_consumer")
+    __slots__ = ("__weakref__",)
 
     def __init__(
         self,
@@ -516,7 +551,7 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
         translate: Translate | None = None,
         again: Again | None = None,
     ) -> None:
-        self._consumer = _Consumer(future, str(future.label) if label is None else label, translate, again)
+        super().__init__(_Consumer(future, str(future.label) if label is None else label, translate, again))
 
     def __del__(self) -> None:
         try:
@@ -529,6 +564,18 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
 
     # -- items ---------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _made(consumer: _Consumer, packed: Any, error: BaseException | None) -> ObjectRef[Any]:
+        label = f"item {consumer.count - 1} of {consumer.label}"
+        if error is None and type(packed) is Snapshot and packed.stored is None:
+            try:
+                packed = packed.open_once()  # its memory came with it, and is not shared
+            except Exception as caught:
+                error = caught
+        if error is not None:
+            return ObjectRef.failed(error, label=label)
+        return ObjectRef.of(packed, label=label)
+
     def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
         """Return the next ObjectRef, complete; waits for it.
 
@@ -539,29 +586,7 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
             StopIteration: there are no more.
             RpcTimeoutError: it was not there in time; try again.
         """
-        consumer = self._consumer
-        try:
-            value, error = _take(consumer, timeout)
-        except _Over:
-            raise StopIteration from None
-        return _ref(consumer, value, error)
-
-    def __iter__(self) -> Iterator[ObjectRef[T]]:
-        return self
-
-    def __next__(self) -> ObjectRef[T]:
-        return self.next()
-
-    def __aiter__(self) -> AsyncIterator[ObjectRef[T]]:
-        return self
-
-    async def __anext__(self) -> ObjectRef[T]:
-        consumer = self._consumer
-        try:
-            value, error = await _take_async(consumer)
-        except _Over:
-            raise StopAsyncIteration from None
-        return _ref(consumer, value, error)
+        return self._next(timeout)
 
     def values(self) -> _Values[T]:
         """Return an iterator (sync and async) over the values; it raises what the generator raised."""
@@ -569,19 +594,15 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Close the generator on the actor: it gets GeneratorExit at its yield. Items not taken are lost. Idempotent."""
-        self._consumer.close()
-
     def cancel(self) -> bool:
-        """Close the stream; False if it was over."""
+        """Close the stream; False if it had ended."""
         if self._consumer.over:
             return False
         self._consumer.close()
         return True
 
     def completed(self) -> ObjectRef[None]:
-        """Return an ObjectRef that is complete when the generator is over and its last item is on this side.
+        """Return an ObjectRef that is complete when the generator has ended and its last item has arrived.
 
         It raises what the generator raised, and CancelledError where the stream was closed before its end.
         """
@@ -610,20 +631,11 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
         return self._consumer.whole()
 
     def _rest(self) -> list[T]:
-        consumer = self._consumer
-        values: list[T] = []
-        while True:
-            try:
-                value, error = _take(consumer, 0)
-            except _Over:
-                return values
-            values.append(_open(value, error))
+        return list(self.values())
 
     def is_finished(self) -> bool:
         """Say whether there are no more items to take."""
-        consumer = self._consumer
-        with consumer._lock:
-            return consumer.over or (consumer._ended and not consumer._items and consumer._error is None)
+        return self._consumer.over
 
     def __enter__(self) -> Self:
         return self
@@ -642,59 +654,23 @@ class ObjectRefGenerator(Arrivals[T], Generic[T]):
         raise SerializationError(f"{self!r} cannot be sent or pickled: take its items here, and send those")
 
 
-class _Values(Generic[T]):
+class _Values(_Items[T]):
     """The values of a stream."""
 
     __slots__ = ("_generator",)
 
     def __init__(self, generator: ObjectRefGenerator[T]) -> None:
-        self._generator = generator
+        super().__init__(generator._consumer)
+        self._generator = generator  # which closes the stream when it is dropped
 
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        try:
-            value, error = _take(self._generator._consumer, None)
-        except _Over:
-            raise StopIteration from None
-        return _open(value, error)  # type: ignore[no-any-return]
-
-    def __aiter__(self) -> AsyncIterator[T]:
-        return self
-
-    async def __anext__(self) -> T:
-        try:
-            value, error = await _take_async(self._generator._consumer)
-        except _Over:
-            raise StopAsyncIteration from None
-        return _open(value, error)  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        """Close the stream."""
-        self._generator.close()
+    @staticmethod
+    def _made(consumer: _Consumer, packed: Any, error: BaseException | None) -> T:
+        if error is not None:
+            raise error
+        return packed.open_once() if type(packed) is Snapshot else packed  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"<values of {self._generator!r}>"
-
-
-def _open(packed: Any, error: BaseException | None) -> Any:
-    """Return the value of an item, or raise what stands for it."""
-    if error is not None:
-        raise error
-    return packed.open_once() if type(packed) is Snapshot else packed
-
-
-def _ref(consumer: _Consumer, packed: Any, error: BaseException | None) -> ObjectRef[Any]:
-    label = f"item {consumer.count - 1} of {consumer.label}"
-    if error is None and type(packed) is Snapshot and packed.stored is None:
-        try:
-            packed = packed.open_once()  # its memory came with it, and is nobody else's
-        except Exception as caught:
-            error = caught
-    if error is not None:
-        return ObjectRef.failed(error, label=label)
-    return ObjectRef.of(packed, label=label)
 
 
 def _late(consumer: _Consumer, timeout: float | None) -> RpcTimeoutError:
@@ -702,34 +678,3 @@ def _late(consumer: _Consumer, timeout: float | None) -> RpcTimeoutError:
     return RpcTimeoutError(
         f"item {consumer.count} of {consumer.label} was not there within {bound}; the stream goes on"
     )
-
-
-def _take(consumer: _Consumer, timeout: float | None) -> tuple[Any, BaseException | None]:
-    until = deadline_of(timeout)
-    while True:
-        if INTERRUPTED:
-            interruption_point()
-        value, error, signal = consumer.take()
-        if signal is None:
-            return value, error
-        try:
-            signal.wait(time_left(until))
-        except RpcTimeoutError:
-            if not signal.completed:
-                raise _late(consumer, timeout) from None
-
-
-async def _take_async(consumer: _Consumer) -> tuple[Any, BaseException | None]:
-    until = deadline_of(None)
-    while True:
-        if INTERRUPTED:
-            interruption_point()
-        value, error, signal = consumer.take()
-        if signal is None:
-            return value, error
-        try:
-            async with asyncio.timeout(time_left(until)):
-                await signal
-        except TimeoutError:
-            if not signal.completed:
-                raise _late(consumer, None) from None

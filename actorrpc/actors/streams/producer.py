@@ -8,7 +8,7 @@ what it has. An item is packed when it is yielded: changing the object afterward
 served by pool threads, never behind the actor's work.
 
 An item counts, from when it is packed until the producer hears that it was taken, with its size and what an object takes
-besides, on whichever side it lies: what both sides keep of a stream is bounded by one window, and one item more.
+besides, on whichever side it lies: both sides together keep at most one window of a stream, and one item more.
 
 An :class:`ObjectRefGenerator` that is closed or dropped tells the producer, whose generator is then closed where it
 stands (GeneratorExit at its yield). The end of a consumer's worker has the same effect.
@@ -65,7 +65,7 @@ _INLINE_BYTES: Final = 64 << 10  # what the producing thread sends itself
 _PLAIN: Final = frozenset({int, float, bool, type(None), complex})
 _PLAIN_BYTES: Final = 4096
 _LEAST_BYTES: Final = 128  # what an item counts at least: an object, and its places in the queues
-_SNAPSHOT_BYTES: Final = 400  # what a snapshot takes besides what is in it
+_SNAPSHOT_BYTES: Final = 400  # the size of a snapshot without its contents
 
 DONE: Final = b""
 """The end of a stream whose generator has returned; other ends are packed errors."""
@@ -122,32 +122,6 @@ class Producer(Stall):
         pause: names the pause that the generator makes now, because its window is full; 0 where it makes none.
     """
 
-    __slots__ = (
-        "_agent",
-        "_asked",
-        "_begun",
-        "_call",
-        "_charge",
-        "_charges",
-        "_closed",
-        "_end",
-        "_error",
-        "_items",
-        "_lock",
-        "_room",
-        "_stopped",
-        "_streams",
-        "_taken",
-        "entry",
-        "limit",
-        "on_close",
-        "owner",
-        "pause",
-        "peer",
-        "stream",
-        "suspected",
-    )
-
     def __init__(
         self,
         streams: Streams,
@@ -161,7 +135,7 @@ class Producer(Stall):
         self.stream = stream
         self.entry: Any = entry  # hosts, which are above streams, know more of it
         self.pause = 0
-        self.suspected: dict[int, float] = {}  # the searches that have come back to the pause
+        self.suspected: dict[int, float] = {}  # when each search for deadlocks first led back to the pause
         self.limit = limit
         self.peer = peer
         self.owner = owner
@@ -174,8 +148,8 @@ class Producer(Stall):
         self._charge = 0  # their sum
         self._taken = 0  # by the consumer, of all that were produced
         self._end: bytes | None = None
-        self._stopped = False  # no more is to be produced
-        self._closed = False  # and none of what has been is wanted
+        self._stopped = False  # no more items are produced
+        self._closed = False  # and those that were produced are not wanted
         self._error: ShutdownError | None = None
         self._room: Future[None] | None = None  # the producing side waits for it
         self._asked: Future[Batch] | None = None  # the pull that waits for items
@@ -205,18 +179,18 @@ class Producer(Stall):
 
     @property
     def closed(self) -> bool:
-        """Whether nobody wants more items."""
+        """Whether no more items are wanted."""
         return self._stopped
 
     @property
     def since(self) -> float | None:
-        """When it began; None where its last item is there, or nobody wants more."""
+        """When it began; None if its last item was produced, or no more items are wanted."""
         return None if self._closed or self._end is not None else self._begun
 
     # -- the producing side -----------------------------------------------------------------------------
 
     def room(self) -> Future[None] | None:
-        """Return None where another item may be produced (or nobody wants any), and else a future to wait for."""
+        """Return a future to wait for before another item is produced; None where there is room, or no item is wanted."""
         with self._lock:
             if self._stopped or self._has_room:
                 return None
@@ -241,13 +215,13 @@ class Producer(Stall):
             return len(self._charges), self._charge
 
     def note_pause(self, begun: float) -> None:
-        """Tell the flight recorder of a pause of this thread that is over."""
+        """Record a pause of this thread, which has just ended, in the flight recorder."""
         flights = self._agent.flights
         if flights is not None:
             flights.noted(begun, "pause", f"of stream {self.stream:x}")
 
     def _note(self, what: str) -> None:
-        """Tell the flight recorder of the stream, which is over."""
+        """Record the end of the stream in the flight recorder."""
         flights = self._agent.flights
         if flights is not None:
             flights.noted(self._begun, "stream", what)
@@ -448,7 +422,7 @@ class Streams:
         self.consumers: weakref.WeakValueDictionary[tuple[WorkerKey, int], Any] = (
             weakref.WeakValueDictionary()
         )
-        #: tells the search for deadlocks that somebody may wait
+        #: has the search for deadlocks look: a generator or a reader may wait
         self.poke: Callable[[], None] = _nobody
         self._over = False
         agent.on_peer_end.append(self._peer_ended)
@@ -487,7 +461,7 @@ class Streams:
         """Return a stream's producer.
 
         Raises:
-            RpcError: it is over, or was closed.
+            RpcError: it has ended, or was closed.
         """
         producer = self._producers.get(stream)
         if producer is None:
@@ -511,14 +485,14 @@ class Streams:
         return next(self._numbers)
 
     def forget(self, producer: Producer) -> None:
-        """Note that a stream is over."""
+        """Remove a stream that has ended."""
         self._producers.pop(producer.stream, None)
         call, peer = producer._call, producer.peer
         if call is not None and peer is not None and peer.running.get(call) is producer:
             del peer.running[call]
 
     def abort(self, owner: object, error: BaseException) -> None:
-        """End all streams of an owner: their consumers get the error behind what has been produced."""
+        """End all streams of an owner: their consumers get the error after the items that were produced."""
         for producer in list(self._producers.values()):
             if producer.owner is owner:
                 producer.abort(error)
@@ -562,7 +536,7 @@ def pull(stream: int, taken: int) -> Any:
 
 
 def close_stream(stream: int) -> None:
-    """Close a stream: nobody wants its items (called by RPC). Without effect where it is over."""
+    """Close a stream whose consumer wants no more items; does nothing if it has ended. Called by RPC."""
     streams: Streams = runtime().streams
     producer = streams.find(stream)
     if producer is not None:
@@ -581,14 +555,14 @@ def _as_it_is(error: BaseException) -> BaseException:
 
 
 def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Explain = _as_it_is) -> None:
-    """Run a generator on this thread until it is over or nobody wants more; what it raises goes to the consumer.
+    """Run a generator on this thread until it ends or its stream is closed; its exception goes to the consumer.
 
     The thread waits through futures, so that calls which descend from this one can run meanwhile.
 
     Raises:
         ShutdownError: this worker shuts down.
-        BaseException: what the generator raised, where that is no Exception (KeyboardInterrupt, SystemExit); the consumer
-            has been told.
+        BaseException: the generator raised an exception that is no Exception (KeyboardInterrupt, SystemExit), which was sent to
+            the consumer, too.
     """
     try:
         while True:
@@ -631,7 +605,7 @@ def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
 async def aproduce(
     generator: AsyncGenerator[Any, Any], producer: Producer, explain: Explain = _as_it_is
 ) -> None:
-    """Run an async generator until it is over or nobody wants more. As :func:`produce`, but no thread waits.
+    """Run an async generator until it ends or its stream is closed. As :func:`produce`, but no thread waits.
 
     A generator that awaits something when its stream is closed gets CancelledError there.
     """

@@ -18,7 +18,7 @@ from actorrpc.serialization import exceptions
 
 if TYPE_CHECKING:
     from actorrpc.actors.spec.death_report import DeathReport
-    from actorrpc.actors.supervision.record import ActorRecord, RestartVerdict
+    from actorrpc.actors.supervision.record import ActorRecord, Incarnation, RestartVerdict
 
 __all__ = ["dead", "not_made", "without_worker"]
 
@@ -30,11 +30,11 @@ def dead(
     cause: BaseException | None,
     verdict: RestartVerdict,
 ) -> ActorDiedError:
-    """Return the death of an actor, as it is known where it was looked after.
+    """Return the error that tells of an actor's death, for its supervisor.
 
     Args:
         text: how it ended.
-        verdict: why there is no further incarnation, where somebody could have wished for one.
+        verdict: why there is no further incarnation, if it was not asked to end.
     """
     text = f"{actor.title} is dead{f' ({verdict.why_not})' if verdict.why_not else ''}: {text}"
     if verdict.before:
@@ -51,22 +51,22 @@ def dead(
     )
 
 
-def without_worker(actor: ActorRecord, report: DeathReport | None, why: str) -> str:
-    """Say how an incarnation has ended whose worker has.
+def without_worker(life: Incarnation, report: DeathReport | None, why: str) -> str:
+    """Say how an incarnation has ended whose worker has ended.
 
     Args:
-        report: what is known of its process's end.
-        why: what else is known of why the worker ended; may be empty.
+        report: on the end of its process.
+        why: another reason for the end of the worker; may be empty.
     """
-    if actor.doomed:
-        return actor.doomed
+    if life.ended_by_group:
+        return life.ended_by_group
     if report is not None:
         text = report.describe()
     else:
-        text = f"worker {actor.worker_name!r}, where it lived, has ended" + (f": {why}" if why else "")
-    if actor.drained and not actor.killed:
-        return f"{actor.drained}, and it does not move: {text}"
-    return f"it was killed with kill(): {text}" if actor.killed else text
+        text = f"worker {life.worker_name!r}, where it lived, has ended" + (f": {why}" if why else "")
+    if life.drained and not life.killed:
+        return f"{life.drained}, and it does not move: {text}"
+    return f"it was killed with kill(): {text}" if life.killed else text
 
 
 def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
@@ -80,7 +80,9 @@ def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
     what = line_of(original)
     if is_a(error, RemoteError) and not is_a(original, ActorDiedError) and worker is not None:
         if CAUSE.__get__(original) is None:
-            CAUSE.__set__(original, RemoteTraceback(exceptions.traceback_of(error)))  # for those who print it
+            CAUSE.__set__(
+                original, RemoteTraceback(exceptions.traceback_of(error))
+            )  # for code that prints it
         where = "restore()" if IN_RESTORE in notes_of(original) else "constructor"
         text, final = f"its {where} raised {what}", True
     elif worker is not None:

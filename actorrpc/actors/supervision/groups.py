@@ -1,10 +1,11 @@
 """Supervision groups as the supervisor knows them. They carry out what :mod:`actorrpc.actors.supervision.strategies` decides.
 
 A family is told by the supervisor what happens to its children, always under the supervisor's lock, which guards
-everything here. It gives back deeds: what is to be done about that when the lock has been released. Nothing here waits,
-and no user code is called but by ``over``, a future, which is completed as a deed.
+everything here. Its methods return
+actions, which the caller runs after it has released the lock. Nothing here waits. User code is called only by callbacks of the
+future ``over``, which an action completes.
 
-Families keep nobody alive: children are what the supervisor knows of actors, not handles.
+Families keep no actor alive: their children are records, not handles.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from actorrpc.futures import Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
-    from actorrpc.actors.supervision.record import ActorRecord
+    from actorrpc.actors.supervision.record import ActorRecord, Incarnation
 
-__all__ = ["Deed", "SupervisionGroup", "perform"]
+__all__ = ["Action", "SupervisionGroup", "perform"]
 
-Deed = Callable[[], object]
+Action = Callable[[], object]
 _log = logging.getLogger("actorrpc.actors")
 END_S: Final = 5.0  # how long a child may take to end before its process is killed
 _STATES: Final[dict[str, State]] = {"starting": "making", "restarting": "making"}
 
 
-def perform(deeds: list[Deed]) -> None:
-    """Do what is to be done; the supervisor's lock is not held."""
-    for deed in deeds:
+def perform(actions: list[Action]) -> None:
+    """Run actions; the supervisor's lock is not held."""
+    for deed in actions:
         deed()
 
 
@@ -50,14 +51,14 @@ class SupervisorOfGroup(Protocol):
     def begin(self, actor: ActorRecord) -> None:
         """See Supervisor.begin."""
 
-    def ended(self, actor: ActorRecord, instance_id: int, text: str) -> None:
+    def ended(self, actor: ActorRecord, life: Incarnation, text: str) -> None:
         """See Supervisor.ended."""
 
-    def end_there(self, actor: ActorRecord, instance_id: int, how: str, why: str) -> Future[Any]:
+    def end_there(self, life: Incarnation, how: str, why: str) -> Future[Any]:
         """See Supervisor.end_there."""
 
-    def bury(self, actor: ActorRecord, text: str, *, cause: BaseException | None) -> None:
-        """See Supervisor.bury."""
+    def mark_dead(self, actor: ActorRecord, text: str, *, cause: BaseException | None) -> None:
+        """See Supervisor.mark_dead."""
 
 
 class SupervisionGroup:
@@ -140,7 +141,7 @@ class SupervisionGroup:
                 yield child
 
     def root(self) -> SupervisionGroup:
-        """Return the family that nobody is above."""
+        """Return the outermost family."""
         found = self
         while found.parent is not None:
             found = found.parent
@@ -148,41 +149,41 @@ class SupervisionGroup:
 
     # -- news of children; the supervisor's lock is held ---------------------------------------------------
 
-    def made(self, child: ActorRecord | SupervisionGroup) -> list[Deed]:
+    def made(self, child: ActorRecord | SupervisionGroup) -> list[Action]:
         """Record that a child lives."""
         return self._carry_out(self._siblings.made(child.index, self._now()))
 
-    def died(self, child: ActorRecord | SupervisionGroup, why: str) -> list[Deed]:
-        """Record that a child's incarnation is over, by whatever cause."""
+    def died(self, child: ActorRecord | SupervisionGroup, why: str) -> list[Action]:
+        """Record that a child's incarnation has ended, for whatever reason."""
         return self._carry_out(self._siblings.died(child.index, self._now(), f"{child.title}: {why}"))
 
-    def left(self, child: ActorRecord) -> list[Deed]:
+    def left(self, child: ActorRecord) -> list[Action]:
         """Record that a child is dead for good, as was wanted."""
-        deeds = self._carry_out(self._siblings.left(child.index, self._now()))
+        actions = self._carry_out(self._siblings.left(child.index, self._now()))
         root = self.root()
         if not root.is_over and all(each.phase == "dead" for each in root.actors()):
-            deeds.append(partial(root.close, None))
-        return deeds
+            actions.append(partial(root.close, None))
+        return actions
 
     def lost(
         self, child: ActorRecord | SupervisionGroup, death: ActorDiedError | str, cause: BaseException | None
-    ) -> list[Deed]:
+    ) -> list[Action]:
         """Record that a child is dead for good, as it cannot be made."""
         self._cause = self._cause or cause
         return self._carry_out(self._siblings.lost(child.index, self._now(), str(death)))
 
-    # -- what is wanted of it; the lock is held -------------------------------------------------------------
+    # -- orders from above; the lock is held ----------------------------------------------------------------
 
-    def bring_down(self) -> list[Deed]:
+    def bring_down(self) -> list[Action]:
         """End all children, the last first."""
         return self._carry_out(self._siblings.bring_down(self._now()))
 
-    def bring_up(self) -> list[Deed]:
+    def bring_up(self) -> list[Action]:
         """Make all children again, the first first."""
         return self._carry_out(self._siblings.bring_up(self._now(), self._account()))
 
-    def end(self) -> list[Deed]:
-        """End all children for good, the last first. Only for a family that nobody is above."""
+    def end(self) -> list[Action]:
+        """End all children for good, the last first. Only for an outermost family."""
         if self.is_over or self._ending:
             return []
         self._ending = True
@@ -190,13 +191,13 @@ class SupervisionGroup:
 
     # -- orders ---------------------------------------------------------------------------------------------
 
-    def _carry_out(self, orders: list[RestartOrder]) -> list[Deed]:
-        deeds: list[Deed] = []
+    def _carry_out(self, orders: list[RestartOrder]) -> list[Action]:
+        actions: list[Action] = []
         for order in orders:
-            deeds += self._one(order)
-        return deeds
+            actions += self._one(order)
+        return actions
 
-    def _one(self, order: RestartOrder) -> list[Deed]:
+    def _one(self, order: RestartOrder) -> list[Action]:
         if order.what == "wait":
             assert order.plan is not None
             due = partial(self._submit, partial(self._due, order.plan))
@@ -229,8 +230,8 @@ class SupervisionGroup:
 
     def _due(self, plan: RestartPlan) -> None:
         with self._supervisor.lock:
-            deeds = self._carry_out(self._siblings.due(plan, self._now()))
-        perform(deeds)
+            actions = self._carry_out(self._siblings.due(plan, self._now()))
+        perform(actions)
 
     def _why(self) -> str:
         """Say why it has given up."""
@@ -250,32 +251,34 @@ class SupervisionGroup:
         inner = (child._cause_of() for child in self.children if isinstance(child, SupervisionGroup))
         return self._cause or next((each for each in inner if each is not None), None)
 
-    # -- deeds ----------------------------------------------------------------------------------------------
+    # -- actions ----------------------------------------------------------------------------------------------
 
     def _end_actor(self, actor: ActorRecord, epoch: int, why: str) -> None:
-        """End an actor's incarnation, which is to be followed by another one; its end is heard of as any other is."""
+        """End an actor's incarnation, which another one follows; its end is handled like any other."""
         supervisor = self._supervisor
-        deeds: list[Deed] = []
+        actions: list[Action] = []
         with supervisor.lock:
             if actor.phase == "dead" or actor.epoch != epoch:
                 return  # that has been heard of
-            instance_id, process, worker = actor.instance_id, actor.process, actor.worker
-            actor.doomed = why
-            if not instance_id:  # it has not been begun
+            life = actor.life
+            if life is None:  # it has not been begun
                 actor.held = True
-                deeds = self.died(actor, why)
-        if not instance_id:
-            perform(deeds)
+                actions = self.died(actor, why)
+            else:
+                life.ended_by_group = why
+                process, worker = life.process, life.worker
+        if life is None:
+            perform(actions)
             return
-        if worker is None:  # its process is on the way, and will find that it is not wanted
-            self._submit(partial(supervisor.ended, actor, instance_id, why))
+        if worker is None:  # its process is being started, and is released when it comes
+            self._submit(partial(supervisor.ended, actor, life, why))
             return
 
         def over(_: object = None) -> None:
-            # A process of its own is to be gone, with all that it holds, before anything takes its place.
+            # A process of its own must have ended, with all that it holds, before another one takes its place.
             spawner = self._runtime.spawner
             if process is None or spawner is None:
-                supervisor.ended(actor, instance_id, why)
+                supervisor.ended(actor, life, why)
             else:
                 spawner.kill(process)
 
@@ -285,25 +288,25 @@ class SupervisionGroup:
             timer.cancel()
             self._submit(over)
 
-        supervisor.end_there(actor, instance_id, "now", why).add_done_callback(gently)
+        supervisor.end_there(life, "now", why).add_done_callback(gently)
 
     def _give_up(self) -> None:
         with self._supervisor.lock:
             why, cause = self._why(), self._cause_of()
-        self._bury(f"{self.title}, which it belongs to, has ended: {why}", cause)
+        self._mark_all_dead(f"{self.title}, which it belongs to, has ended: {why}", cause)
         _log.error("%s: %s", self.title, why)
         self.close(SupervisionError(f"{self.title}: {why}", actor=self.title, cause=cause))
 
     def _end(self) -> None:
-        self._bury(f"{self.title}, which it belongs to, was ended", None)
+        self._mark_all_dead(f"{self.title}, which it belongs to, was ended", None)
         self.close(None)
 
-    def _bury(self, text: str, cause: BaseException | None) -> None:
+    def _mark_all_dead(self, text: str, cause: BaseException | None) -> None:
         for actor in reversed(list(self.actors())):
-            self._supervisor.bury(actor, text, cause=cause)
+            self._supervisor.mark_dead(actor, text, cause=cause)
 
     def close(self, error: SupervisionError | None) -> None:
-        """Record that it is over, and with it all families in it; the lock need not be held."""
+        """Record the end of this family and of all families in it; the lock need not be held."""
         for child in self.children:
             if isinstance(child, SupervisionGroup):
                 child.close(error)

@@ -1,7 +1,7 @@
 """Handing over: actors with ``checkpoint()`` and ``restore()`` go from a worker that is to leave to others, with their state.
 
-Each worker's supervisor sees to its own actors. Calls that an actor has taken are finished before it goes; those that come
-meanwhile are turned away by the worker, and their callers ask where it is now: handles go on working.
+Each worker's supervisor moves its own actors. An actor finishes the calls in its mailbox before it moves. The worker refuses
+later calls, and their callers ask where the actor is now: handles stay valid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from actorrpc.futures import Future, collect_all
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
-    from actorrpc.actors.supervision.record import ActorRecord
+    from actorrpc.actors.supervision.record import ActorRecord, Incarnation
     from actorrpc.actors.supervision.supervisor import Supervisor
 
 __all__ = ["hand_over"]
@@ -26,7 +26,7 @@ __all__ = ["hand_over"]
 def hand_over(rank: int, incarnation: str, why: str) -> Any:
     """Have the actors that this process looks after, and that live in a worker, move to others. Answers with their number.
 
-    Those that do not move (without ``checkpoint()``, or in a supervision group) stay; their deaths will say ``why``. The
+    Actors without ``checkpoint()``, or in a supervision group, stay; their deaths will say ``why``. The
     answer comes when each of the others has ended there, and its next incarnation is on the way. Run on each worker, by RPC.
     """
     found = current()
@@ -35,23 +35,21 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
     supervisor: Supervisor = found.supervisor
     key = WorkerKey(rank, incarnation)
     elsewhere = None if found.spawner is not None else "turn"
-    leaving: list[tuple[ActorRecord, int]] = []
+    over: list[Future[None]] = []
+    leaving: list[tuple[ActorRecord, Incarnation]] = []
     with supervisor.lock:
-        for actor in list(supervisor._actors.values()):
-            if actor.worker != key:
-                continue
+        for actor, life in supervisor.living_on(key):
             if actor.phase != "alive" or not actor.card.info.has_checkpoint or actor.family is not None:
-                actor.drained = why
+                life.drained = why
                 continue
-            actor.moving = True
+            life.moving = True
             if isinstance(actor.place, WorkerKey):
                 actor.place = elsewhere
-            leaving.append((actor, actor.instance_id))
-    over = []
-    for actor, instance_id in leaving:
+            leaving.append((actor, life))
+    for actor, life in leaving:
         moved: Future[None] = Future()
-        ended = supervisor.end_there(actor, instance_id, "move", why)
-        ended.add_done_callback(partial(_moved, supervisor, actor, instance_id, why, moved))
+        ended = supervisor.end_there(life, "move", why)
+        ended.add_done_callback(partial(_moved, supervisor, actor, life, why, moved))
         over.append(moved)
     if not over:
         return 0
@@ -61,7 +59,7 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
 def _moved(
     supervisor: Supervisor,
     actor: ActorRecord,
-    instance_id: int,
+    life: Incarnation,
     why: str,
     moved: Future[None],
     done: Future[Any],
@@ -70,7 +68,7 @@ def _moved(
     state = done.value_or_none
     if isinstance(state, Snapshot):
         with supervisor.lock:
-            if actor.instance_id == instance_id:
+            if actor.life is life:
                 actor.keep(actor.epoch, LAST, state)
-    supervisor.ended(actor, instance_id, why)
+    supervisor.ended(actor, life, why)
     moved.set_result(None)

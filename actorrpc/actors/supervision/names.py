@@ -42,10 +42,10 @@ _ASK_S: Final = 30.0  # how long rank 0 may take to answer
 class Names:
     """The registrar, or the way to it. Thread-safe.
 
-    ``_lock`` guards ``_cards``; nothing is called under it. It is re-entrant, as the collector may run there.
+    ``_lock`` guards ``_cards``; it is a leaf. It is re-entrant, as the collector may run there.
 
     Attributes:
-        namespace: where names are looked for that are given without a namespace.
+        namespace: the namespace of names that are given without one.
     """
 
     def __init__(self, runtime: Runtime, namespace: str = "") -> None:
@@ -69,11 +69,11 @@ class Names:
     def register(self, card: Card, *, get_if_exists: bool = False) -> Card | None:
         """Give ``card.name`` in ``card.namespace`` to the actor; waits for rank 0, at most 30 s.
 
-        If an actor has the name that is about to end (nobody has a handle of it any more, or it was killed), this waits for
-        that, at most as long.
+        If the actor that has the name is about to end (its last handle was dropped, or it was killed), this waits for the end,
+        at most as long.
 
         Returns:
-            None if the actor has the name now; the card (weak) of the one that has it, with ``get_if_exists``.
+            None if the actor has the name now; the card (weak) of the actor that has it, with ``get_if_exists``.
 
         Raises:
             NameTakenError: another actor has the name.
@@ -82,13 +82,13 @@ class Names:
         assert card.name is not None
         until = _time.now() + _ASK_S
         while True:
-            known = self._ask(_register, card)
+            known = self._ask("put_in", card)
             if known is None:
                 return None
             assert isinstance(known, Card)
             if not self._ends(known, until):
                 break
-            self._ask(_unregister, card.name, card.namespace, known.actor_id)
+            self._ask("take_out", card.name, card.namespace, known.actor_id)
         if get_if_exists:
             return known
         raise NameTakenError(
@@ -116,47 +116,44 @@ class Names:
             return False
 
     def unregister(self, name: str, namespace: str, actor_id: int) -> None:
-        """Free a name, if that actor has it. Does not wait, and does not mind a rank 0 that is gone."""
+        """Free a name, if that actor has it. Does not wait, and ignores that rank 0 has ended."""
         if self.is_registrar:
             self.take_out(name, namespace, actor_id)
             return
-        agent = self._runtime.agent
 
         def tell() -> None:
             try:
-                agent.ask(self._registrar(), _unregister, (name, namespace, actor_id), {}, _ASK_S)
-            except RpcError:  # then there are no names any more
+                self._ask("take_out", name, namespace, actor_id)
+            except RpcError:  # then there are no names
                 pass
 
-        agent.submit(tell)
+        self._runtime.agent.submit(tell)
 
     def lookup(self, name: str, namespace: str | None = None) -> Card:
         """Return the card (weak) of the actor of that name; waits for rank 0, at most 30 s.
 
         Raises:
-            UnknownActorError: there is none; the message lists names that look alike.
+            UnknownActorError: there is none; the message lists similar names.
             PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
         """
-        found = self._ask(_lookup, name, self.namespace if namespace is None else namespace)
+        found = self._ask("find", name, self.namespace if namespace is None else namespace)
         assert isinstance(found, Card)
         return found
 
     def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
         """Return ``(namespace, name)`` of all actors that have names, or of those in one namespace."""
-        found = self._ask(_list, namespace)
+        found = self._ask("find_all", namespace)
         return cast(Sequence[tuple[str, str]], found)
 
     # -- asking rank 0 ------------------------------------------------------------------------------------
 
-    def _registrar(self) -> Peer:
-        return self._runtime.agent.peer(0)
-
-    def _ask(self, function: Any, *args: Any) -> Any:
+    def _ask(self, what: str, *args: Any) -> Any:
+        """Call one of the methods below on rank 0."""
         if self.is_registrar:
-            return function(*args, names=self)
+            return getattr(self, what)(*args)
         agent = self._runtime.agent
         try:
-            return agent.ask(self._registrar(), function, args, {}, _ASK_S)
+            return agent.ask(agent.peer(0), _serve, (what, *args), {}, _ASK_S)
         except UnknownActorError as error:
             # As it would be raised on rank 0: where it was found out is of no interest to anybody.
             raise exceptions.original(error) from None
@@ -185,7 +182,7 @@ class Names:
                 del self._cards[namespace, name]
 
     def take_out_all(self, supervisor: WorkerKey) -> None:
-        """Free the names of all actors of a supervisor that has ended, on rank 0."""
+        """Free the names of all actors of a supervisor, which has ended, on rank 0."""
         with self._lock:
             for key in [key for key, card in self._cards.items() if card.supervisor == supervisor]:
                 del self._cards[key]
@@ -223,34 +220,21 @@ def _shown(namespace: str) -> str:
     return f"namespace {namespace!r}" if namespace else "the default namespace"
 
 
-# -- called by RPC on rank 0 (``names`` is given where that is this process) ---------------------------------
+# -- called by RPC ------------------------------------------------------------------------------------------
 
 
-def _register(card: Card, names: Names | None = None) -> Card | None:
-    found: Names = names if names is not None else runtime().names
-    known = found.put_in(card)
+def _serve(what: str, *args: Any) -> Any:
+    """Call a method of the registrar. Runs on rank 0."""
+    names: Names = runtime().names
+    found = getattr(names, what)(*args)
     current = CURRENT.get()
-    if known is None and names is None and current is not None and current.peer.state != "alive":
-        # It has died while it asked: nobody else will free the name.
-        found.take_out(card.name or "", card.namespace, card.actor_id)
-    return known
-
-
-def _unregister(name: str, namespace: str, actor_id: int, names: Names | None = None) -> None:
-    found: Names = names if names is not None else runtime().names
-    found.take_out(name, namespace, actor_id)
+    if what == "put_in" and found is None and current is not None and current.peer.state != "alive":
+        # The asking worker has died meanwhile: no other worker will free the name.
+        card: Card = args[0]
+        names.take_out(card.name or "", card.namespace, card.actor_id)
+    return found
 
 
 def _ends(actor_id: int) -> Later:
-    """On the worker that looks after an actor: whether that is dead, as ``Supervisor.ends`` says it."""
+    """Answer with :meth:`Supervisor.ends`. Runs on the worker that supervises the actor."""
     return Later(runtime().supervisor.ends(actor_id))
-
-
-def _lookup(name: str, namespace: str, names: Names | None = None) -> Card:
-    found: Names = names if names is not None else runtime().names
-    return found.find(name, namespace)
-
-
-def _list(namespace: str | None, names: Names | None = None) -> Sequence[tuple[str, str]]:
-    found: Names = names if names is not None else runtime().names
-    return found.find_all(namespace)

@@ -1,4 +1,4 @@
-"""Places: where actors are put, and what is known of a place that is gone."""
+"""Places: where actors are put, and why a place has ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Placements:
 
         Raises:
             UnknownWorkerError, PeerDiedError, ConfigError: it cannot live there.
-            PlacementError: nobody has what it needs; only where that is known without asking anybody.
+            PlacementError: no worker has the resources; raised only if this process knows that without asking.
         """
         wanted = options.worker
         if wanted is None or wanted == NEW_PROCESS:
@@ -80,7 +80,7 @@ class Placements:
     def wish(self, label: str, options: ActorOptions, booking: int, place: Any) -> ProcessSpec | None:
         """Return what a spawner is asked for: a place, or amounts to be booked in the worker that is the place.
 
-        None where there is nothing to ask for.
+        None if there is nothing to ask for.
         """
         rank: int | None = None
         if place is not None:
@@ -128,10 +128,10 @@ class Placements:
     def for_others(self, place: Any, options: ActorOptions) -> ActorOptions:
         """Return the options with the place that :meth:`place` has found as other workers know it.
 
-        Waits for the actor that it is to live with, where that is not made yet.
+        Waits until the actor that it lives with is made.
 
         Raises:
-            RpcError: that one is dead, or does not come to life.
+            RpcError: that actor is dead, or does not come to life.
         """
         if isinstance(place, WorkerKey):
             return replace(options, worker=place.rank)
@@ -140,7 +140,7 @@ class Placements:
         return replace(options, worker=place.located().wait(CREATE_S).worker.rank)
 
     def next_worker(self) -> Peer:
-        """Return the next of the other workers that live; this one where there is none."""
+        """Return the next living worker in turn, this worker excepted; this worker if there is no other."""
         agent = self._agent
         others = sorted(
             (each for each in agent.members() if each.incarnation != agent.record.incarnation),
@@ -159,7 +159,7 @@ class Placements:
         return agent.self_peer
 
     def is_gone(self, place: Any) -> bool:
-        """Say whether a place is a certain worker that is known to have ended."""
+        """Say whether a place is one certain worker, which has ended."""
         if not isinstance(place, WorkerKey):
             return False
         try:
@@ -168,14 +168,14 @@ class Placements:
             return True
 
     def cause(self, key: WorkerKey | None) -> str:
-        """Return what is known of why a worker ended; empty where nothing is."""
+        """Return why a worker ended; empty if that is not known."""
         try:
             return "" if key is None else peer_of(self._agent, key).cause
         except RpcError:
             return ""
 
     def report(self, worker: str, go: Callable[[DeathReport | None], None]) -> None:
-        """Call ``go``, on a pool thread, with the report on a process's end, or None where there is none in a second."""
+        """Call ``go``, on a pool thread, with the report on a process's end, or None if none arrives within a second."""
         spawner = self._runtime.spawner
         submit = self._agent.submit
         if spawner is None or not spawner.owns(worker):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec.options import ActorOptions
     from actorrpc.actors.supervision.groups import SupervisionGroup
 
-__all__ = ["ActorRecord", "LifetimeToken", "Phase", "RestartVerdict"]
+__all__ = ["ActorRecord", "Incarnation", "LifetimeToken", "Phase", "RestartVerdict"]
 
-_PATIENCE_S: Final = 30.0  # how long the one that places an actor may take to hear of a death
+_PATIENCE_S: Final = 30.0  # how long the spawner may take to learn of the end of a worker
 
 Phase = Literal["starting", "alive", "restarting", "ending", "dead"]
 _SHOWN: Final = {
@@ -33,7 +33,7 @@ _SHOWN: Final = {
 
 
 class LifetimeToken:
-    """Stands for an actor. It is the value of an RRef, and dies when no handle holds a fork of that any more.
+    """Stands for an actor. It is the value of an RRef, and dies with the last handle that holds a fork of it.
 
     Args:
         drop: called with the actor's id then; only queues, as it may be called anywhere.
@@ -51,12 +51,12 @@ class LifetimeToken:
 
 @dataclass(frozen=True, slots=True)
 class RestartVerdict:
-    """What is to follow the end of an incarnation.
+    """What follows the end of an incarnation.
 
     Attributes:
-        again: another one, in ``wait_s`` seconds, or when its family says so.
+        again: there is another one, in ``wait_s`` seconds, or when its family says so.
         why_not: why there is none.
-        before: how former ones ended, where that is a reason.
+        before: how earlier incarnations ended, if that is the reason.
     """
 
     again: bool = False
@@ -65,60 +65,46 @@ class RestartVerdict:
     before: tuple[str, ...] = ()
 
 
+class Incarnation:
+    """One life of an actor, from the decision to make it until its end was handled.
+
+    Attributes:
+        id: names it; no other incarnation of any actor has it.
+        worker, worker_name: where it lives or is being made.
+        process: the name of the worker whose process it has to itself.
+        location: where it lives; None while it is being made.
+        state_number: the number of its last checkpoint; 0 while there is none.
+        killed: ``kill()`` has ended it.
+        ended_by_group: why its supervision group ends it; empty if the group does not.
+        drained: why its worker was asked to leave, if it does not move; empty if it was not.
+        moving: it is ended because its worker is asked to leave; the next one begins elsewhere, and does not count.
+        over: its end was handled, or it was never made.
+    """
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.worker: WorkerKey | None = None
+        self.worker_name = ""
+        self.process: str | None = None
+        self.location: Location | None = None
+        self.state_number = 0
+        self.killed = self.moving = self.over = False
+        self.ended_by_group = self.drained = ""
+
+
 class ActorRecord:
     """One actor.
 
     Attributes:
         place: where it is to live: None for a process of its own, ``"turn"``, a WorkerKey, or another actor's route.
-        epoch: counts incarnations; ``instance_id`` names the present one, 0 while there is none.
-        worker: where the present incarnation lives or is being made.
-        process: the name of the worker whose process the actor has to itself.
-        unwanted: there is to be no further incarnation.
-        orphaned: its last handle is gone: it ends as soon as it has come to life.
-        killed: somebody has killed the present incarnation.
-        answered: the present incarnation's end has been seen to.
+        epoch: counts incarnations that have lived.
+        last_life: the present incarnation, or the one before if there is none; None before the first.
+        orphaned: its last handle was dropped: it ends as soon as it has come to life, and there is no further incarnation.
         put_off_since: when the incarnation that is due was first put off; None if it has not been.
         state: what the next incarnation starts from; None where no checkpoint has come yet.
-        state_number: which one of the present incarnation's checkpoints that is; 0: none of them.
         family: the supervision group that decides about its restarts, and ``index`` its place there.
-        held: its next incarnation is not to be begun yet: the family will say when.
-        moving: its incarnation is ended because its worker is to leave: the next one begins elsewhere, and does not count.
-        drained: why its worker was asked to leave, where the present incarnation lives and does not move; empty if not.
-        doomed: why the family ends the present incarnation; empty if it does not.
+        held: its next incarnation is begun only when the family says so.
     """
-
-    __slots__ = (
-        "answered",
-        "arguments",
-        "card",
-        "cls",
-        "death",
-        "doomed",
-        "drained",
-        "epoch",
-        "family",
-        "held",
-        "index",
-        "instance_id",
-        "killed",
-        "last",
-        "location",
-        "moving",
-        "options",
-        "orphaned",
-        "phase",
-        "place",
-        "process",
-        "put_off_since",
-        "restarts",
-        "state",
-        "state_number",
-        "unwanted",
-        "waiters",
-        "watchers",
-        "worker",
-        "worker_name",
-    )
 
     def __init__(
         self,
@@ -140,22 +126,11 @@ class ActorRecord:
         self.family: SupervisionGroup | None = None
         self.index = 0
         self.held = False
-        self.moving = False
-        self.drained = ""
-        self.doomed = ""
         self.phase: Phase = "starting"
         self.epoch = 0
-        self.instance_id = 0
-        self.worker: WorkerKey | None = None
-        self.worker_name = ""
-        self.process: str | None = None
-        self.location: Location | None = None
+        self.last_life: Incarnation | None = None
         self.state: Snapshot | None = None
-        self.state_number = 0
-        self.unwanted = False
         self.orphaned = False
-        self.killed = False
-        self.answered = 0
         self.put_off_since: float | None = None
         self.last: Restarting | None = None
         self.death: ActorDiedError | None = None
@@ -164,20 +139,33 @@ class ActorRecord:
         self.watchers: list[Future[ActorDiedError]] = []
 
     @property
+    def life(self) -> Incarnation | None:
+        """The present incarnation; None while there is none."""
+        life = self.last_life
+        return None if life is None or life.over else life
+
+    @property
+    def worker_name(self) -> str:
+        """The worker where the present incarnation, or the one before, lives or was being made; may be empty."""
+        return "" if self.last_life is None else self.last_life.worker_name
+
+    @property
     def title(self) -> str:
         """How messages name it."""
         return self.card.title
 
     def forget(self) -> None:
-        """Let go of what only further incarnations would need: of the dead, only what is said of them is kept."""
-        self.cls = self.arguments = self.state = self.place = self.location = self.family = None
+        """Release everything that only further incarnations would need."""
+        self.cls = self.arguments = self.state = self.place = self.family = None
+        if self.last_life is not None:
+            self.last_life.over = True
 
-    def spec(self) -> ActorSpec:
-        """Return what its worker needs to make the present incarnation."""
+    def spec(self, life: Incarnation) -> ActorSpec:
+        """Return what a worker needs to make an incarnation."""
         assert self.cls is not None
         return ActorSpec(
             actor_id=self.card.actor_id,
-            instance_id=self.instance_id,
+            instance_id=life.id,
             epoch=self.epoch,
             cls=self.cls,
             arguments=self.arguments,
@@ -185,7 +173,7 @@ class ActorRecord:
             options=self.options,
             card=self.card,
             state=self.state,
-            alone=self.process is not None,
+            alone=life.process is not None,
         )
 
     def keep(self, epoch: int, number: int, state: Snapshot) -> bool:
@@ -194,22 +182,23 @@ class ActorRecord:
         Checkpoints may come in another order than they were made in. One with a higher number was begun later, and has
         in it whatever one with a lower number has.
         """
-        if epoch != self.epoch:
+        life = self.life
+        if epoch != self.epoch or life is None:
             return False
-        if number > self.state_number:
-            self.state, self.state_number = state, number
+        if number > life.state_number:
+            self.state, life.state_number = state, number
         return True
 
     @property
     def is_due(self) -> bool:
-        """Whether its next incarnation is to be begun."""
-        return self.phase in ("starting", "restarting") and not self.instance_id and not self.held
+        """Whether its next incarnation can be begun."""
+        return self.phase in ("starting", "restarting") and self.life is None and not self.held
 
-    def put_off(self, now: float) -> bool:
-        """Take the incarnation back that was to be made in a worker which is gone; say whether it is to be begun again.
+    def put_off(self, life: Incarnation, now: float) -> bool:
+        """Take back an incarnation that was not made because its worker has ended; say whether another one is begun.
 
-        The spawner that has named that worker has not heard of its end yet: nothing has lived there, and no death is to be
-        counted. Not where the actor can only live in that worker, nor after half a minute.
+        The spawner named the worker before it learned of the end. The actor has not lived there, so this counts as no death. It
+        returns False if the actor can only live in that worker, and after half a minute.
         """
         if isinstance(self.place, WorkerKey):
             return False
@@ -217,26 +206,27 @@ class ActorRecord:
             self.put_off_since = now
         if now - self.put_off_since > _PATIENCE_S:
             return False
-        self.instance_id = 0
+        life.over = True
         return True
 
-    def come_to_life(self, location: Location, now: float) -> None:
-        """Record that the present incarnation lives, there."""
+    def come_to_life(self, life: Incarnation, pid: int, now: float) -> None:
+        """Record that an incarnation was made, in process ``pid``."""
+        assert life.worker is not None
         self.phase = "alive"
         self.put_off_since = None
-        self.location = location
+        life.location = Location(life.worker, life.worker_name, life.id, self.epoch, pid)
         self.restarts.came_to_life(now)
         if not self.options.max_restarts and not self.card.info.has_checkpoint:
             self.cls = self.arguments = None  # and whatever only they keep alive
 
-    def verdict(self, now: float, text: str, bound: str) -> RestartVerdict:
-        """Decide what is to follow, where nobody wanted the end. To be asked once for each incarnation.
+    def verdict(self, life: Incarnation, now: float, text: str, bound: str) -> RestartVerdict:
+        """Decide what follows an incarnation whose end was not asked for. Call it once for each incarnation.
 
         Args:
             text: how it ended.
-            bound: why it can only live where nothing lives any more; empty where it can live elsewhere.
+            bound: why it cannot live on another worker, if its own has ended; else empty.
         """
-        if self.moving:
+        if life.moving:
             return RestartVerdict(again=True)
         if bound:
             return RestartVerdict(why_not=f"not restarted: {bound}")
@@ -248,24 +238,20 @@ class ActorRecord:
         return RestartVerdict(again=True, wait_s=wait)
 
     def lose(self, last: Restarting) -> None:
-        """Record that the present incarnation is over, and another one is to follow."""
+        """Record that the present incarnation has ended, and another one follows."""
         self.phase = "restarting"
         self.epoch += 1
-        self.state_number = 0
         self.put_off_since = None
-        self.instance_id = 0
-        self.worker = None
-        self.moving = False
-        self.drained = ""
         self.last = last
         self.held = self.family is not None
 
     def answer(self, after: int, wait: bool) -> Location | Restarting | None:
-        """Return what is to be said to one who knows that incarnation ``after`` is gone; None: nothing yet."""
+        """Return the answer for a worker that knows that incarnation ``after`` has ended; None if there is none yet."""
         if self.epoch <= after:
             return None  # the death has not been seen here yet
-        if self.location is not None:
-            return self.location
+        location = None if self.life is None else self.life.location
+        if location is not None:
+            return location
         return None if wait else self.last
 
     def take_answered(self) -> list[tuple[Future[Any], Location | Restarting]]:
@@ -287,7 +273,8 @@ class ActorRecord:
             cause = str(self.death.args[0])
         elif self.last is not None:
             cause = self.last.text
-        location = self.location
+        life = self.life
+        location = None if life is None else life.location
         return ActorState(
             actor_id=self.card.actor_id,
             class_name=self.card.info.name,
@@ -300,5 +287,5 @@ class ActorRecord:
             death_cause=cause,
             detached=self.options.lifetime == "detached",
             supervisor=supervisor,
-            instance_id=self.instance_id,
+            instance_id=0 if life is None else life.id,
         )

@@ -22,27 +22,14 @@ _CUT: Final = 200  # characters of each
 
 
 class RestartPolicy:
-    """Decides on one actor's restarts. Not thread-safe: its owner sees to that.
+    """Decides on one actor's restarts. Not thread-safe.
 
     Args:
-        limit: how many restarts within the window; -1: for ever; 0: none.
+        limit: how many restarts within the window; -1: no limit; 0: none.
         window_s: seconds; None: over the whole life of the actor.
         backoff_s: the wait before the second restart in a row, in seconds.
         draw: gives numbers from 0 to 1, by which waits are shortened; None: they are not.
     """
-
-    __slots__ = (
-        "_backoff",
-        "_causes",
-        "_draw",
-        "_in_row",
-        "_last_wait",
-        "_lived_since",
-        "_times",
-        "count",
-        "limit",
-        "window_s",
-    )
 
     def __init__(
         self,
@@ -68,7 +55,7 @@ class RestartPolicy:
         self._lived_since = now
 
     def next(self, now: float, why: str = "") -> float | None:
-        """Return in how many seconds the actor, which has died at ``now``, is to be made again; None: never.
+        """Return in how many seconds an actor that has died at ``now`` is made again; None: never.
 
         A number returned counts as a restart.
 

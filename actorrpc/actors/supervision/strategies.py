@@ -1,9 +1,9 @@
 """What becomes of the children of a supervision group when one of them dies. Pure: it does nothing itself.
 
 It is told what happens to which child, and the time, and answers with orders (:class:`RestartOrder`). A child is a number here,
-from 0 in the order in which they start; whether it is an actor or a group of its own makes no difference. What is to be done
-about a death is a :class:`RestartPlan`: it ends its members one by one, the last first, waits until the back-off is over, and
-has them made again one by one, the first first. With ``one_for_one`` there may be several plans, which do not know each other;
+from 0 in the order in which they start; whether it is an actor or a group of its own makes no difference. A
+:class:`RestartPlan` handles a death: it ends its members one by one, the last first, waits for the end of the back-off, and has
+them made again one by one, the first first. With ``one_for_one`` there may be several plans, which do not know each other;
 otherwise there is one, which grows when another child dies.
 """
 
@@ -26,7 +26,7 @@ State = Literal["up", "making", "ending", "down", "left"]
 
 
 class RestartPlan:
-    """What is to be done with some children: end them all, and then, where ``goal`` is ``"up"``, make them again.
+    """Ends some children, and then, if its ``goal`` is ``"up"``, makes them again.
 
     Attributes:
         members: the children.
@@ -48,7 +48,7 @@ class RestartPlan:
 
 @dataclass(frozen=True, slots=True)
 class RestartOrder:
-    """What is to be done now.
+    """One step for the owner to carry out.
 
     Attributes:
         what: ``"end"`` and ``"make"`` a child; ``"wait"`` so many seconds before ``due(plan)``; ``"up"``, ``"down"`` and
@@ -63,7 +63,7 @@ class RestartOrder:
 
 
 class RestartStrategy:
-    """Decides for the children of one group. Not thread-safe: its owner sees to that.
+    """Decides for the children of one group. Not thread-safe.
 
     Args:
         states: of the children at the beginning: ``"up"`` or ``"making"``.
@@ -105,7 +105,7 @@ class RestartStrategy:
         return self._go(now)
 
     def died(self, child: int, now: float, why: str) -> list[RestartOrder]:
-        """Record that a child's incarnation is over: it has died, or was ended by order."""
+        """Record the end of a child's incarnation: it has died, or was ended by order."""
         state = self._states[child]
         if state in ("left", "down"):
             return []
@@ -131,7 +131,7 @@ class RestartStrategy:
         return orders + self._go(now)
 
     def left(self, child: int, now: float) -> list[RestartOrder]:
-        """Record that a child is dead for good, because it or somebody wanted that: the others go on without it."""
+        """Record that a child is dead for good because that was asked for: the others continue without it."""
         if self._states[child] == "left":
             return []
         self._states[child] = "left"
@@ -150,11 +150,11 @@ class RestartStrategy:
         return self._fail(now, why)
 
     def due(self, plan: RestartPlan, now: float) -> list[RestartOrder]:
-        """Record that a plan's wait is over."""
+        """Record the end of a plan's wait."""
         plan.held = False
         return self._go(now)
 
-    # -- what is wanted of the group ---------------------------------------------------------------------
+    # -- orders from the owner ---------------------------------------------------------------------------
 
     def bring_down(self, now: float) -> list[RestartOrder]:
         """End all children, the last first; ``"down"`` is ordered when that is done."""

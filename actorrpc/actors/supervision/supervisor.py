@@ -1,10 +1,10 @@
 """The supervisor: makes the actors that this process creates, restarts them, knows why they died, and ends them.
 
 Everything it does is a reaction: to a call, to the answer of a worker, to the end of a worker. Nothing waits on a
-thread: what takes time goes on in the callback of a future, or by the clock. Each incarnation has a
-``instance_id`` of its own, and news of one that is not the present one are old news.
+thread: callbacks of futures and timers continue a step that takes time. Events that carry an incarnation other than the
+present one are stale and are ignored.
 
-``lock`` guards the table, every :class:`ActorRecord` in it, and their families (``groups.py``). Nothing is called out
+``lock`` guards the table, every :class:`ActorRecord` in it, and their families (``groups.py``). Nothing is called
 under it; it is re-entrant, as the collector may run there. ``LifetimeToken.__del__`` only appends to ``_dropped``, whose single
 steps are atomic.
 """
@@ -31,9 +31,9 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
 from actorrpc.actors.spec.death_report import ActorState, DeathReport, Restarting
 from actorrpc.actors.supervision import deaths
-from actorrpc.actors.supervision.groups import Deed, perform
+from actorrpc.actors.supervision.groups import Action, perform
 from actorrpc.actors.supervision.placement import Placements
-from actorrpc.actors.supervision.record import ActorRecord, LifetimeToken, RestartVerdict
+from actorrpc.actors.supervision.record import ActorRecord, Incarnation, LifetimeToken, RestartVerdict
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
@@ -57,12 +57,12 @@ __all__ = ["Supervisor"]
 
 _REMEMBERED: Final = 10_000  # dead actors
 _UNSEEN_S: Final = 30.0  # how long an actor may be dead for a caller and alive for us
-_AGAIN_S: Final = 0.1  # how soon another place is asked for, where one was named that is gone
+_AGAIN_S: Final = 0.1  # how soon another place is asked for, if the named worker has ended
 _END_S: Final = 5.0  # how long actors may take to end when this process leaves
 
 
-# Numbers of actors, and of incarnations: from a random one on, in steps that are odd, so that none comes twice, and large, so
-# that those of actors that are made together look different. A system call for each would let go of the interpreter each time.
+# Numbers of actors and of incarnations start at random and grow in steps that are odd, so that no number comes twice, and large,
+# so that the numbers of actors that are made together look different. A system call for each would release the GIL each time.
 _STEP: Final = 0x9E3779B97F4A7C15
 _TOP: Final = 1 << 63
 _numbers = itertools.count()
@@ -102,7 +102,7 @@ class Supervisor:
         self._dropped: deque[int] = deque()
         self._places = Placements(runtime)
         self._closed = False
-        #: the last options that an actor was made with, and what has become of them: of many actors they are the same object
+        #: the last result of _prepared(), with its options: many actors are made with the same object
         self._options: tuple[weakref.ref[ActorOptions], ActorOptions, ActorOptions] | None = None
         self._agent.on_peer_end.append(self._peer_ended)
 
@@ -144,7 +144,7 @@ class Supervisor:
         return ask_for_detached(agent, actor_id, snapshot, arguments, info, options)
 
     def next_worker(self) -> Peer:
-        """Return the next of the other workers that live; this one where there is none."""
+        """Return the next living worker in turn, this worker excepted; this worker if there is no other."""
         return self._places.next_worker()
 
     def adopt(
@@ -160,7 +160,7 @@ class Supervisor:
         return self._adopt(actor_id, cls, arguments, info, options, shown, self._places.place(options))
 
     def _prepared(self, options: ActorOptions) -> tuple[ActorOptions, ActorOptions]:
-        """Return the options of an actor with its namespace, and those of them that travel with every handle."""
+        """Return the options of an actor with its namespace, and the options that travel with every handle."""
         found = self._options
         if found is None or found[0]() is not options:
             named = options
@@ -237,7 +237,7 @@ class Supervisor:
         location = None if type(place) is WorkerKey else place.location
         worker = place if location is None else location.worker
         if type(worker) is not WorkerKey:
-            return None  # where the actor lives beside which it is to live is to be found out
+            return None  # it is not known yet where the neighbour lives
         try:
             peer = peer_of(agent, worker)
         except RpcError:
@@ -250,87 +250,91 @@ class Supervisor:
         )
 
     def begin(self, actor: ActorRecord, near: Peer | None = None) -> None:
-        """Make the next incarnation, unless that is under way, or is to wait.
+        """Make the next incarnation, unless it is being made, or has to wait. May block, unless ``near`` is given.
 
-        On a pool thread, or where nothing has to be waited for: the order to ``near`` leaves with others, soon.
+        Args:
+            near: the worker where it is made, to which the order is sent soon, together with other messages.
         """
         with self.lock:
             if self._closed or not actor.is_due:
                 return
-            instance_id = actor.instance_id = _new_id()
-            actor.killed = False
-            actor.doomed = ""
-            actor.worker, actor.process, actor.worker_name = None, None, ""
+            life = actor.last_life = Incarnation(_new_id())
             place, options = actor.place, actor.options
         spawner = self._runtime.spawner
         try:
             wish = None
             if spawner is not None or place is None:
-                wish = self._places.wish(actor.card.info.name, options, instance_id, place)
+                wish = self._places.wish(actor.card.info.name, options, life.id, place)
             if wish is not None:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
-                spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, instance_id))
+                spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, life))
             elif near is not None:
-                self._construct(actor, instance_id, near, None, flushes=False)
+                self._construct(actor, life, near, flushes=False)
             elif isinstance(place, WorkerKey):
-                self._construct(actor, instance_id, peer_of(self._agent, place), None)
+                self._construct(actor, life, peer_of(self._agent, place))
             elif place == "turn":
-                self._construct(actor, instance_id, self._places.next_worker(), None)
+                self._construct(actor, life, self._places.next_worker())
             else:
-                place.located().add_done_callback(partial(self._neighbour, actor, instance_id))
+                place.located().add_done_callback(partial(self._neighbour, actor, life))
         except Exception as error:
-            self._not_made(actor, instance_id, error)
+            self._not_made(actor, life, error)
 
-    def _spawned(self, actor: ActorRecord, instance_id: int, done: Future[Any]) -> None:
+    def _spawned(self, actor: ActorRecord, life: Incarnation, done: Future[Any]) -> None:
         done.acknowledge()
         if done.error is not None:
-            self._agent.submit(partial(self._not_made, actor, instance_id, done.error))
+            self._agent.submit(partial(self._not_made, actor, life, done.error))
             return
         # Connecting may wait: not on the thread that completes other's futures.
-        self._agent.submit(partial(self._moved_in, actor, instance_id, done.value_or_none))
+        self._agent.submit(partial(self._moved_in, actor, life, done.value_or_none))
 
-    def _moved_in(self, actor: ActorRecord, instance_id: int, worker: Any) -> None:
-        process = self._places.sits(instance_id, worker, actor.options)
+    def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
+        process = self._places.sits(life.id, worker, actor.options)
         try:
             peer = self._agent.peer(worker.name)
         except RpcError as error:
-            self._not_made(actor, instance_id, error)
+            self._not_made(actor, life, error)
             return
-        if not self._construct(actor, instance_id, peer, process):  # nobody wants it any more
-            self._places.left(instance_id)
+        if not self._construct(actor, life, peer, process):  # it was given up meanwhile
+            self._places.left(life.id)
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.kill(process)
 
-    def _neighbour(self, actor: ActorRecord, instance_id: int, done: Future[Location]) -> None:
+    def _neighbour(self, actor: ActorRecord, life: Incarnation, done: Future[Location]) -> None:
         done.acknowledge()
 
         def go() -> None:
             try:
-                self._construct(actor, instance_id, peer_of(self._agent, done.value().worker), None)
+                self._construct(actor, life, peer_of(self._agent, done.value().worker))
             except Exception as error:
-                self._not_made(actor, instance_id, error)
+                self._not_made(actor, life, error)
 
         self._agent.submit(go)
 
     def _construct(
-        self, actor: ActorRecord, instance_id: int, peer: Peer, process: str | None, *, flushes: bool = True
+        self,
+        actor: ActorRecord,
+        life: Incarnation,
+        peer: Peer,
+        process: str | None = None,
+        *,
+        flushes: bool = True,
     ) -> bool:
-        """Send the order to a worker; False if nobody wants the actor any more, or not there."""
+        """Send the order to a worker; False if the incarnation has been given up, or the worker has ended."""
         with self.lock:
-            if actor.instance_id != instance_id or actor.phase == "dead" or actor.killed or actor.doomed:
+            if actor.life is not life or actor.phase == "dead" or life.killed or life.ended_by_group:
                 return False
-            gone = process is None and peer.state != "alive" and actor.put_off(self._agent.clock.now())
+            gone = process is None and peer.state != "alive" and actor.put_off(life, self._agent.clock.now())
             if not gone:
-                actor.worker = peer.key
-                actor.worker_name = peer.name
-                actor.process = process
-                spec = actor.spec()
+                life.worker = peer.key
+                life.worker_name = peer.name
+                life.process = process
+                spec = actor.spec(life)
         if gone:
             self._agent.clock.after(_AGAIN_S, partial(self._agent.submit, partial(self.begin, actor)))
             return False
         future: Future[Any] = Future()
-        future.add_done_callback(partial(self._constructed, actor, instance_id))
+        future.add_done_callback(partial(self._constructed, actor, life))
         try:
             self._agent.call(
                 peer,
@@ -340,7 +344,7 @@ class Supervisor:
                 0,
                 future=future,
                 label=f"{spec.info.name}()",
-                mail=MailHeader({"mailbox": instance_id, "creates": True}),
+                mail=MailHeader({"mailbox": life.id, "creates": True}),
             )
             if flushes:
                 self._agent.flush()
@@ -348,60 +352,53 @@ class Supervisor:
             future.try_fail(error)
         return True
 
-    def _constructed(self, actor: ActorRecord, instance_id: int, done: Future[Any]) -> None:
+    def _constructed(self, actor: ActorRecord, life: Incarnation, done: Future[Any]) -> None:
         done.acknowledge()
         error = done.error
         if error is not None:
             if type(error) is PeerDiedError:
-                worker = actor.worker
-                if worker is not None:
-                    self._places.report(
-                        actor.worker_name, partial(self._worker_died, actor, instance_id, error)
-                    )
+                self._places.report(life.worker_name, partial(self._worker_died, actor, life))
             elif isinstance(error, HostedActorGoneError):  # ended while it was being made
-                self.ended(actor, instance_id, f"it was ended while it was being made: {error}")
+                self.ended(actor, life, f"it was ended while it was being made: {error}")
             elif not isinstance(error, ShutdownError):
-                self._not_made(actor, instance_id, error)
+                self._not_made(actor, life, error)
             return
         with self.lock:
-            if actor.instance_id != instance_id or actor.phase not in ("starting", "restarting"):
+            if actor.life is not life or actor.phase not in ("starting", "restarting"):
                 return
-            assert actor.worker is not None
             answer = done.value_or_none
-            pid = answer if isinstance(answer, int) else 0
-            location = Location(actor.worker, actor.worker_name, instance_id, actor.epoch, pid)
             now, flights = self._agent.clock.now(), self._agent.flights
             if flights is not None and actor.phase == "restarting":
                 flights.noted(now, "restart", actor.card.title)
-            actor.come_to_life(location, now)
+            actor.come_to_life(life, answer if isinstance(answer, int) else 0, now)
             if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
                 actor.place = self._routes.of(replace(actor.place.card, anchor=None))
             answers = actor.take_answered()
             orphaned = actor.orphaned
-            deeds = actor.family.made(actor) if actor.family is not None else []
+            actions = actor.family.made(actor) if actor.family is not None else []
         for future, found in answers:
             future.try_complete(found)
-        perform(deeds)
+        perform(actions)
         if orphaned:
             self._end_gently(actor)
 
     # -- ends -------------------------------------------------------------------------------------------
 
-    def _not_made(self, actor: ActorRecord, instance_id: int, error: BaseException) -> None:
-        """See to an incarnation that could not be made: for good, unless only its process could not be started again."""
+    def _not_made(self, actor: ActorRecord, life: Incarnation, error: BaseException) -> None:
+        """End an incarnation that could not be made: for good, unless only its process could not be started again."""
         original = exceptions.original(error)
-        if is_a(original, ActorDiedError) and (actor.killed or actor.doomed):
+        if is_a(original, ActorDiedError) and (life.killed or life.ended_by_group):
             return  # the thread that ends it does the rest
-        text, final = deaths.not_made(error, None if actor.worker is None else actor.worker_name)
+        text, final = deaths.not_made(error, None if life.worker is None else life.worker_name)
         if actor.family is not None and actor.epoch:
-            # Its group will try again, as often as it may; but not where it has no place any more.
+            # Its group will try again, as often as it may, if there is a place for it.
             final = bool(self._bound(actor)) or is_a(original, ActorDiedError)
         elif not final:
             final = not actor.options.movable and (actor.epoch == 0 or actor.place is not None)
-        self.ended(actor, instance_id, text, cause=original, final=final)
+        self.ended(actor, life, text, cause=original, final=final)
 
     def _bound(self, actor: ActorRecord) -> str:
-        """Return why an actor can only live where nothing lives any more; one that may live elsewhere does so from now on."""
+        """Return why an actor cannot live on any worker after its own has ended; an actor that may move is placed elsewhere."""
         if not self._places.is_gone(actor.place):
             return ""
         if not actor.options.movable:
@@ -411,30 +408,31 @@ class Supervisor:
         actor.place = "turn"
         return ""
 
+    def living_on(self, key: WorkerKey) -> list[tuple[ActorRecord, Incarnation]]:
+        """Return the actors that live, or are being made, on a worker; the lock is held."""
+        lives = [(each, each.life) for each in self._actors.values()]
+        return [(actor, life) for actor, life in lives if life is not None and life.worker == key]
+
     def _peer_ended(self, peer: Peer) -> None:
-        """See to the actors of a worker that is gone."""
-        key = peer.key
+        """Handle the deaths of the actors on a worker that has ended."""
         with self.lock:
-            lost = [(each, each.instance_id) for each in self._actors.values() if each.worker == key]
+            lost = self.living_on(peer.key)
         if lost:
-            error = peer.died("an actor", maybe_executed=True)
 
             def go(report: DeathReport | None) -> None:
-                for actor, instance_id in lost:
-                    self._worker_died(actor, instance_id, error, report)
+                for actor, life in lost:
+                    self._worker_died(actor, life, report)
 
             self._places.report(peer.name, go)
 
-    def _worker_died(
-        self, actor: ActorRecord, instance_id: int, error: BaseException, report: DeathReport | None
-    ) -> None:
-        text = deaths.without_worker(actor, report, self._places.cause(actor.worker))
-        self.ended(actor, instance_id, text, report=report)
+    def _worker_died(self, actor: ActorRecord, life: Incarnation, report: DeathReport | None) -> None:
+        text = deaths.without_worker(life, report, self._places.cause(life.worker))
+        self.ended(actor, life, text, report=report)
 
     def ended(
         self,
         actor: ActorRecord,
-        instance_id: int,
+        life: Incarnation,
         text: str,
         *,
         report: DeathReport | None = None,
@@ -442,34 +440,38 @@ class Supervisor:
         final: bool = False,
         wanted: bool = False,
     ) -> None:
-        """Record that an incarnation is over (``final``: the last; ``wanted``: as it said itself). Has the next one made."""
+        """Record the end of an incarnation, and begin the next one if there is to be one.
+
+        Args:
+            final: there is no next one.
+            wanted: the actor ended itself with ``exit_actor()``.
+        """
         bound = self._bound(actor)
         with self.lock:
-            if actor.instance_id != instance_id or actor.phase == "dead" or actor.answered == instance_id:
+            if actor.life is not life or actor.phase == "dead":
                 return
-            actor.answered = instance_id
+            life.over = True
             verdict = RestartVerdict()
-            deeds: list[Deed] = []
+            actions: list[Action] = []
             family = actor.family
-            lost = not (wanted or actor.unwanted or actor.orphaned or self._closed)
+            lost = not (wanted or actor.orphaned or self._closed)
             if lost and not final:
-                verdict = actor.verdict(self._agent.clock.now(), text, bound)
-            process, actor.process = actor.process, None
-            actor.location = None
+                verdict = actor.verdict(life, self._agent.clock.now(), text, bound)
+            process = life.process
             if verdict.again:
-                actor.lose(Restarting(text=text, report=report, moved=actor.moving))
+                actor.lose(Restarting(text=text, report=report, moved=life.moving))
                 answers = actor.take_answered()
                 if family is not None:
-                    deeds = family.died(actor, text)
-        self._places.left(instance_id)
+                    actions = family.died(actor, text)
+        self._places.left(life.id)
         if process is not None and report is None and self._runtime.spawner is not None:
             self._runtime.spawner.release(process)
         if not verdict.again:
-            self.bury(actor, text, report=report, cause=cause, verdict=verdict, lost=lost)
+            self.mark_dead(actor, text, report=report, cause=cause, verdict=verdict, lost=lost)
             return
         for future, found in answers:
             future.try_complete(found)
-        perform(deeds)
+        perform(actions)
         if family is not None:
             return
         begin = partial(self._agent.submit, partial(self.begin, actor))
@@ -478,7 +480,7 @@ class Supervisor:
         else:
             begin()
 
-    def bury(
+    def mark_dead(
         self,
         actor: ActorRecord,
         text: str,
@@ -492,7 +494,7 @@ class Supervisor:
 
         Args:
             verdict: why it is not made again.
-            lost: nobody wanted that.
+            lost: the actor died; it was not asked to end.
         """
         card = actor.card
         with self.lock:
@@ -500,11 +502,11 @@ class Supervisor:
                 return
             death = actor.death = deaths.dead(actor, text, report, cause, verdict or RestartVerdict())
             actor.phase = "dead"
-            family, deeds = actor.family, []
+            family, actions = actor.family, []
             if family is not None and not self._closed:
-                deeds = family.lost(actor, death, cause) if lost else family.left(actor)
+                actions = family.lost(actor, death, cause) if lost else family.left(actor)
             actor.forget()
-            instance_id = actor.instance_id
+            life = actor.last_life
             waiters, actor.waiters = actor.waiters, []
             watchers, actor.watchers = actor.watchers, []
             self._actors.pop(card.actor_id, None)
@@ -513,15 +515,16 @@ class Supervisor:
                 self._dead.popitem(last=False)
         if card.name is not None and not self._agent.closed_down:
             self._names.unregister(card.name, card.namespace, card.actor_id)
-        self._places.left(instance_id)
+        if life is not None:
+            self._places.left(life.id)
         for _, _, future in waiters:
             future.try_fail(death)
         for watcher in watchers:
             watcher.try_complete(death)
-        perform(deeds)
+        perform(actions)
 
     def drop(self, actor_id: int) -> None:
-        """Record that an actor's last handle is gone. Called from ``__del__``: takes no lock."""
+        """Record that an actor's last handle was dropped. Called from ``__del__``: takes no lock."""
         self._dropped.append(actor_id)
         if not self._agent.closed_down:
             submit = self._agent.submit
@@ -539,61 +542,58 @@ class Supervisor:
                     continue
                 actor.orphaned = True
                 alive = actor.phase == "alive"
-                waits = actor.phase == "restarting" and actor.instance_id == 0
+                waits = actor.phase == "restarting" and actor.life is None
             if alive:
                 self._end_gently(actor)
             elif waits:
-                self.bury(actor, "its last handle is gone")
+                self.mark_dead(actor, "its last handle is gone")
             # Otherwise it is being made, and ends as soon as it lives.
 
     def _end_gently(self, actor: ActorRecord) -> None:
         """Let an actor finish the calls that it has, and end."""
         with self.lock:
-            if actor.phase != "alive":
+            life = actor.life
+            if actor.phase != "alive" or life is None:
                 return
             actor.phase = "ending"
-            actor.unwanted = True
-            instance_id = actor.instance_id
         why = "its last handle is gone"
-        over = self.end_there(actor, instance_id, "drain", why)
-        over.add_done_callback(lambda _: self.ended(actor, instance_id, why))
+        self.end_there(life, "drain", why).add_done_callback(lambda _: self.ended(actor, life, why))
 
-    def end_there(self, actor: ActorRecord, instance_id: int, how: str, why: str) -> Future[Any]:
-        """Have an incarnation end where it lives: ``"drain"`` or ``"now"``. The future completes when it has, or cannot."""
-        worker = actor.worker
+    def end_there(self, life: Incarnation, how: str, why: str) -> Future[Any]:
+        """End an incarnation where it lives: ``"drain"`` or ``"now"``. The future completes when it has ended, or cannot be."""
+        agent, worker = self._agent, life.worker
         assert worker is not None
-        agent = self._agent
-        return call_quietly(agent, lambda: peer_of(agent, worker), registry.end, (instance_id, how, why))
+        return call_quietly(agent, lambda: peer_of(agent, worker), registry.end, (life.id, how, why))
 
     def kill(self, actor_id: int, no_restart: bool = True) -> Future[None]:
         """End an actor at once. The future completes when that is under way; does nothing to a dead actor."""
         done: Future[None] = Future()
         with self.lock:
             actor = self._actors.get(actor_id)
-            if actor is not None:
-                instance_id, process, worker = actor.instance_id, actor.process, actor.worker
-                actor.killed = True
-                actor.unwanted = actor.unwanted or no_restart
-        if actor is not None:
-            why = "it was killed with kill()"
-            if no_restart:
-                self.bury(actor, why)
+            life = None if actor is None else actor.life
+            if life is not None:
+                life.killed = True
+                process, worker = life.process, life.worker
+        why = "it was killed with kill()"
+        if actor is not None and no_restart:
+            self.mark_dead(actor, why)
+        if actor is not None and life is not None:
             if process is not None and self._runtime.spawner is not None:
-                self._runtime.spawner.kill(process)  # its end is the rest
+                self._runtime.spawner.kill(process)  # its end is handled when it is reported
             elif worker is not None:
-                over = self.end_there(actor, instance_id, "now", why)
-                over.add_done_callback(lambda _: self.ended(actor, instance_id, why))
-            elif not no_restart:  # its process is on the way, and will find that it is not wanted
-                self._agent.submit(partial(self.ended, actor, instance_id, why))
+                self.end_there(life, "now", why).add_done_callback(lambda _: self.ended(actor, life, why))
+            elif not no_restart:  # its process is being started, and is released when it comes
+                self._agent.submit(partial(self.ended, actor, life, why))
         done.set_result(None)
         return done
 
     # -- what others want to know, and tell ---------------------------------------------------------------
 
     def locate(self, actor_id: int, after: int = -1, wait: bool = True) -> Future[Any]:
-        """Return a future for where an actor lives, to one who knows that incarnation ``after`` is gone.
+        """Return a future for where an actor lives.
 
         Args:
+            after: the last incarnation of which the asking worker knows that it has ended.
             wait: wait until it lives again; otherwise the future completes with :class:`Restarting` as soon as it is
                 known that it will.
 
@@ -632,7 +632,7 @@ class Supervisor:
             future.try_fail(error)
 
     def death_of(self, actor_id: int) -> ActorDiedError:
-        """Return how an actor died that is not looked after here any more."""
+        """Return how an actor died; if that was forgotten, an error that says so."""
         with self.lock:
             actor = self._dead.get(actor_id)
         death = actor.death if actor is not None else None
@@ -651,7 +651,7 @@ class Supervisor:
         return future
 
     def known(self, actor_id: int) -> ActorRecord | None:
-        """Return what is known of an actor that is not dead; for families, which hold the lock."""
+        """Return the record of an actor that is not dead; the lock is held."""
         return self._actors.get(actor_id)
 
     def alive(self, actor_id: int) -> Future[bool]:
@@ -664,14 +664,14 @@ class Supervisor:
 
     def ends(self, actor_id: int) -> Future[bool]:
         """Return a future that says False where an actor lives on, and True where it does not, when it is dead."""
-        # What has let go of it a moment ago counts.
+        # Handles that were dropped a moment ago count.
         self._runtime.references.collect()
         self._sweep()
         over: Future[bool] = Future()
         over.label = "the end of an actor"
         with self.lock:
             actor = self._actors.get(actor_id)
-            stays = actor is not None and not (actor.orphaned or actor.unwanted)
+            stays = actor is not None and not actor.orphaned
         if stays:
             over.set_result(False)
         else:
@@ -691,11 +691,13 @@ class Supervisor:
             actor = self._actors.get(actor_id)
             if actor is None or actor.epoch != epoch:
                 return
-            instance_id = actor.instance_id
+            life = actor.life
+        if life is None:
+            return
         cause = None if error is None else exceptions.original(error)
         self.ended(
             actor,
-            instance_id,
+            life,
             text,
             cause=cause,
             final=kind in ("exit", "constructor"),
@@ -703,7 +705,7 @@ class Supervisor:
         )
 
     def note_checkpoint(self, actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:
-        """Keep the state for the actor's next incarnation; False: that incarnation is over for us, nothing is kept."""
+        """Keep the state for the actor's next incarnation; False if another incarnation than ``epoch`` is the present one."""
         with self.lock:
             actor = self._actors.get(actor_id)
             return actor is not None and actor.keep(epoch, number, state)
@@ -714,11 +716,11 @@ class Supervisor:
             return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
 
     def page(self, first: int, most: int, dead: int) -> tuple[list[ActorState], bool]:
-        """Return a part of what :meth:`states` does, those that died last before others, and whether there is more.
+        """Return a part of :meth:`states`, with the latest deaths first, and whether there is more.
 
         Args:
             first: so many are left out, and ``most`` returned at most.
-            dead: so many of those that are dead count.
+            dead: the number of dead actors that count.
         """
         with self.lock:
             ended = itertools.islice(reversed(self._dead.values()), dead)
@@ -732,18 +734,19 @@ class Supervisor:
         with self.lock:
             self._closed = True
             actors = list(self._actors.values())
-            living = [(one, one.instance_id, one.process) for one in actors if one.worker is not None]
+            living = [one.life for one in actors if one.life is not None and one.life.worker is not None]
+            processes = [life.process for life in living]
         why = f"worker {self._agent.name!r}, which looked after it, has shut down"
-        over = [self.end_there(actor, instance_id, "now", why) for actor, instance_id, _ in living]
+        over = [self.end_there(life, "now", why) for life in living]
         if over:
             try:
                 collect_all(over).wait(max(0.25, min(_END_S, patience)) if graceful else 0.25)
             except RpcError:
                 pass
-        for _, _, process in living:
+        for process in processes:
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.release(process)
         for family in {each.family.root() for each in actors if each.family is not None}:
             family.close(None)
         for actor in actors:
-            self.bury(actor, why)
+            self.mark_dead(actor, why)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 __all__ = ["Access", "is_loopback"]
 
-_SESSIONS: Final = 32  # browsers that are logged in; the one that came first makes way
+_SESSIONS: Final = 32  # browsers that are logged in; one more logs the oldest out
 _NAMES: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -39,12 +39,12 @@ class Access:
     """The rules of one server. To be used by one thread.
 
     A page of another site can send requests to this server, and by DNS rebinding under a name of its own: the ``Host`` must
-    be one of ours. What is no GET must come from a page of this server: ``Origin``. Of secrets only hashes are kept, so that the
-    time of a comparison tells nothing of them.
+    be one of ours. What is no GET must come from a page of this server: ``Origin``. Only hashes of secrets are kept, so that an
+    attacker learns nothing from the time of a comparison.
 
     Args:
         bound: the address that is listened at.
-        more: further names under which the page may be reached, as those of a proxy.
+        more: further names under which the page may be reached, such as the names of a proxy.
     """
 
     def __init__(self, bound: str, more: Iterable[str] = ()) -> None:
@@ -75,8 +75,8 @@ class Access:
         return cookie
 
     def knows(self, cookie: str | None) -> bool:
-        """Say whether a cookie is that of somebody who is logged in."""
-        # Hashes: how long the comparison takes tells nothing of the cookies.
+        """Say whether a cookie belongs to a browser that is logged in."""
+        # Hashes are compared: an attacker learns nothing about the cookies from the time that this takes.
         return cookie is not None and _hash(cookie) in self._sessions
 
     def is_host(self, header: str) -> bool:

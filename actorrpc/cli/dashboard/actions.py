@@ -1,4 +1,4 @@
-"""What ``--allow-actions`` lets the page do: kill and restart actors, drain workers. Each is looked up anew before that."""
+"""What ``--allow-actions`` lets the page do: kill and restart actors, drain workers. Each looks its actor or worker up first."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PARTS: Final = ["process", "actors", "supervised"]
 
 
 def request_of(body: bytes) -> tuple[str, str]:
-    """Return what is to be done, and to whom.
+    """Return the action of a request, and the actor or worker that it is for.
 
     Raises:
-        ConfigError: it is no such request.
+        ConfigError: the request cannot be understood.
     """
     try:
         found = json.loads(body)

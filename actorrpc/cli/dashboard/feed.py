@@ -1,7 +1,7 @@
-"""Looks at a group for all who have the page open: once a second, shared by them, and none while nobody looks.
+"""Reads the state of a group for all browsers that have the page open: once a second, and not while no browser asks.
 
-A coroutine that wants to see something says so by asking; looks go on until nobody has asked for ``_IDLE_S``. They are taken on a
-thread, as they wait for workers. All methods belong to the event loop's thread.
+Coroutines ask for the next state, a *look*. Looks are taken until no coroutine has asked for ``_IDLE_S``, on a thread, as they
+wait for workers. All methods belong to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ _log = logging.getLogger("actorrpc.cli")
 
 _EVERY_S: Final = 1.0
 _IDLE_S: Final = 3.0
-_REST: Final = 2.0  # times what a look has cost, this process does not look
-_CHEAP_S: Final = (
-    0.02  # of processor time: a look that costs more is one at the workers alone, most of the times
-)
-_SHARE: Final = 50  # times what a look at the actors has cost, they are not looked at
-_MOST_S: Final = 10.0  # but they are after so long
+_REST: Final = 2.0  # times the processor time of a look passes between two looks
+_CHEAP_S: Final = 0.02  # of processor time: most looks that cost more are looks at the workers alone
+_SHARE: Final = 50  # times the processor time of a look at the actors passes between two of these
+_MOST_S: Final = 10.0  # but no more than this
 _WINDOW: Final = 10  # looks: over these, rates and percentiles of calls are taken
 _PARTS: Final = ("process", "actors", "supervised")
 _LOG_BYTES: Final = 16 << 20
@@ -64,15 +62,15 @@ class See(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class FeedLook:
-    """What was seen in one look.
+    """The state of a group at one moment.
 
     Attributes:
         number: grows with each look.
-        picture: None where nobody has answered, for the reason that ``problem`` says.
+        picture: None where no worker has answered; ``problem`` says why.
         now: what the first view shows, as JSON has it.
         rates: calls of an actor per second, by its id.
-        calls: what the view of calls shows; None where nobody wanted to see it.
-        actors_at: when the actors were looked at, on the monotonic clock.
+        calls: the rows of the view of calls; None if no browser has that view open.
+        actors_at: when the state of the actors was read, on the monotonic clock.
     """
 
     number: int
@@ -108,9 +106,9 @@ class Feed:
 
     Args:
         see: looks at the group once.
-        groups: where logs are to be read.
-        acts: those who look may also do something.
-        rest: is called when nobody looks any more, on any thread.
+        groups: the groups whose logs are read.
+        acts: the page may also kill and restart actors, and drain workers.
+        rest: is called when looks end, on any thread.
     """
 
     def __init__(
@@ -132,15 +130,16 @@ class Feed:
         self._published = asyncio.Event()
         self._look: FeedLook | None = None
         self._number = 0
-        self._waiting = self._waiting_for_calls = 0  # those who wait for the next look
+        self._waiting = self._waiting_for_calls = 0  # coroutines that wait for the next look
         self._spent = 0.0  # processor time of the last look
-        self._actors_due = float("-inf")  # when actors are to be looked at again
+        self._actors_due = float("-inf")  # when the next look includes the actors
         self._totals = CallTotals()
         self._window: deque[tuple[float, dict[Any, Any]]] = deque(maxlen=_WINDOW + 1)
-        self._stacks_lock = asyncio.Lock()  # one look at stacks at a time
-        self._stacks: tuple[float, dict[str, Any]] = (float("-inf"), {})
-        self._memory_lock = asyncio.Lock()  # guards the next, while it is taken
-        self._memory: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._stacks = _Shared(every, lambda: self._seen([*_PARTS, "threads"], payloads.stacks, folds=[]))
+        self._memory = _Shared(
+            every,
+            lambda: self._seen(["process", "holders"], payloads.memory, objects=[], holders=[]),
+        )
         self._records_lock = asyncio.Lock()  # one look at records at a time
         self._logs_lock = asyncio.Lock()  # guards the reader and its lines
         self._logs = _LogLines(groups)
@@ -153,7 +152,7 @@ class Feed:
             if calls:
                 self._calls_asked = moment
             if self._task is None or self._task.done():
-                # What was seen when somebody looked the last time is no news.
+                # The last look is older than _IDLE_S.
                 self._look = None
                 self._task = asyncio.create_task(self._run())
             found = self._look
@@ -182,7 +181,7 @@ class Feed:
     async def _run(self) -> None:
         while self._is_wanted():
             await self._look_on()
-            await asyncio.to_thread(self._rest)  # somebody may come meanwhile, and finds this task at work
+            await asyncio.to_thread(self._rest)  # a coroutine that asks meanwhile finds this task at work
 
     def _is_wanted(self) -> bool:
         return bool(self._waiting) or time.monotonic() - self._asked < _IDLE_S
@@ -198,7 +197,7 @@ class Feed:
             self._number += 1
             try:
                 self._look = await asyncio.to_thread(self._take, self._number, parts, self._look)
-            except Exception as error:  # who waits for this look is to hear of it
+            except Exception as error:  # the coroutines that wait for this look are told
                 _log.exception("a look at the group has failed")
                 self._look = _failed(self._number, repr(error))
             self._published.set()
@@ -254,32 +253,21 @@ class Feed:
     # -- on demand -----------------------------------------------------------------------------------------------
 
     async def stacks(self) -> dict[str, Any]:
-        """Return the stacks of all threads, equal ones as one; what was seen within the last second serves again."""
-        async with self._stacks_lock:
-            if time.monotonic() - self._stacks[0] >= self._every:
-                found = await asyncio.to_thread(self._take_stacks)
-                self._stacks = (time.monotonic(), found)
-            return self._stacks[1]
-
-    def _take_stacks(self) -> dict[str, Any]:
-        try:
-            return payloads.stacks(Picture.of(self._see([*_PARTS, "threads"])))
-        except (RpcError, OSError) as error:
-            return {"problem": str(error), "folds": []}
+        """Return the stacks of all threads, equal ones as one."""
+        return await self._stacks.get()
 
     async def memory(self) -> dict[str, Any]:
-        """Return who holds what; what was seen within the last second serves again."""
-        async with self._memory_lock:
-            if time.monotonic() - self._memory[0] >= self._every:
-                found = await asyncio.to_thread(self._take_memory)
-                self._memory = (time.monotonic(), found)
-            return self._memory[1]
+        """Return which worker holds what."""
+        return await self._memory.get()
 
-    def _take_memory(self) -> dict[str, Any]:
+    def _seen(
+        self, parts: list[str], payload: Callable[[Picture], dict[str, Any]], **empty: Any
+    ) -> dict[str, Any]:
+        """Return the payload of a look at these parts; the problem and ``empty`` if no worker answers."""
         try:
-            return payloads.memory(Picture.of(self._see(["process", "holders"])))
+            return payload(Picture.of(self._see(parts)))
         except (RpcError, OSError) as error:
-            return {"problem": str(error), "objects": [], "holders": []}
+            return {"problem": str(error), **empty}
 
     async def timeline(self, seconds: float) -> dict[str, Any]:
         """Return the last calls of all workers, as a picture of lanes."""
@@ -293,7 +281,7 @@ class Feed:
             return {**timeline([], seconds), "problem": str(error)}
 
     async def trace(self, seconds: float) -> BinaryIO | str:
-        """Return the last calls of all workers as a file for Perfetto, which is to be closed; or why there is none."""
+        """Return the last calls of all workers as a file for Perfetto, which the caller closes; or why there is none."""
         async with self._records_lock:
             return await asyncio.to_thread(self._write_trace, seconds)
 
@@ -303,7 +291,7 @@ class Feed:
             begun = time.monotonic() - seconds
             for each in found:
                 each.since(begun)
-            # It has no name any more when it is read: however this process ends, it is not left behind.
+            # The file is deleted before it is read: however this process ends, no file stays.
             with tempfile.TemporaryDirectory(prefix="actorrpc-page-") as folder:
                 path = os.path.join(folder, "trace.json")
                 write(path, found)
@@ -337,8 +325,26 @@ def _failed(number: int, problem: str) -> FeedLook:
     return FeedLook(number=number, picture=None, problem=problem, now=payloads.nothing(number, problem))
 
 
+class _Shared:
+    """A look that is taken on demand, one at a time; one that is younger than ``every`` seconds is used again."""
+
+    def __init__(self, every: float, take: Callable[[], dict[str, Any]]) -> None:
+        self._every = every
+        self._take = take
+        self._lock = asyncio.Lock()
+        self._at = float("-inf")
+        self._found: dict[str, Any] = {}
+
+    async def get(self) -> dict[str, Any]:
+        async with self._lock:
+            if time.monotonic() - self._at >= self._every:
+                self._found = await asyncio.to_thread(self._take)
+                self._at = time.monotonic()
+            return self._found
+
+
 class _LogLines:
-    """What the processes have printed, as far as it was read: lines of those that have ended stay. One thread at a time."""
+    """The lines that processes have printed, as far as they were read. Lines stay when a process ends. One thread at a time."""
 
     def __init__(self, groups: Callable[[], list[FoundGroup]]) -> None:
         self._groups = groups

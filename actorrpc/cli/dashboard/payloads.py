@@ -1,18 +1,18 @@
-"""What the views of the page are sent: plain values, each bounded, of what was seen of a group. No I/O."""
+"""The state of a group as the views of the page get it: plain values, bounded in size. No I/O."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from actorrpc.cli.activity import shares
 from actorrpc.cli.logs import Line
 from actorrpc.cli.text import folded, say_call
-from actorrpc.cli.views import Picture
+from actorrpc.cli.views import Picture, objects_of
 from actorrpc.observe.call_sums import BUCKETS, OWN_CALLS
-from actorrpc.observe.model import Finding, ObservedActor, ObservedSegment, ObservedWorker
+from actorrpc.observe.model import ObservedActor, ObservedWorker, plain
 
 __all__ = ["SORTS", "actors", "calls", "logs", "memory", "nothing", "now", "stacks"]
 
@@ -22,7 +22,7 @@ _CLASSES: Final = 64
 _CONTEXTS: Final = 50
 _HOPS: Final = 200
 _FOLDS: Final = 200
-_SHOWN: Final = 12  # threads and calls that are named of those that stand at one place
+_SHOWN: Final = 12  # threads and calls at one place that are named
 _FRAMES: Final = 60
 _TEXT: Final = 2000
 _OBJECTS: Final = 100  # the largest; and as many rows of who refers to values
@@ -30,6 +30,13 @@ _METHODS: Final = 400
 
 #: How actors may be sorted: by what they have most of first; ``title`` from A to Z.
 SORTS: Final = ("waiting", "oldest", "rate", "p50", "p99", "done", "title")
+_FIGURES: Final[Mapping[str, Callable[[ObservedActor], float]]] = {
+    "waiting": lambda each: each.waiting,
+    "oldest": lambda each: each.oldest,
+    "p50": lambda each: each.p50,
+    "p99": lambda each: each.p99,
+    "done": lambda each: each.calls_done,
+}
 
 
 def _figure(value: float) -> float | None:
@@ -45,18 +52,18 @@ def _cut(text: str) -> str:
 
 
 def nothing(number: int, problem: str) -> dict[str, Any]:
-    """Return what the first view shows where nobody has answered."""
+    """Return the first view of a group of which no worker has answered."""
     return {"number": number, "problem": _cut(problem), "workers": [], "findings": [], "classes": []}
 
 
 def now(
     number: int, picture: Picture, before: Picture | None, shown: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what the first view shows: workers, classes of actors, and what is wrong.
+    """Return the first view: workers, classes of actors, and faults.
 
     Args:
-        before: what was seen the last time.
-        shown: what was returned then, where its actors are those of this picture: what it has of them is still so.
+        before: the picture before.
+        shown: the view of that, if this picture has the same actors: its rows of them are used again.
     """
     state, group = picture.state, picture.group
     counts = (
@@ -65,7 +72,7 @@ def now(
         else {each["name"]: each["actors"] for each in shown["workers"]}
     )
     share = shares([before.state], [state]) if before is not None else {}
-    # Those that are not well are shown in any case.
+    # Workers that are not alive are shown in any case.
     workers = sorted(state.workers, key=lambda each: each.state == "alive")[:_WORKERS]
     workers.sort(key=lambda each: (each.rank, each.name))
     return {
@@ -85,7 +92,7 @@ def now(
         "classes": _classes(state.actors) if shown is None else shown["classes"],
         "training": _training(state.workers),
         "wrong_count": sum(each.wrong for each in picture.findings),
-        "findings": [_finding(each) for each in picture.findings[:_FINDINGS]],
+        "findings": [{**plain(each), "what": _cut(each.what)} for each in picture.findings[:_FINDINGS]],
     }
 
 
@@ -113,7 +120,7 @@ def _worker(worker: ObservedWorker, share: float | None, actor_count: int) -> di
 
 
 def _training(workers: Sequence[ObservedWorker]) -> dict[str, Any]:
-    """Return the contexts of distributed autograd, and the hops of all of them: from whom to whom, how many messages."""
+    """Return the contexts of distributed autograd, and their hops: sender, receiver and number of messages."""
     names = {str(each.rank): each.name for each in workers}
     hops: Counter[tuple[str, str]] = Counter()
     contexts: dict[str, dict[str, Any]] = {}
@@ -124,10 +131,7 @@ def _training(workers: Sequence[ObservedWorker]) -> dict[str, Any]:
                 {
                     "context": seen.context,
                     "origin": names.get(str(seen.origin), str(seen.origin)),
-                    "workers": 0,
-                    "messages": 0,
-                    "leaves": 0,
-                    "passes": 0,
+                    **dict.fromkeys(("workers", "messages", "leaves", "passes"), 0),
                     "idle": seen.idle,
                 },
             )
@@ -159,11 +163,7 @@ def _classes(actors: Sequence[ObservedActor]) -> list[dict[str, Any]]:
             actor.class_name,
             {
                 "name": actor.class_name,
-                "alive": 0,
-                "dead": 0,
-                "other": 0,
-                "waiting": 0,
-                "running": 0,
+                **dict.fromkeys(("alive", "dead", "other", "waiting", "running"), 0),
                 "oldest": 0.0,
             },
         )
@@ -177,15 +177,6 @@ def _classes(actors: Sequence[ObservedActor]) -> list[dict[str, Any]]:
     return found
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        "kind": finding.kind,
-        "wrong": finding.wrong,
-        "what": _cut(finding.what),
-        "remedy": finding.remedy,
-    }
-
-
 # -- actors ------------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +187,7 @@ def actors(
 
     Args:
         speed: calls per second, by the actor's id.
-        text: only those that have it in their title, class, worker, state or id.
+        text: only actors with this in their title, class, worker, state or id.
         sort: one of :data:`SORTS`.
     """
     if picture is None:
@@ -211,31 +202,13 @@ def actors(
     if sort == "title":
         found.sort(key=lambda each: (each.title, each.actor_id))
     else:
-        figures = {
-            each.actor_id: (
-                each.oldest
-                if sort == "oldest"
-                else speed.get(each.actor_id, 0.0)
-                if sort == "rate"
-                else each.p50
-                if sort == "p50"
-                else each.p99
-                if sort == "p99"
-                else each.calls_done
-                if sort == "done"
-                else each.waiting
-            )
-            for each in found
-        }
-        # Those that have none of it: what runs comes before what rests, and what is dead comes last.
-        found.sort(
-            key=lambda each: (
-                -figures[each.actor_id],
-                each.state == "DEAD",
-                -len(each.running),
-                each.actor_id,
-            )
-        )
+
+        def rate(each: ObservedActor) -> float:
+            return speed.get(each.actor_id, 0.0)
+
+        figure = _FIGURES.get(sort, rate)
+        # Actors with equal figures: running ones first, then idle ones, dead ones last.
+        found.sort(key=lambda each: (-figure(each), each.state == "DEAD", -len(each.running), each.actor_id))
     first = min(first, len(found))
     return {
         "total": len(picture.state.actors),
@@ -338,14 +311,7 @@ _Sums = Mapping[tuple[str, str, bool], tuple[int, float, list[int]]]
 
 def memory(picture: Picture) -> dict[str, Any]:
     """Return the large objects, each with who holds it, and who refers to whose values."""
-    found: dict[str, tuple[ObservedSegment, list[str]]] = {}
-    for worker in picture.state.workers:
-        for each in worker.objects:
-            known, holders = found.setdefault(each.segment, (each, []))
-            holders.append(worker.name)
-            if each.bytes > known.bytes:  # as who has written it says
-                found[each.segment] = each, holders
-    objects = sorted(found.values(), key=lambda each: -each[0].bytes)
+    objects = objects_of(picture.state.workers)
     rows = [(worker.name, each) for worker in picture.state.workers for each in worker.holders]
     rows.sort(key=lambda each: (-each[1].bytes, -each[1].references))
     return {
@@ -376,9 +342,9 @@ def memory(picture: Picture) -> dict[str, Any]:
 
 
 def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:
-    """Return a row for each side and method: how often, how long, how many failed; those of the package itself are the last.
+    """Return a row for each side and method: how often, how long, how many failed; the package's own methods are the last.
 
-    Percentiles are those of the calls between the two looks; where there were none, of all that were counted.
+    Percentiles are of the calls between the two looks; without such calls, of all calls that were counted.
     """
     rows: list[dict[str, Any]] = []
     for side, method in sorted({(side, method) for side, method, _ in sums}):

@@ -15,7 +15,7 @@ import re
 import socket
 import ssl
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from importlib import resources
 from typing import Any, BinaryIO, Final
 from urllib.parse import parse_qsl
@@ -50,6 +50,8 @@ _QUERY: Final = 2000
 _SECONDS: Final = 86_400  # of the timeline
 _CHUNK: Final = 1 << 16
 
+_Answer = Callable[[Request], Awaitable[Any]]
+
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -68,7 +70,7 @@ _TYPES: Final = {
 }
 
 
-# -- what stands before everything ---------------------------------------------------------------------------------
+# -- the guard ----------------------------------------------------------------------------------------------------
 
 
 class _RequestGuard:
@@ -104,7 +106,7 @@ class _RequestGuard:
             origins = headers.getlist("origin")
             if len(origins) != 1 or not self._access.is_origin(origins[0], hosts[0]):
                 return PlainTextResponse("This request comes from another page.", 403)
-        # A proxy may leave its own part of the path in front. What follows ours is no path of a file: it is looked up in a table.
+        # A proxy may leave its own part of the path in front. The rest is not a path of a file, but a key of the table of routes.
         _, found, path = scope["path"].partition(f"/{self._access.place}/")
         if not found:
             return PlainTextResponse(
@@ -158,9 +160,166 @@ def _number(query: dict[str, str], name: str, most: int) -> int:
     return min(int(text), most) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
+def _seconds(request: Request) -> float:
+    return float(_number(_query(request), "seconds", _SECONDS) or _SECONDS)
+
+
 def _query(request: Request) -> dict[str, str]:
     text = request.scope["query_string"][:_QUERY].decode("ascii", "replace")
     return dict(parse_qsl(text, keep_blank_values=True, errors="replace"))
+
+
+class _Api:
+    """What the page asks for, and what it may do.
+
+    Args:
+        secure: it is served over TLS.
+        logged_in: is called when the link was used.
+        ends: says whether the server is to end: then pages are sent nothing more.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        access: Access,
+        secure: bool,
+        logged_in: Callable[[], object],
+        ends: Callable[[], bool],
+    ) -> None:
+        self._feed = feed
+        self._access = access
+        self._secure = secure
+        self._logged_in = logged_in
+        self._ends = ends
+        self._streams = 0
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        shown = (self.now, self.events, self.actors, self.calls, self.stacks, self.memory)
+        recorded = (self.timeline, self.trace, self.logs)
+        found = [
+            Route(f"/api/{each.__name__}", self._for_those_logged_in(each)) for each in (*shown, *recorded)
+        ]
+        found.append(Route("/login", self.log_in, methods=["POST"]))
+        if self._feed.acts:
+            found.append(Route("/api/act", self._for_those_logged_in(self.act), methods=["POST"]))
+        return found
+
+    def _for_those_logged_in(self, answer: _Answer) -> Callable[[Request], Any]:
+        """Return an endpoint for browsers that are logged in; ``answer`` returns a response, or a value for JSON."""
+
+        async def answer_them(request: Request) -> Response:
+            if not self._access.knows(request.cookies.get(_COOKIE)):
+                return PlainTextResponse(
+                    "Open the link that actorrpc dashboard has printed; it works once.", 401
+                )
+            # Browsers say which page a request comes from; pages of other ports of this host send our cookie, too.
+            if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+                return PlainTextResponse("This request comes from another page.", 403)
+            found = await answer(request)
+            return found if isinstance(found, Response) else _json(request, found)
+
+        return answer_them
+
+    async def log_in(self, request: Request) -> Response:
+        body = await _body(request)
+        if isinstance(body, Response):
+            return body
+        cookie = self._access.exchange(body.decode("utf-8", "replace"))
+        if cookie is None:
+            return PlainTextResponse("That link was used before, or there is a newer one.", 401)
+        answer = Response(status_code=204)
+        # Without a path, the cookie is for this server's part of the paths, as the browser sees it: also behind a proxy.
+        answer.set_cookie(_COOKIE, cookie, path=None, httponly=True, samesite="strict", secure=self._secure)
+        self._logged_in()
+        return answer
+
+    async def act(self, request: Request) -> Any:
+        # The guard has seen that the origin is this page. No form and no image can set this header, nor can a script elsewhere
+        # without asking first, which is refused; and the cookie does not come with requests that other sites cause.
+        if request.headers.getlist(_ACTS) != ["1"]:
+            return PlainTextResponse("This request comes from another page.", 403)
+        body = await _body(request)
+        if isinstance(body, Response):
+            return body
+        try:
+            said = await self._feed.act(*request_of(body))
+        except (RpcError, OSError) as error:
+            return {"said": "", "problem": str(error) or type(error).__name__}
+        return {"said": said, "problem": ""}
+
+    async def now(self, request: Request) -> Response:
+        look = await self._feed.after(_number(_query(request), "after", 1 << 30))
+        headers = {"Vary": "Accept-Encoding"}
+        if _takes_gzip(request):
+            packed = {**headers, "Content-Encoding": "gzip"}
+            return Response(look.packed(), headers=packed, media_type="application/json")
+        return Response(look.body(), headers=headers, media_type="application/json")
+
+    async def events(self, request: Request) -> Response:
+        if self._streams >= _STREAMS:
+            return PlainTextResponse("Too many pages are open.", 503)
+        headers = {"X-Accel-Buffering": "no", "Vary": "Accept-Encoding"}
+        if _takes_gzip(request):
+            headers["Content-Encoding"] = "gzip"
+        return StreamingResponse(self._looks(request), headers=headers, media_type="text/event-stream")
+
+    async def _looks(self, request: Request) -> AsyncIterator[bytes]:
+        cookie = request.cookies.get(_COOKIE)
+        packer = zlib.compressobj(5, zlib.DEFLATED, 31) if _takes_gzip(request) else None
+        self._streams += 1
+        try:
+            number = 0
+            while self._access.knows(cookie) and not self._ends():
+                look = await self._feed.after(number)
+                number = look.number
+                event = b"data: " + look.body() + b"\n\n"
+                yield event if packer is None else packer.compress(event) + packer.flush(zlib.Z_SYNC_FLUSH)
+        finally:
+            self._streams -= 1
+
+    async def actors(self, request: Request) -> Any:
+        query = _query(request)
+        sort = query.get("sort", "")
+        look = await self._feed.after(0)
+        found = payloads.actors(
+            look.picture,
+            look.rates,
+            query.get("q", ""),
+            sort if sort in payloads.SORTS else payloads.SORTS[0],
+            _number(query, "first", 1 << 30),
+            _number(query, "most", _ROWS) or _ROWS,
+        )
+        found["age"] = look.now.get("actors_age", 0.0)
+        return {"number": look.number, "problem": look.problem, **found}
+
+    async def calls(self, request: Request) -> Any:
+        look = await self._feed.after(_number(_query(request), "after", 1 << 30), calls=True)
+        return {"number": look.number, "problem": look.problem, "rows": look.calls or []}
+
+    async def stacks(self, _request: Request) -> Any:
+        return await self._feed.stacks()
+
+    async def memory(self, _request: Request) -> Any:
+        return await self._feed.memory()
+
+    async def timeline(self, request: Request) -> Response:
+        # There may be some 100 000 figures: events for others are sent meanwhile.
+        return await asyncio.to_thread(_json, request, await self._feed.timeline(_seconds(request)))
+
+    async def trace(self, request: Request) -> Response:
+        file = await self._feed.trace(_seconds(request))
+        if isinstance(file, str):
+            return PlainTextResponse(file, 503)
+        return StreamingResponse(
+            _chunks(file),
+            media_type="application/json",
+            headers={"Content-Disposition": 'attachment; filename="actorrpc-trace.json"'},
+        )
+
+    async def logs(self, request: Request) -> Any:
+        query = _query(request)
+        return await self._feed.logs(query.get("q", ""), query.get("whom", ""), _LINES)
 
 
 def make_app(
@@ -171,169 +330,14 @@ def make_app(
     logged_in: Callable[[], object] = bool,
     ends: Callable[[], bool] = bool,
 ) -> ASGIApp:
-    """Return the application.
-
-    Args:
-        secure: it is served over TLS.
-        logged_in: is called when the link was used.
-        ends: says whether the server is to end: then pages are sent nothing more.
-    """
-    streams = 0
-
-    def allowed(request: Request) -> Response | None:
-        if not access.knows(request.cookies.get(_COOKIE)):
-            return PlainTextResponse("Open the link that actorrpc dashboard has printed; it works once.", 401)
-        # Browsers say which page a request comes from; those of other ports of this host have our cookie, too.
-        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            return PlainTextResponse("This request comes from another page.", 403)
-        return None
-
-    async def log_in(request: Request) -> Response:
-        body = await _body(request)
-        if isinstance(body, Response):
-            return body
-        cookie = access.exchange(body.decode("utf-8", "replace"))
-        if cookie is None:
-            return PlainTextResponse("That link was used before, or there is a newer one.", 401)
-        answer = Response(status_code=204)
-        # Without a path, the cookie is for this server's part of the paths, as the browser sees it: also behind a proxy.
-        answer.set_cookie(_COOKIE, cookie, path=None, httponly=True, samesite="strict", secure=secure)
-        logged_in()
-        return answer
-
-    async def act(request: Request) -> Response:
-        # The guard has seen that the origin is this page. No form and no image can set this header, nor can a script elsewhere
-        # without asking first, which is refused; and the cookie does not come with requests that other sites cause.
-        refused = allowed(request)
-        if refused is None and request.headers.getlist(_ACTS) != ["1"]:
-            refused = PlainTextResponse("This request comes from another page.", 403)
-        if refused is not None:
-            return refused
-        body = await _body(request)
-        if isinstance(body, Response):
-            return body
-        try:
-            said = await feed.act(*request_of(body))
-        except (RpcError, OSError) as error:
-            return _json(request, {"said": "", "problem": str(error) or type(error).__name__})
-        return _json(request, {"said": said, "problem": ""})
-
-    async def now(request: Request) -> Response:
-        refused = allowed(request)
-        if refused is not None:
-            return refused
-        look = await feed.after(_number(_query(request), "after", 1 << 30))
-        if _takes_gzip(request):
-            packed = {"Vary": "Accept-Encoding", "Content-Encoding": "gzip"}
-            return Response(look.packed(), headers=packed, media_type="application/json")
-        return Response(look.body(), headers={"Vary": "Accept-Encoding"}, media_type="application/json")
-
-    async def events(request: Request) -> Response:
-        nonlocal streams
-        refused = allowed(request)
-        if refused is not None:
-            return refused
-        if streams >= _STREAMS:
-            return PlainTextResponse("Too many pages are open.", 503)
-        cookie = request.cookies.get(_COOKIE)
-
-        async def send_looks() -> AsyncIterator[bytes]:
-            nonlocal streams
-            packer = zlib.compressobj(5, zlib.DEFLATED, 31) if _takes_gzip(request) else None
-            streams += 1
-            try:
-                number = 0
-                while access.knows(cookie) and not ends():
-                    look = await feed.after(number)
-                    number = look.number
-                    event = b"data: " + look.body() + b"\n\n"
-                    yield (
-                        event if packer is None else packer.compress(event) + packer.flush(zlib.Z_SYNC_FLUSH)
-                    )
-            finally:
-                streams -= 1
-
-        headers = {"X-Accel-Buffering": "no", "Vary": "Accept-Encoding"}
-        if _takes_gzip(request):
-            headers["Content-Encoding"] = "gzip"
-        return StreamingResponse(send_looks(), headers=headers, media_type="text/event-stream")
-
-    async def actors(request: Request) -> Response:
-        refused = allowed(request)
-        if refused is not None:
-            return refused
-        query = _query(request)
-        sort = query.get("sort", "")
-        look = await feed.after(0)
-        found = payloads.actors(
-            look.picture,
-            look.rates,
-            query.get("q", ""),
-            sort if sort in payloads.SORTS else payloads.SORTS[0],
-            _number(query, "first", 1 << 30),
-            _number(query, "most", _ROWS) or _ROWS,
-        )
-        found["age"] = look.now.get("actors_age", 0.0)
-        return _json(request, {"number": look.number, "problem": look.problem, **found})
-
-    async def calls(request: Request) -> Response:
-        refused = allowed(request)
-        if refused is not None:
-            return refused
-        look = await feed.after(_number(_query(request), "after", 1 << 30), calls=True)
-        return _json(request, {"number": look.number, "problem": look.problem, "rows": look.calls or []})
-
-    async def stacks(request: Request) -> Response:
-        refused = allowed(request)
-        return refused if refused is not None else _json(request, await feed.stacks())
-
-    async def memory(request: Request) -> Response:
-        refused = allowed(request)
-        return refused if refused is not None else _json(request, await feed.memory())
-
-    def seconds_of(request: Request) -> float:
-        return float(_number(_query(request), "seconds", _SECONDS) or _SECONDS)
-
-    async def timeline(request: Request) -> Response:
-        refused = allowed(request)
-        if refused is not None:
-            return refused
-        # There may be some 100 000 figures: events for others are sent meanwhile.
-        return await asyncio.to_thread(_json, request, await feed.timeline(seconds_of(request)))
-
-    async def trace(request: Request) -> Response:
-        refused = allowed(request)
-        if refused is not None:
-            return refused
-        file = await feed.trace(seconds_of(request))
-        if isinstance(file, str):
-            return PlainTextResponse(file, 503)
-        return StreamingResponse(
-            _chunks(file),
-            media_type="application/json",
-            headers={"Content-Disposition": 'attachment; filename="actorrpc-trace.json"'},
-        )
-
-    async def logs(request: Request) -> Response:
-        refused = allowed(request)
-        if refused is not None:
-            return refused
-        query = _query(request)
-        return _json(request, await feed.logs(query.get("q", ""), query.get("whom", ""), _LINES))
-
+    """Return the application; the arguments are as for :class:`_Api`."""
     files = _files()
     routes = [Route("/" + name, _file(name, body)) for name, body in files.items()]
     routes += [
         Route("/", _file("index.html", files["index.html"])),
         Route("/offline.txt", _file("offline.txt", _offline(files))),
-        Route("/login", log_in, methods=["POST"]),
-        *(
-            Route(f"/api/{each.__name__}", each)
-            for each in (now, events, actors, calls, stacks, memory, timeline, trace, logs)
-        ),
+        *_Api(feed, access, secure, logged_in, ends).routes(),
     ]
-    if feed.acts:
-        routes.append(Route("/api/act", act, methods=["POST"]))
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False  # it would leave out our part of the path
     return _RequestGuard(app, access)
@@ -347,19 +351,14 @@ def _files() -> dict[str, bytes]:
     }
 
 
-_MODULES: Final = (
-    "dom.js",
-    "timeline.js",
-    "views.js",
-    "saved.js",
-    "app.js",
-)  # each after those that it imports
+#: each comes after the modules that it imports
+_MODULES: Final = ("dom.js", "timeline.js", "views.js", "saved.js", "app.js")
 _IMPORT: Final = re.compile(r"^import \{[^}]*\} from [^;]*;\n", re.MULTILINE)
 _EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
 
 
 def _offline(files: dict[str, bytes]) -> bytes:
-    """Return the page as one file that asks nobody for anything; what a view was shown is put into its element "saved".
+    """Return the page as one file that makes no requests; the page puts the data of its views into the element "saved".
 
     Its policy names its script and its style by their hashes: nothing else runs, whatever is put there.
     """
@@ -416,7 +415,7 @@ class _BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # Between requests nobody has sent anything, and uvicorn's own timer runs; here a request has begun to come.
+        # Between requests, uvicorn's own timer runs; here the first bytes of a request have been received.
         comes = self.cycle is None or self.cycle.response_complete
         if not comes and self._request is not None:
             self._request.cancel()
@@ -509,14 +508,14 @@ class Dashboard:
         self.address = f"{scheme}://{shown}:{self.port}/{self.access.place}/"
 
     def _say_link(self) -> None:
-        # The token is behind "#": browsers send that to nobody, and it is in no log of a proxy.
+        # The token is behind "#": browsers do not send that part, so it is in no log of a proxy.
         self._say(f"{self.address}#token={self.access.new_token()}")
 
     def run(self) -> None:
         """Serve until a signal ends it."""
         self._say_link()
         try:
-            # A signal that uvicorn has heeded cancels this as well: whatever is to be awaited in it after that may not be.
+            # A signal that ends uvicorn also cancels this coroutine: later awaits in it may not run.
             asyncio.run(self._server.serve(sockets=[self._socket]))
         finally:
             self._feed.hang_up()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from actorrpc.flight_recorder import CALLED, EXECUTED, OWN, UNDER_WAY
@@ -35,24 +36,64 @@ def share(workers: int, most: int = SLICES) -> int:
     return max(_LEAST, most // max(1, workers))
 
 
-class _Texts:
-    """Texts, each once."""
+@dataclass(slots=True)
+class _Slice:
+    """A record, with times on one clock.
 
-    def __init__(self) -> None:
-        self._places: dict[str, int] = {}
+    Attributes:
+        process: the place of its worker in the list of workers that have answered.
+        came: when the message came that was executed; else ``begun``.
+        execution: names an execution: the calling worker, the executing worker, and the call's number.
+    """
 
-    def place(self, text: str) -> int:
-        return self._places.setdefault(text[:_TEXT], len(self._places))
+    process: int
+    kind: int
+    is_under_way: bool
+    came: float
+    begun: float
+    ended: float
+    text: str
+    failed: bool = False
+    actor: str = ""
+    execution: tuple[str, str, int] = ("", "", 0)
+    lane: int = 0
 
-    def all(self) -> list[str]:
-        return list(self._places)
+    @classmethod
+    def of(cls, process: int, recording: Recording, row: list[Any]) -> _Slice:
+        kind, offset, is_under_way = row[1], recording.offset, row[0] == UNDER_WAY
+        came, third, fourth = row[2] + offset, row[3] + offset, row[4]
+        if kind == EXECUTED:
+            execution = row[6], recording.worker, row[5]
+            ended = fourth + offset
+            return cls(process, kind, is_under_way, came, third, ended, row[8], row[10], row[11], execution)
+        if kind == CALLED:
+            execution = recording.worker, row[5], row[4]
+            return cls(process, kind, is_under_way, came, came, third, row[7], row[9], execution=execution)
+        return cls(process, kind, is_under_way, came, came, third, f"{row[4]} {row[5]}")
+
+    @property
+    def room(self) -> tuple[float, float]:
+        """From when to when it occupies its lane: without the wait in the mailbox."""
+        return self.begun, self.ended
+
+    def track(self, known: set[str], actors: int) -> tuple[int, int, str]:
+        """Return the track that it is in, as tracks are sorted; ``known``: the actors that have tracks of their own."""
+        if self.kind == CALLED:
+            return (self.process, 4, _OWN_CALLS) if self.text.startswith(OWN) else (self.process, 0, _CALLS)
+        if self.kind != EXECUTED:
+            return self.process, 3, _NOTES
+        if not self.actor and self.text.startswith(OWN):
+            return self.process, 5, _OWN_FUNCTIONS
+        if self.actor in known:
+            return self.process, 1, self.actor or _FUNCTIONS
+        return self.process, 2, f"{actors - _ACTORS} other actors"
 
 
 def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES) -> dict[str, Any]:
-    """Return what is drawn.
+    """Return the lanes and slices of the view.
 
     Args:
-        seconds: what was over so long before the last moment is left out.
+        seconds: records that ended earlier than this before the last moment are left out.
         most: slices; the oldest are left out.
 
     Returns:
@@ -66,129 +107,80 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
     last = max((_ended(row) + each.offset for each in there for row in each.records), default=0.0)
     for each in there:
         each.since(last - seconds)
-    rows = sorted(
-        ((each, row) for each in there for row in each.records),
-        key=lambda one: _ended(one[1]) + one[0].offset,
-    )
-    left_out = max(0, len(rows) - most)
-    rows = rows[left_out:]
-    zero = min((row[2] + each.offset for each, row in rows if row[0] != UNDER_WAY), default=last)
-    under_way = min((row[2] + each.offset for each, row in rows if row[0] == UNDER_WAY), default=last)
+    slices = [_Slice.of(process, each, row) for process, each in enumerate(there) for row in each.records]
+    slices.sort(key=lambda each: each.ended)
+    left_out = max(0, len(slices) - most)
+    slices = slices[left_out:]
+    lanes = _placed(slices, len(there))
+    slices.sort(key=lambda each: each.room)
+    zero = min((each.came for each in slices if not each.is_under_way), default=last)
+    under_way = min((each.came for each in slices if each.is_under_way), default=last)
     zero = min(zero, max(under_way, last - seconds))
-    lanes, placed = _placed(there, rows)
-    texts = _Texts()
-    order = sorted(range(len(rows)), key=lambda place: _span(*rows[place]))
-    new_place = {old: new for new, old in enumerate(order)}
-    executions = {
-        (row[6], each.worker, row[5]): new_place[place]
-        for place, (each, row) in enumerate(rows)
-        if row[1] == EXECUTED
-    }
-    slices: list[list[Any]] = []
-    arrows = 0
-    for place in order:
-        each, row = rows[place]
-        other, waited, failed = -1, 0.0, False
-        begun = row[2]
-        if row[1] == CALLED:
-            text, failed = row[7], row[9]
-            other = executions.get((each.worker, row[5], row[4]), -1)
-            arrows += other >= 0
-        elif row[1] == EXECUTED:
-            begun, waited = row[3], max(0.0, row[3] - row[2])
-            text, failed = row[8], row[10]
-        else:
-            text = f"{row[4]} {row[5]}"
-        start = each.offset - zero
-        slices.append(
-            [
-                placed[place],
-                row[1],
-                round(1e6 * (begun + start)),
-                round(1e6 * (max(begun, _ended(row)) + start)),
-                texts.place(text),
-                int(failed),
-                round(1e6 * waited),
-                other,
-                int(row[0] == UNDER_WAY),
-            ]
-        )
+    texts: dict[str, int] = {}  # and their places
+    executions = {each.execution: place for place, each in enumerate(slices) if each.kind == EXECUTED}
+    rows = [
+        [
+            each.lane,
+            each.kind,
+            _us(each.begun - zero),
+            _us(max(each.begun, each.ended) - zero),
+            texts.setdefault(each.text[:_TEXT], len(texts)),
+            int(each.failed),
+            _us(max(0.0, each.begun - each.came)),
+            executions.get(each.execution, -1) if each.kind == CALLED else -1,
+            int(each.is_under_way),
+        ]
+        for each in slices
+    ]
+    unclear = [f"{each.worker}: its clock could not be compared" for each in there if each.error is None]
+    missing = [*(f"{each.worker}: {each.why}" for each in found if each.why), *unclear]
     return {
         "problem": "",
         "processes": [
-            {
-                "name": each.worker[:_TEXT],
-                "pid": each.pid,
-                "more": each.dropped > 0,
-            }
-            for each in there
+            {"name": each.worker[:_TEXT], "pid": each.pid, "more": each.dropped > 0} for each in there
         ],
-        "missing": [
-            *(f"{each.worker}: {each.why}"[:_TEXT] for each in found if each.why),
-            *(
-                f"{each.worker}: its clock could not be compared"[:_TEXT]
-                for each in there
-                if each.error is None
-            ),
-        ][:_LEAST],
+        "missing": [each[:_TEXT] for each in missing[:_LEAST]],
         "lanes": lanes,
-        "texts": texts.all(),
-        "slices": slices,
-        "arrows": arrows,
+        "texts": list(texts),
+        "slices": rows,
+        "arrows": sum(row[7] >= 0 for row in rows),
         "left_out": left_out,
         "seconds": seconds,
         "clock_error": max((each.error for each in there if each.error is not None), default=0.0),
     }
 
 
+def _us(seconds: float) -> int:
+    return round(1e6 * seconds)
+
+
 def _ended(row: list[Any]) -> float:
     return float(row[4] if row[1] == EXECUTED else row[3])
 
 
-def _placed(
-    there: list[Recording], rows: list[tuple[Recording, list[Any]]]
-) -> tuple[list[list[Any]], list[int]]:
-    """Return the lanes, and in which of them each row is."""
-    number = {id(each): place for place, each in enumerate(there)}
-    counts: list[Counter[str]] = [Counter() for _ in there]
-    for each, row in rows:
-        if row[1] == EXECUTED:
-            counts[number[id(each)]][row[11]] += 1
+def _placed(slices: list[_Slice], processes: int) -> list[list[Any]]:
+    """Put each slice into a lane; return the lanes."""
+    counts: list[Counter[str]] = [Counter() for _ in range(processes)]
+    for each in slices:
+        if each.kind == EXECUTED:
+            counts[each.process][each.actor] += 1
     known = [{actor for actor, _ in count.most_common(_ACTORS)} for count in counts]
-    tracks: dict[tuple[int, int, str], list[int]] = {}
-    for place, (each, row) in enumerate(rows):
-        process = number[id(each)]
-        if row[1] == CALLED:
-            key = (process, 4, _OWN_CALLS) if row[7].startswith(OWN) else (process, 0, _CALLS)
-        elif row[1] != EXECUTED:
-            key = (process, 3, _NOTES)
-        elif not row[11] and row[8].startswith(OWN):
-            key = (process, 5, _OWN_FUNCTIONS)
-        elif row[11] in known[process]:
-            key = (process, 1, row[11] or _FUNCTIONS)
-        else:
-            key = (process, 2, f"{len(counts[process]) - _ACTORS} other actors")
-        tracks.setdefault(key, []).append(place)
+    tracks: dict[tuple[int, int, str], list[_Slice]] = {}
+    for each in slices:
+        key = each.track(known[each.process], len(counts[each.process]))
+        tracks.setdefault(key, []).append(each)
     lanes: list[list[Any]] = []
-    placed = [0] * len(rows)
-    for (process, _, title), members in sorted(tracks.items()):
+    for (process, _, title), members in sorted(tracks.items(), key=lambda each: each[0]):
         base = len(lanes)
         ends: list[float] = []
-        members.sort(key=lambda place: _span(*rows[place]))
-        for place in members:
-            begun, ended = _span(*rows[place])
-            lane = next((lane for lane, end in enumerate(ends) if end <= begun), len(ends))
+        for each in sorted(members, key=lambda each: each.room):
+            lane = next((lane for lane, end in enumerate(ends) if end <= each.begun), len(ends))
             if lane == _LANES:
                 lane = ends.index(min(ends))
             if lane == len(ends):
-                ends.append(ended)
+                ends.append(each.ended)
                 lanes.append([process, title[:_TEXT], lane])
             else:
-                ends[lane] = max(ends[lane], ended)
-            placed[place] = base + lane
-    return lanes, placed
-
-
-def _span(of: Recording, row: list[Any]) -> tuple[float, float]:
-    """Return from when to when a row takes room in its track: without what was waited in the mailbox."""
-    return (row[3] if row[1] == EXECUTED else row[2]) + of.offset, _ended(row) + of.offset
+                ends[lane] = max(ends[lane], each.ended)
+            each.lane = base + lane
+    return lanes

@@ -1,28 +1,39 @@
-"""Engines: who starts the workers of a cluster, says where they can be, watches them, and stops them.
+"""Provisioners: who starts the workers of a cluster, says where they can be, watches them, and stops them.
 
-The driver's :class:`~actorrpc.cluster.driver.Cluster` numbers the workers, keeps the list of them and decides where actors
+The driver's :class:`~actorrpc.cluster.driver.Cluster` names the workers, keeps the list of them and decides where actors
 go; it asks one engine for processes. Calls never pass through an engine: workers reach each other over their own
-connections. So an engine needs to know very little:
+connections. An engine is a subclass of :class:`Engine` that can do four things: list the machines where workers can be
+started (:meth:`Engine.nodes`), start a worker (:meth:`Engine.launch`), stop it (:meth:`Engine.stop`), and say that its
+process has ended (:meth:`Engine.ended`, which it calls). The table of the workers that were started is kept here.
 
 * the embedded engine (``local.py``) forks workers on this machine;
-* one on top of a scheduler derives from :class:`LaunchedEngine` and says how a worker is launched and stopped. The process
-  that it launches calls :func:`actorrpc.cluster.join.serve_order` with ``order.environment()`` in its environment, and is a
-  worker from then on, exactly as one that somebody has started by hand with ``python -m actorrpc.worker --join``.
+* one on top of a scheduler derives from :class:`LaunchedEngine`. The process that it launches calls
+  :func:`actorrpc.cluster.join.serve_order` with ``order.environment()`` in its environment, and is a worker from then on,
+  exactly as a worker that was started by hand with ``python -m actorrpc.worker --join``.
 
-:class:`LaunchedEngine` is thread-safe. ``_lock`` guards its table; nothing is called under it.
+Both are thread-safe. ``_lock`` guards the table; it is re-entrant, because the garbage collector may run a finaliser that starts
+or kills a worker on the thread that holds it. No user code runs under it, and nothing waits under it for a worker.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
-from actorrpc.errors import ConfigError, PeerDiedError, RpcTimeoutError, ShutdownError, UnknownWorkerError
+from actorrpc.errors import (
+    ConfigError,
+    PeerDiedError,
+    RpcError,
+    RpcTimeoutError,
+    ShutdownError,
+    UnknownWorkerError,
+)
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 
@@ -30,13 +41,13 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.cluster.driver import Reception
 
-__all__ = ["Engine", "LaunchRequest", "LaunchedEngine", "Node"]
+__all__ = ["Engine", "LaunchRequest", "LaunchedEngine", "Node", "StartedWorker", "not_started"]
 
 _START_S: Final = (
     120.0  # how long a launched worker may take to join, waiting in the scheduler's queue included
 )
 _STOP_S: Final = 5.0
-_KEPT: Final = 1000  # reports of workers that have ended
+_KEPT: Final = 1000  # reports on the ends of workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +72,20 @@ class LaunchRequest:
     """One worker to be started.
 
     Attributes:
-        name: what it is to be called: the driver has reserved that name for it.
+        name: its name, which the driver has reserved for it.
+        rank: its rank, where the driver gives that to it at once; -1 where it gets one when it joins.
         address: where the driver listens, ``tcp://host:port``.
-        spec: what the process is to be: label for its output, ``num_cpus``, ``num_gpus`` (None: the engine's default),
-            further environment variables, working directory.
-        resources: what it needs beside processors and devices, by the names that the engine knows.
+        spec: label for its output, ``num_cpus``, ``num_gpus`` (None: the engine's default), further environment variables,
+            working directory.
+        resources: what it needs in addition to processors and devices, by the names that the engine knows.
         labels: labels that the machine must have.
-        host: the machine that it must be on; None where any will do.
-        spread: whether it is to be put as far as possible from those that are there.
+        host: the machine that it must be on; None for any machine.
+        spread: whether it should be as far as possible from existing workers.
         secret: the group's key. Never show it, never put it into an argument of a process: use :meth:`environment`.
     """
 
     name: str
+    rank: int = -1
     address: str
     spec: ProcessSpec
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -92,108 +105,72 @@ class LaunchRequest:
         }
 
 
-class Engine(Protocol):
+class StartedWorker:
+    """A worker from the request for it to the end of its process. Guarded by its engine's lock.
+
+    Attributes:
+        future: completes when the worker has joined, or fails saying why it has not.
+        timer: fires when it has not joined in time.
+        joined: it has.
+        killed: it is stopped, or will be as soon as its process is there.
+        asked: each is completed with the report on its end.
+    """
+
+    def __init__(self, order: LaunchRequest) -> None:
+        self.order = order
+        self.future: Future[WorkerInfo] = Future()
+        self.future.label = f"the start of {order.name!r}"
+        self.timer: Any = None
+        self.joined = False
+        self.killed = False
+        self.asked: list[Future[DeathReport]] = []
+
+
+def not_started(known: StartedWorker, why: str) -> RpcError:
+    """Return the error of a worker that could not be started."""
+    return PeerDiedError(
+        f"the process for {known.order.spec.label!r} could not be started: {why}",
+        maybe_executed=False,
+        worker=known.order.name,
+    )
+
+
+class Engine(abc.ABC):
     """Starts and ends worker processes, for the driver. Thread-safe; nothing but :meth:`end` waits.
 
     Attributes:
         name: what messages call it: ``"local"``, ``"ray"``.
-    """
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-
-    def nodes(self) -> list[Node]:
-        """Return where workers can be started; empty for an engine that cannot start any."""
-
-    def start(self, order: LaunchRequest, creator: str = "") -> Future[WorkerInfo]:
-        """Start a worker; the future completes when it has joined, or fails saying why.
-
-        ``creator`` is the worker that asked for it, and with which it ends; default the driver.
-        """
-
-    def register(self, record: WorkerRecord) -> None:
-        """Record that a worker has joined that this engine was asked to start.
-
-        Raises:
-            ShutdownError: nobody waits for it any more; it is turned away.
-        """
-
-    def release(self, worker: str) -> None:
-        """Let a worker end by itself, once nothing that lives in it is referenced any more."""
-
-    def leaving(self, worker: str) -> None:
-        """Record that a worker has begun to leave by itself."""
-
-    def kill(self, worker: str) -> None:
-        """End a worker at once."""
-
-    def report(self, worker: str) -> Future[DeathReport]:
-        """Return how a worker ended; completes when it has. Fails with UnknownWorkerError if it is not ours."""
-
-    def owns(self, worker: str) -> bool:
-        """Say whether this engine was asked to start the worker."""
-
-    def end(self, graceful: bool, timeout: float) -> None:
-        """End all workers. Bounded, in seconds (0: 5 s); idempotent."""
-
-    def abandon(self) -> None:
-        """Let go of everything in a forked child of the driver. Takes no lock."""
-
-
-class _Launched:
-    """What is known of one worker that was launched."""
-
-    def __init__(self, order: LaunchRequest, creator: str) -> None:
-        self.order = order
-        self.creator = creator
-        self.future: Future[WorkerInfo] = Future()
-        self.future.label = f"the start of {order.name!r}"
-        self.record: WorkerRecord | None = None
-        self.timer: Any = None
-        self.doomed = False  # it is stopped, or is to be as soon as it is there
-        self.asked: list[Future[DeathReport]] = []
-
-
-class LaunchedEngine(abc.ABC):
-    """An engine on top of something that starts processes elsewhere: three methods are its own.
-
-    Attributes:
         agent: the driver's; set by :meth:`attach` before anything is started.
-        num_workers: how many workers it keeps from the start that take several actors each, its pool; 0: it has no pool.
-        pool: the names of those that are in its pool now.
+        reception: what the workers need to join; set by the cluster before anything is started.
+        on_end: called with the name of a worker and the report on its end, before other callers get the report.
     """
 
-    name = "launched"
+    name = "engine"
     agent: Agent
-    num_workers = 0
-
-    @property
-    def pool(self) -> list[str]:
-        """The names of the workers in its pool."""
-        return []
+    reception: Reception
 
     def __init__(self, *, start_timeout: float = _START_S) -> None:
         self._start_s = start_timeout
         self._lock = threading.RLock()
-        self._workers: dict[str, _Launched] = {}
+        self._workers: dict[str, StartedWorker] = {}
         self._ended: dict[str, DeathReport] = {}
         self._closing = False
         self._stopping = False  # all are being stopped
         self._gone = threading.Event()
+        self.on_end: Callable[[str, DeathReport], object] = lambda _worker, _report: None
 
     # -- what an engine says itself ------------------------------------------------------------------------
 
     @abc.abstractmethod
     def nodes(self) -> list[Node]:
-        """Return where workers can be started."""
+        """Return where workers can be started; empty for an engine that cannot start any."""
 
     @abc.abstractmethod
     def launch(self, order: LaunchRequest) -> None:
-        """Begin to start a worker. Called on a pool thread; may wait some seconds, but not for the worker to join.
+        """Begin to start a worker; does not wait for it to join.
 
-        What it raises is why the worker could not be started. Whenever the process has ended, however and whenever,
-        :meth:`ended` is to be called.
+        An exception says why the worker could not be started. When the process ends, for whatever reason, the engine must call
+        :meth:`ended`.
         """
 
     @abc.abstractmethod
@@ -201,39 +178,24 @@ class LaunchedEngine(abc.ABC):
         """Kill a worker's process, or take it out of the queue. Called on a pool thread. Harmless when repeated."""
 
     def close(self) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """Let go of the scheduler: all workers have ended, or were stopped."""
+        """Disconnect from the scheduler: all workers have ended, or were stopped."""
 
     def lose(self) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """Let go of what must not be shared with a forked child of the driver, which this is. Takes no lock."""
+        """Close descriptors that a forked child of the driver must not share; called in that child. Takes no lock."""
 
     def open(self, reception: Reception, joined: Callable[[], list[WorkerRecord]]) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """Start the workers that are to be there from the start, and wait for them. Called once, on the driver's thread.
+        """Start the first workers, and wait for them. Called once, on the driver's thread.
 
         Args:
             reception: where they join, and with which key.
             joined: gives the workers that have joined.
         """
 
-    def grow(self, count: int, timeout: float) -> None:
-        """Start further workers of its pool, like those that it has, and wait for them; only where there is a pool.
-
-        Args:
-            timeout: for all of it, in seconds.
-
-        Raises:
-            ConfigError: there is no pool.
-            PlacementError: there is no place for them.
-            PeerDiedError: one has ended before it had joined.
-            RpcTimeoutError: not all have joined in time.
-        """
-        raise ConfigError(f"engine {self.name!r} has no pool of workers to which {count} could be added")
-
     # -- what it is told -------------------------------------------------------------------------------------
 
     def attach(self, agent: Agent) -> None:
         """Take the driver's agent: called once, before anything is started."""
         self.agent = agent
-        agent.on_peer_end.append(lambda peer: self._lost(peer.name, peer.cause))
 
     def ended(self, worker: str, report: DeathReport | None = None) -> None:
         """Record that a worker's process has ended. From any thread; idempotent."""
@@ -245,43 +207,40 @@ class LaunchedEngine(abc.ABC):
             self._ended[worker] = found
             if len(self._ended) > _KEPT:
                 del self._ended[next(iter(self._ended))]
-            others = [name for name, each in self._workers.items() if each.creator == worker]
             if not self._workers:
                 self._gone.set()
-        if known.timer is not None:
-            known.timer.cancel()
+            if known.timer is not None:
+                known.timer.cancel()
+            asked, known.asked = known.asked, []
+        self.on_end(worker, found)
         self._fail(
             known,
-            PeerDiedError(
-                f"the worker for {known.order.spec.label!r} could not be started: {found.describe()}",
-                maybe_executed=False,
-                worker=worker,
-            ),
+            not_started(known, "it was killed before it had joined" if known.killed else found.describe()),
         )
-        for future in known.asked:
+        for future in asked:
             future.try_complete(found, self.agent.submit)
-        for name in others:
-            self.kill(name)
 
-    # -- Engine ------------------------------------------------------------------------------------------------
+    # -- for the cluster ---------------------------------------------------------------------------------------
 
-    def start(self, order: LaunchRequest, creator: str = "") -> Future[WorkerInfo]:
-        """See :class:`Engine`."""
-        known = _Launched(order, creator or self.agent.name)
+    def start(self, order: LaunchRequest) -> Future[WorkerInfo]:
+        """Start a worker; the future completes when it has joined, or fails saying why."""
+        known = self._entry(order)
         with self._lock:
             closing = self._closing
             if not closing:
                 self._workers[order.name] = known
                 self._gone.clear()
+                self._expect(known, self._start_s)
         if closing:
             self._fail(known, ShutdownError("the cluster is shutting down", maybe_executed=False))
         else:
-            late = partial(self.agent.submit, partial(self._not_joined, known))
-            known.timer = self.agent.clock.after(self._start_s, late)
-            self.agent.submit(partial(self._launch, known))
+            self._begin(known)
         return known.future
 
-    def _launch(self, known: _Launched) -> None:
+    def _entry(self, order: LaunchRequest) -> StartedWorker:
+        return StartedWorker(order)
+
+    def _begin(self, known: StartedWorker) -> None:
         name = known.order.name
         if not self._wants(known):
             if self._stopping:
@@ -297,53 +256,62 @@ class LaunchedEngine(abc.ABC):
         if not self._wants(known):  # it was killed, or all has ended, before there was anything to stop
             self.stop(name)
 
-    def _wants(self, known: _Launched) -> bool:
+    def _wants(self, known: StartedWorker) -> bool:
         """Say whether a worker is still to be started: it was neither given up nor stopped."""
         with self._lock:
-            return not self._stopping and self._workers.get(known.order.name) is known and not known.doomed
+            return not self._stopping and self._workers.get(known.order.name) is known and not known.killed
 
-    def _not_joined(self, known: _Launched) -> None:
-        name = known.order.name
-        if known.record is not None or self._workers.get(name) is not known:
-            return
-        self._fail(
-            known,
-            RpcTimeoutError(
-                f"the worker {name!r} that engine {self.name!r} was asked for has not joined within {self._start_s:g} s: "
-                f"it may wait for resources, or not reach {known.order.address}",
-                maybe_executed=False,
-                worker=name,
-            ),
-        )
-        self.kill(name)
-
-    def register(self, record: WorkerRecord) -> None:
-        """See :class:`Engine`."""
-        with self._lock:
-            known = self._workers.get(record.name)
-            if known is None or self._closing or (known.record is None and known.future.done()):
-                raise ShutdownError(f"nobody waits for {record.name!r} any more", maybe_executed=False)
-            known.record = record
+    def _expect(self, known: StartedWorker, seconds: float) -> None:
+        """Give a worker up that has not joined after so many seconds from now on. Under the lock."""
         if known.timer is not None:
             known.timer.cancel()
+        late = partial(self.agent.submit, partial(self._not_joined, known, seconds))
+        known.timer = self.agent.clock.after(seconds, late)
+
+    def _not_joined(self, known: StartedWorker, seconds: float) -> None:
+        if not known.joined and self._workers.get(known.order.name) is known:
+            self._fail(known, self._late(known, seconds))
+            self.kill(known.order.name)
+
+    def _late(self, known: StartedWorker, seconds: float) -> RpcError:
+        """Return the error of a worker that has not joined within so many seconds."""
+        return RpcTimeoutError(
+            f"the worker {known.order.name!r} that engine {self.name!r} was asked for has not joined within {seconds:g} s: "
+            f"it may wait for resources, or not reach {known.order.address}",
+            maybe_executed=False,
+            worker=known.order.name,
+        )
+
+    def register(self, record: WorkerRecord) -> None:
+        """Record that a worker has joined that this engine was asked to start.
+
+        Raises:
+            ShutdownError: the worker was given up before it joined; it must leave.
+        """
+        with self._lock:
+            known = self._workers.get(record.name)
+            if known is None or self._closing or known.killed or (not known.joined and known.future.done()):
+                raise ShutdownError(f"nobody waits for {record.name!r} any more", maybe_executed=False)
+            known.joined = True
+            if known.timer is not None:
+                known.timer.cancel()
         known.future.try_complete(record.info, self.agent.submit)
 
-    def release(self, worker: str) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """See :class:`Engine`; the cluster asks the worker itself, and this has nothing to do."""
-
-    def leaving(self, worker: str) -> None:
-        """See :class:`Engine`."""
-        self.agent.clock.after(_STOP_S, partial(self.kill, worker))
-
     def kill(self, worker: str) -> None:
-        """See :class:`Engine`."""
+        """End a worker at once, and what it has started. Does nothing to workers that this engine has not started."""
         known = self._workers.get(worker)
         if known is not None:
-            known.doomed = True
+            known.killed = True
             self.agent.submit(partial(self.stop, worker))
 
+    def give_up(self, worker: str) -> None:
+        """End a worker that has not joined yet; leave others alone, which may be about to exit."""
+        known = self._workers.get(worker)
+        if known is not None and not known.joined:
+            self.kill(worker)
+
     def report(self, worker: str) -> Future[DeathReport]:
-        """See :class:`Engine`."""
+        """Return how a worker ended; completes when it has. Fails with UnknownWorkerError if it is not ours."""
         future: Future[DeathReport] = Future()
         future.label = f"the death report of {worker!r}"
         with self._lock:
@@ -361,13 +329,14 @@ class LaunchedEngine(abc.ABC):
         return future
 
     def owns(self, worker: str) -> bool:
-        """See :class:`Engine`."""
+        """Say whether this engine was asked to start the worker."""
         return worker in self._workers or worker in self._ended
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """See :class:`Engine`. The cluster has asked the workers to leave: this waits, and stops those that stay.
+        """End all workers. Bounded, in seconds (0: 5 s); idempotent.
 
-        Ctrl-C ends the wait, or the stop of one of them: all others are stopped before it is raised.
+        The cluster has asked the workers to leave: this method waits, then stops the workers that have not left. Ctrl-C ends the
+        wait, or the stop of one worker: all others are stopped before KeyboardInterrupt is raised.
         """
         with self._lock:
             if self._closing:
@@ -377,36 +346,64 @@ class LaunchedEngine(abc.ABC):
                 self._gone.set()
         try:
             if graceful:
+                for known in [each for each in list(self._workers.values()) if not each.joined]:
+                    self._fail(known, ShutdownError("the cluster is shutting down", maybe_executed=False))
+                    self.kill(known.order.name)
                 self._gone.wait(timeout or _STOP_S)
         finally:
-            interrupted: BaseException | None = None
             with self._lock:
                 self._stopping = True
-            for worker in list(self._workers):
-                try:
-                    self.stop(worker)
-                except Exception as error:
-                    self.ended(worker, DeathReport(worker=worker, stderr=(str(error),)))
-                except BaseException as error:
-                    interrupted = error
-            for known in list(self._workers.values()):
-                self._fail(known, ShutdownError("the cluster has shut down", maybe_executed=False))
-            self.close()
-            if interrupted is not None:
-                raise interrupted
+            with contextlib.ExitStack() as stack:  # runs the rest of it, whatever a part of it raises
+                stack.callback(self.close)
+                for known in list(self._workers.values()):
+                    error = ShutdownError("the cluster has shut down", maybe_executed=False)
+                    stack.callback(self._fail, known, error)
+                for worker in reversed(list(self._workers)):
+                    stack.callback(self._stop_last, worker)
 
-    def abandon(self) -> None:
-        """See :class:`Engine`."""
-        self.lose()
+    def _stop_last(self, worker: str) -> None:
+        try:
+            self.stop(worker)
+        except Exception as error:
+            self.ended(worker, DeathReport(worker=worker, stderr=(str(error),)))
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
-    def _lost(self, worker: str, cause: str) -> None:
-        """Record that the connection to a worker has ended: its process is stopped, if it is not over already."""
-        if worker in self._workers and not self._closing:
-            self.agent.clock.after(_STOP_S, partial(self.kill, worker))
-
-    def _fail(self, known: _Launched, error: BaseException) -> None:
+    def _fail(self, known: StartedWorker, error: BaseException) -> None:
         known.future.try_fail(error, self.agent.submit)
         if isinstance(error, ShutdownError):
             known.future.acknowledge()
+
+
+class LaunchedEngine(Engine):
+    """An engine on top of something that starts processes elsewhere: three methods are its own.
+
+    :meth:`launch` is called on a pool thread and may wait some seconds.
+
+    Attributes:
+        num_workers: how many workers it keeps from the start that take several actors each, its pool; 0: it has no pool.
+        pool: the names of the workers in its pool now.
+    """
+
+    name = "launched"
+    num_workers = 0
+
+    @property
+    def pool(self) -> list[str]:
+        """The names of the workers in its pool."""
+        return []
+
+    def grow(self, count: int, timeout: float) -> None:
+        """Add workers to its pool, like the present ones, and wait for them; only for engines with a pool.
+
+        Args:
+            timeout: for all of it, in seconds.
+
+        Raises:
+            ConfigError: there is no pool.
+            PlacementError: there is no place for them.
+            PeerDiedError: one has ended before it had joined.
+            RpcTimeoutError: not all have joined in time.
+        """
+        raise ConfigError(f"engine {self.name!r} has no pool of workers to which {count} could be added")
+
+    def _begin(self, known: StartedWorker) -> None:
+        self.agent.submit(partial(super()._begin, known))

@@ -1,4 +1,4 @@
-"""The driver's end of a fork server: start it, send it commands, hear what becomes of its children.
+"""The driver's end of a fork server: starts it, sends it commands, and receives what it says of its children.
 
 The server is started without waiting for it: commands queue in ``_outbox`` until it says that it is ready, and then
 leave few at a time, so that sending never waits long. What it says is read by the agent's pool, one thread at a time.
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from actorrpc._undo import undo_on_error
 from actorrpc.agent.threads import Pool
 from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.transport.signals import uninterruptible
@@ -79,7 +80,7 @@ class ForkServer:
         hello: what it is told first (see ``fork_server.main``).
         preload: the modules that it imports before it forks.
         heard: called with each message of the server, on a pool thread; must not block.
-        ended: called once, when the server is gone, in the same way.
+        ended: called once, when the server has ended, in the same way.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self.is_gone = False
-        #: the variables that the server had at its start: children are told only what has changed since
+        #: the variables that the server had at its start: children are told only the changes since
         self.environment: dict[str, str] = {}
 
     @property
@@ -112,7 +113,6 @@ class ForkServer:
         """The server's process id; 0 before it is started."""
         return 0 if self._process is None else self._process.pid
 
-    @uninterruptible
     def start(self, stdout: int, stderr: int) -> None:
         """Start the process, and do not wait for it.
 
@@ -120,7 +120,7 @@ class ForkServer:
             OSError: it cannot be started.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.closing(theirs), undo_on_error(ours.close, self._end_process):
             ours.settimeout(_SEND_S)
             self.environment = dict(os.environ)
             start = {"path": import_path(), "arguments": arguments(), "preload": self._preload}
@@ -137,14 +137,6 @@ class ForkServer:
             )
             ours.sendall(len(first).to_bytes(4, "big") + first)
             send(ours, self._hello)
-        except BaseException:
-            ours.close()
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-            raise
-        finally:
-            theirs.close()
         self._sock = ours
         self._reader = MessageReader(ours)
         self._pool.watch(ours.fileno(), self._read)
@@ -152,24 +144,23 @@ class ForkServer:
 
     # -- saying ----------------------------------------------------------------------------------------
 
-    @uninterruptible
     def fork(self, message: dict[str, Any], fds: tuple[int, ...]) -> None:
-        """Have a child forked; the descriptors are closed here when they have been sent, or are of no use any more."""
+        """Order a child; the descriptors are closed here when they have been sent, or when the server has ended."""
         with self._lock:
             self._outbox.append(({**message, "do": "fork", "fds": len(fds)}, fds))
         self._push()
 
-    @uninterruptible
     def kill(self, pid: int) -> None:
         """Have a child killed, and what it has started."""
         with self._lock:
             self._outbox.appendleft(({"do": "kill", "pid": pid}, ()))
         self._push()
 
+    @uninterruptible
     def _push(self) -> None:
         with self._lock:
             if self._sending:
-                return  # by this very thread, further up: it goes on
+                return  # by this very thread, in a frame further up, which sends the rest
             self._sending = True
             try:
                 while self._outbox:
@@ -183,7 +174,7 @@ class ForkServer:
                             send(self._sock, message, fds)
                             self._unanswered += is_fork
                         except OSError:
-                            pass  # it is gone: its end of the connection says so
+                            pass  # the server has ended: _read() is told by the closed connection
                     for fd in fds:
                         os.close(fd)
             finally:
@@ -225,14 +216,15 @@ class ForkServer:
         if sock is not None:
             self._pool.forget(sock.fileno())
             sock.close()
-        self._push()  # closes the descriptors of what was still to be sent
+        self._push()  # closes the descriptors of messages that were not sent
 
     def _lost(self) -> None:
         self._hang_up()
-        self._pool.submit(partial(self._bury, _END_S))
+        self._pool.submit(partial(self._end_process, _END_S))
         self._ended()
 
-    def _bury(self, timeout: float) -> None:
+    def _end_process(self, timeout: float = 0.0) -> None:
+        """Wait for the process to end, and kill it where it does not in time."""
         process = self._process
         if process is None:
             return
@@ -247,15 +239,14 @@ class ForkServer:
     # -- the end ---------------------------------------------------------------------------------------
 
     def close(self, timeout: float = _END_S) -> None:
-        """End the server: it kills what is left of its children, and goes. Idempotent.
+        """End the server: it kills the rest of its children, and exits. Idempotent.
 
         Where it does not within ``timeout`` seconds, it is killed, and the kernel kills its children.
         """
         self._hang_up()
         if self._process is not None:
-            if not self.is_ready:
-                self._process.kill()  # it is still importing, and has no children
-            self._bury(timeout)
+            # Before it is ready it is still importing, and has no children.
+            self._end_process(timeout if self.is_ready else 0.0)
         if self._reader is not None:
             self._reader.close()
 
@@ -269,4 +260,4 @@ class ForkServer:
                 os.close(fd)
         self._outbox.clear()
         if self._process is not None:
-            self._process.returncode = 0  # it is no child of this process: nobody waits for it here
+            self._process.returncode = 0  # it is no child of this process, which does not wait for it

@@ -1,7 +1,7 @@
 """The fork server: a process that has imported torch and actorrpc, and forks workers from itself on command.
 
 It has one thread, and nothing but the driver talks to it, over an inherited socket. It reaps its children and says how
-each ended. When the driver is gone, however it ended, it kills them all, removes what they leave, and ends. If it is
+each ended. When the driver has ended, for whatever reason, the server kills its children, removes their files, and ends. If it is
 killed itself, the kernel kills its children (PR_SET_PDEATHSIG). Modules that the driver wants preloaded are imported before
 the server is ready; where that fails, the server says so and ends.
 
@@ -44,13 +44,13 @@ __all__ = ["main"]
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _GONE_S: Final = 5.0
-_IDLE_MS: Final = 1000  # how long nothing is asked of the server before it does what can wait
+_IDLE_MS: Final = 1000  # how long the server gets no command before it imports more for later children
 _LATER: Final = ("torch._dynamo",)
 _COMES_WITH: Final = {"torch.optim": _LATER}  # the first optimizer that a process makes imports it
 
 
 def main(fd: int, before: dict[str, str | None], preload: Sequence[str]) -> None:
-    """Serve the driver at the other end of ``fd`` until it is gone. Never returns.
+    """Serve the driver at the other end of ``fd`` until the driver ends. Never returns.
 
     Args:
         before: variables that were changed for the imports, as they were.
@@ -85,11 +85,11 @@ class _Server:
         self._sock = sock
         self._reader = MessageReader(sock)
         self._hello: dict[str, Any] | None = None
-        self._children: dict[int, tuple[int, float]] = {}
+        self._children: dict[int, tuple[str, float]] = {}
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._pid = os.getpid()
         self._driver = -1
-        self._todo: list[tuple[dict[str, Any], list[int]]] = []  # commands that have come
+        self._todo: list[tuple[dict[str, Any], list[int]]] = []  # commands that were received
         self._alarm, self._ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda _signal, _frame: None)
@@ -103,27 +103,24 @@ class _Server:
         for name in [each for given in names for each in (given, *_COMES_WITH.get(given, ()))]:
             why = _import_module(name, self.glance)
             if why:
-                with contextlib.suppress(OSError):  # the driver is gone
+                with contextlib.suppress(OSError):  # the driver has ended
                     self._say({"is": "not_preloaded", "module": name, "why": why})
                 self._end()
 
     def run(self) -> dict[str, Any] | None:
-        """Serve until the driver is gone, and end; in a child, return its job."""
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        poller.register(self._alarm, select.POLLIN)
+        """Serve until the driver ends, then end; in a child, return its job."""
         try:
-            # It ends even if somebody else has inherited the driver's end of the socket.
+            # The server ends even if another process has inherited the driver's end of the socket.
             self._driver = os.pidfd_open(os.getppid())
-            poller.register(self._driver, select.POLLIN)
+            self._look.register(self._driver, select.POLLIN)
         except OSError:
-            pass  # an old kernel, or the driver is gone: then the socket says so
+            pass  # an old kernel, or the driver has ended: then the socket is closed
         _settle()
         prepared = False
         try:
             self._say({"is": "ready"})
             while True:
-                ready = {fd for fd, _ in poller.poll(None if prepared else _IDLE_MS)}
+                ready = {fd for fd, _ in self._look.poll(None if prepared else _IDLE_MS)}
                 if not ready and not prepared:
                     prepared = True
                     _prepare(self.glance)
@@ -136,13 +133,13 @@ class _Server:
                             for fd in unused:
                                 os.close(fd)
                         return job
-        except OSError:  # the driver is gone
+        except OSError:  # the driver has ended
             pass
         self._end()
         return None
 
     def _take(self, ready: set[int]) -> bool:
-        """Reap children and take up commands, as far as there are any; return False when the driver is gone."""
+        """Reap children and read commands, without waiting; return False when the driver has ended."""
         if self._alarm in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._alarm, 4096)
@@ -168,7 +165,7 @@ class _Server:
                     message.get("do") == "kill"
                 ):  # the first message, which says how all children are, has no "do"
                     self._act(message, fds)
-        except OSError:  # the driver is gone
+        except OSError:  # the driver has ended
             self._end()
         self._todo = [each for each in self._todo if each[0].get("do") != "kill"]
 
@@ -188,7 +185,7 @@ class _Server:
     def _fork(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about threads in C: those of this process hold no locks
+                warnings.simplefilter("ignore")  # about threads in C: in this process they hold no locks
                 pid = os.fork()
         except OSError as error:
             self._say({"is": "failed", "id": message["id"], "why": explain_fork(error)})
@@ -207,7 +204,7 @@ class _Server:
         return None
 
     def _become_child(self, message: dict[str, Any], fds: list[int]) -> None:
-        """Let go of what is the server's, and become a process as any other."""
+        """Close the server's descriptors, and reset the signal handlers."""
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != self._pid:  # it was killed before the kernel knew
             os._exit(1)
@@ -241,7 +238,7 @@ class _Server:
             # What it has started ends, too; its number is not given away before it is reaped.
             _kill(found.si_pid)
             pid, status, usage = os.wait4(found.si_pid, 0)
-            id, begun = self._children.pop(pid, (0, 0.0))
+            id, begun = self._children.pop(pid, ("", 0.0))
             self._say(
                 {
                     "is": "ended",
@@ -291,7 +288,7 @@ class _Between:
         self._glance = glance
 
     def find_spec(self, _name: str, _path: Any = None, _target: Any = None) -> None:
-        """See to what cannot wait."""
+        """Find nothing, after a glance at the driver."""
         self._glance()
 
 
@@ -317,7 +314,7 @@ def _import_module(name: str, glance: Callable[[], None]) -> str:
 def _prepare(glance: Callable[[], None]) -> None:
     """Import what most children will: making an optimizer imports it, which takes each of them a second otherwise.
 
-    It takes seconds, on a busy machine many: ``glance()`` is called all the time, or nobody could be ended meanwhile.
+    It takes seconds, on a busy machine many: ``glance()`` is called all the time, so that processes can be killed meanwhile.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,13 +1,13 @@
 """The Ray engine: our workers inside Ray actors. Ray's scheduler places them and restarts them; calls stay our own.
 
-Two kinds of workers come from it. Those of a *pool* (``num_workers=``) join as somebody would who was started by hand:
-actors are put beside each other there, and when one dies, Ray starts it again, elsewhere if its node is gone. Those that are
-started for *one actor* end with it, and are never restarted by Ray, since supervision asks for another one.
+The engine starts two kinds of workers. Workers of a *pool* (``num_workers=``) join as if they were started by hand, and hold
+several actors each; when such a worker dies, Ray starts it again, on another node if its node is lost. A worker for *one actor*
+ends with that actor, and is never restarted by Ray, since supervision asks for another one.
 
 The key goes to each worker as an argument of its Ray actor's constructor: over Ray's own connections, into Ray's own tables
 (it makes the actor again from there), never into a command line or a log. Whatever runs code in that Ray can have the key.
 
-Thread-safe. ``_guard`` guards the tables of hosts and bundles; nothing is called under it. Ray tells of ends on threads of its
+Thread-safe. ``_guard`` guards the tables of hosts and bundles, and is a leaf. Ray reports ends on threads of its
 own, which hand them to the agent's pool at once.
 """
 
@@ -24,6 +24,8 @@ from typing import Any, Final
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Reception
 from actorrpc.cluster.long_wait import LongWait, some
 from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, Node
@@ -60,7 +62,7 @@ class _Hosted:
         self.actor: Any = None
         self.waiting: Any = None
         self.bundle: int | None = None
-        self.node = ""  # where it must be, for one that has come later to a strict pool
+        self.node = ""  # its node, if it was added later to a strict pool
         self.stopped = False
         self.heard = 0  # how often Ray has said that it cannot reach the process
 
@@ -75,7 +77,7 @@ class RayEngine(LaunchedEngine):
             for an actor books what that asks for.
         strategy: how the workers of the pool lie: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"``, ``"STRICT_SPREAD"`` (a
             placement group), or None for wherever Ray puts them.
-        max_restarts: how often Ray restarts each worker of the pool; -1 (the default): for ever.
+        max_restarts: how often Ray restarts each worker of the pool; -1 (the default): without limit.
         start_timeout: how long connecting, booking, and each start of a worker may take, in seconds.
         log_to_driver: show here what the workers print; only where this connects to Ray.
         runtime_env: Ray's, for the workers' processes (packages, files, variables).
@@ -84,7 +86,7 @@ class RayEngine(LaunchedEngine):
     Raises:
         ConfigError: Ray is not installed, or an argument cannot be used.
         RendezvousError: no Ray answers at the address.
-        PlacementError: Ray does not have what the pool needs. Nothing is left in Ray then.
+        PlacementError: Ray does not have what the pool needs. No actor and no placement group is left in Ray then.
     """
 
     name = "ray"
@@ -104,7 +106,7 @@ class RayEngine(LaunchedEngine):
         runtime_env: Mapping[str, Any] | None = None,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
-        package()  # before all else: what is wrong first is that it is not there
+        package()  # before all other checks, so that a missing Ray is what the error says
         self.num_workers = integer("num_workers", num_workers, least=0, error=WrongTypeError)
         self._max_restarts = integer("max_restarts", max_restarts, least=-1, error=WrongTypeError)
         self._timeout = float(_amount("start_timeout", start_timeout, unit="seconds", above=True))
@@ -122,8 +124,7 @@ class RayEngine(LaunchedEngine):
         self._free: list[int] = []
         self._numbers = itertools.count()
         self._failed: dict[str, str] = {}
-        self._reception: Reception | None = None
-        self._joined: Callable[[], list[WorkerRecord]] | None = None
+        self._joined: Callable[[], list[WorkerRecord]] = list
         self._closed = False
         self.link = Link(address, self._timeout, log_to_driver, dict(ray_options or {}))
         with undo_on_error(self.close):
@@ -132,7 +133,7 @@ class RayEngine(LaunchedEngine):
     # -- what Ray has --------------------------------------------------------------------------------------
 
     def host(self) -> str:
-        """Return the address on which the driver is to listen: one that Ray's nodes reach; loopback where there is one node."""
+        """Return the address on which the driver is to listen: one that Ray's nodes reach; the loopback for a single node."""
         return "127.0.0.1" if self.link.alone else self.link.host()
 
     def nodes(self) -> list[Node]:
@@ -177,7 +178,7 @@ class RayEngine(LaunchedEngine):
         self._free = list(range(self.num_workers))
 
     def _await_room(self, count: int, strategy: str | None) -> None:
-        """Wait for Ray to have nodes for so many workers of the pool; where nobody adds any, not at all."""
+        """Wait until Ray has nodes for so many workers of the pool; not for a Ray that was started here."""
         until = time.monotonic() + (0.0 if self.link.alone else self._timeout)
         told = False
         while lacking := self._lacking(self._shape, count, strategy):
@@ -200,20 +201,17 @@ class RayEngine(LaunchedEngine):
             PeerDiedError: a worker has ended before it had joined.
             RpcTimeoutError: not all have joined in time.
         """
-        self._reception = reception
         self._joined = joined
         self.grow(self.num_workers, self._timeout)
 
     def grow(self, count: int, timeout: float) -> None:
         """See :class:`LaunchedEngine`."""
-        assert self._joined is not None
-        assert self._reception is not None
-        joined, address = self._joined, self._reception.address
+        address = self.reception.address
         until = _time.now() + timeout
         names = self._more(count)
         absent: list[str] = []
         wait = LongWait("the Ray engine", lambda: f"{some(absent)} to join {address}")
-        while absent := sorted(set(names) - {record.name for record in joined()}):
+        while absent := sorted(set(names) - {record.name for record in self._joined()}):
             for name in absent:
                 if name in self._failed:
                     raise PeerDiedError(
@@ -233,15 +231,15 @@ class RayEngine(LaunchedEngine):
 
     def _more(self, count: int) -> list[str]:
         """Begin to start further workers of the pool; returns their names."""
-        assert self._reception is not None
         names = [f"ray-{next(self._numbers)}" for _ in range(count)]
         for name in names:
-            spec = ProcessSpec(label=name)
-            reception = self._reception
-            self._host(
-                LaunchRequest(name=name, address=reception.address, spec=spec, secret=reception.secret),
-                pooled=True,
+            order = LaunchRequest(
+                name=name,
+                address=self.reception.address,
+                spec=ProcessSpec(label=name),
+                secret=self.reception.secret,
             )
+            self._host(order, pooled=True)
         return names
 
     @property
@@ -307,7 +305,7 @@ class RayEngine(LaunchedEngine):
         elif order.spread or (hosted.pooled and self._strategy == "SPREAD"):
             options["scheduling_strategy"] = "SPREAD"
         elif hosted.pooled and self._strategy in ("STRICT_PACK", "STRICT_SPREAD"):
-            # A placement group does not grow: those who come later are put on nodes by name.
+            # A placement group does not grow: later workers are put on nodes by name.
             hosted.node = self._node_for_more(shape)
             options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(
                 hosted.node, soft=False
@@ -315,7 +313,7 @@ class RayEngine(LaunchedEngine):
         return options
 
     def _node_for_more(self, shape: Mapping[str, float]) -> str:
-        """Return the id of the node on which one more worker of a strict pool is to be."""
+        """Return the id of the node for one more worker of a strict pool."""
         util = self.link.ray.util
         used = set(util.placement_group_table(self._group).get("bundles_to_node_id", {}).values())
         apart = self._strategy == "STRICT_SPREAD"
@@ -341,14 +339,14 @@ class RayEngine(LaunchedEngine):
         try:
             hosted.waiting = hosted.actor.wait.remote()
             hosted.waiting.future().add_done_callback(partial(self._heard, hosted))
-        except Exception as error:  # Ray itself is gone
+        except Exception as error:  # Ray itself has ended
             self._over(hosted, error)
 
     def _heard(self, hosted: _Hosted, done: Any) -> None:
         """On a thread of Ray's."""
         try:
             error = done.exception()
-        except BaseException as problem:  # cancelled: Ray is shutting down
+        except Exception as problem:  # cancelled: Ray is shutting down
             error = problem
         self._submit(partial(self._over, hosted, error))
 
@@ -387,25 +385,21 @@ class RayEngine(LaunchedEngine):
             self._forget(hosted)
         self.ended(worker)
 
-    def forsaken(self, worker: str) -> None:
-        """Record that the connection to a worker has ended: what it has started ends too.
+    def attach(self, agent: Agent) -> None:
+        """See :class:`LaunchedEngine`."""
+        super().attach(agent)
+        agent.on_peer_end.append(self._disconnected)
 
-        One of the pool whose process goes on all the same (it was stopped, say) is ended some seconds later, for Ray to
-        restart it.
-        """
-        with self._lock:
-            left = [name for name, each in self._workers.items() if each.creator == worker]
-        for name in left:
-            self.kill(name)
+    def _disconnected(self, peer: Peer) -> None:
+        """Have Ray restart a worker of the pool some seconds after its connection has ended, if its process goes on."""
         with self._guard:
-            hosted = self._hosts.get(worker)
-            heard = hosted.heard if hosted is not None else 0
+            hosted = self._hosts.get(peer.name)
         if hosted is not None and hosted.pooled:
-            look = partial(self._submit, partial(self._renew, hosted, heard))
+            look = partial(self._submit, partial(self._renew, hosted, hosted.heard))
             self.agent.clock.after(_STAYS_S, look)
 
     def _renew(self, hosted: _Hosted, heard: int) -> None:
-        back = self._joined is not None and hosted.name in {record.name for record in self._joined()}
+        back = hosted.name in {record.name for record in self._joined()}
         if not (back or hosted.stopped or hosted.heard != heard or self._closed):
             _log.warning(
                 "worker %r does not answer, and has not ended: Ray is asked to restart it", hosted.name
@@ -429,7 +423,7 @@ class RayEngine(LaunchedEngine):
                     self._free.sort()
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """See :class:`LaunchedEngine`; those of the pool, whom the cluster has asked to leave, may finish that."""
+        """See :class:`LaunchedEngine`; workers of the pool, which the cluster has asked to leave, may finish that."""
         until = _time.now() + timeout
         if graceful:
             with self._guard:
@@ -445,7 +439,7 @@ class RayEngine(LaunchedEngine):
             _log.info("Ray does not say whether its actors have ended: %s", error)
 
     def close(self) -> None:
-        """End all workers, give back what was booked, and disconnect from Ray if this has connected. Idempotent; bounded."""
+        """End all workers, remove the placement group, and disconnect if this engine has connected. Idempotent; bounded."""
         with self._guard:
             if self._closed:
                 return
@@ -463,7 +457,7 @@ class RayEngine(LaunchedEngine):
             _log.warning("Ray could not be tidied up: %s", error)
         finally:
             self.link.close()
-            keys.sweep()  # of those that were killed here
+            keys.sweep()  # files of workers that were killed here
 
 
 def make(address: str | None = None, **options: Any) -> RayEngine:
@@ -489,14 +483,14 @@ def _needs(order: LaunchRequest) -> dict[str, float]:
 
 
 def _shape(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
-    """Return what a worker books, by Ray's names; what is 0 is left out."""
+    """Return what a worker books, by Ray's names, without amounts of 0."""
     found = {"CPU": _amount("num_cpus", num_cpus), "GPU": _amount("num_gpus", num_gpus)}
     found.update(amounts("resources", resources, error=WrongTypeError))
     return {name: float(amount) for name, amount in found.items() if amount}
 
 
 def _words(error: BaseException) -> str:
-    """Return what Ray says of an end, without what helps nobody."""
+    """Return Ray's text on the end of an actor, without lines that do not help."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "namespace:"))]
     if any("No module named 'actorrpc'" in line for line in lines):

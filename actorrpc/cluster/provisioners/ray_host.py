@@ -1,8 +1,8 @@
 """What runs inside a Ray actor: a process that Ray has placed becomes a worker of our cluster.
 
 Ray makes a :class:`Host` again in a new process when it restarts the actor: that one joins as a new incarnation of the
-same worker. Serving goes on on a thread of its own from the constructor on, so that a restart needs nobody to ask for
-it; the main thread, on which Ray runs the actor's methods, waits in :meth:`Host.wait` for the end.
+same worker. The constructor starts a thread that serves, so that a restart needs no call; the main thread, on which Ray runs the
+actor's methods, waits in :meth:`Host.wait` for the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Host:
     Args:
         environment: variables for this process, the address to join, the worker's name and the key among them.
         directory: where it runs; None to stay where Ray has put it.
-        num_cpus, num_gpus, resources: what it has, as the driver books it. Its labels are those of Ray's node.
+        num_cpus, num_gpus, resources: what it has, as the driver books it. Its labels are the labels of Ray's node.
         timeout: how long joining may take, in seconds.
     """
 
@@ -73,7 +73,7 @@ class Host:
             finally:
                 api.shutdown(False)
             if not member.leaver.graceful:
-                # To this process its driver is gone. If it is not, a new incarnation finds it.
+                # This process has lost its driver. If the driver still runs, a new incarnation finds it.
                 os._exit(_LOST)
         except BaseException as error:
             self._error = error

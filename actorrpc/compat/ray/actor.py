@@ -13,12 +13,12 @@ from actorrpc import actors
 from actorrpc._exception_text import say
 from actorrpc.actors.client.handle import _RemoteCall
 from actorrpc.actors.spec.options import ActorOptions
-from actorrpc.compat.ray.exceptions import RayError, in_rays_words, unplaced
+from actorrpc.compat.ray.exceptions import rays_words, rays_words_of_actor
 from actorrpc.compat.ray.object_ref import ObjectRef, gathered, unwrapped, wrapped
 from actorrpc.compat.ray.options import Extras, for_actors, for_calls, group_of, placed
 from actorrpc.compat.ray.placement import join
 from actorrpc.compat.ray.runtime_env import WithPaths
-from actorrpc.errors import PlacementError, RpcError, WrongTypeError
+from actorrpc.errors import WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.serialization import codec
 
@@ -39,6 +39,7 @@ C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
 Out = TypeVar("Out")
 F = TypeVar("F", bound=Callable[..., Any])
+H = TypeVar("H", bound=actors.ActorHandle[Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +71,8 @@ class _RemoteCallOfRay(_RemoteCall):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = unwrapped(args, kwargs)
-        try:
+        with rays_words:
             return wrapped(super().__call__(*args, **kwargs))
-        except RpcError as caught:
-            error = in_rays_words(caught)
-        raise error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (ActorMethod(self._card, self._route, self._info, self._options), "remote")
@@ -128,14 +126,14 @@ class _Dynamic:
         self._method = method
 
     def remote(self, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
-        return gathered(self._method.remote(*args, **kwargs)._ours)
+        return gathered(self._method.remote(*args, **kwargs))
 
     def options(self, **options: Any) -> Any:
         return self._method.options(**options)
 
 
 class _Special:
-    """What every handle of Ray's has besides its methods: ``__ray_call__`` and its like."""
+    """A special method of every handle: ``__ray_call__`` and its like."""
 
     __slots__ = ("_call",)
 
@@ -156,7 +154,7 @@ def _itself(_instance: Any) -> bool:
 
 
 def _leave(_instance: Any) -> NoReturn:
-    """End the actor when what was asked of it before is done (named in pickles)."""
+    """End the actor after the calls that were made before (named in pickles)."""
     actors.exit_actor()
 
 
@@ -172,7 +170,7 @@ def _special(handle: ActorHandle[Any], name: str) -> _Special | None:
 
 def _ended(handle: ActorHandle[Any]) -> actors.ObjectRef[Any]:
     ref = actors.call(handle, _leave)
-    ref._ask().add_done_callback(Future.acknowledge)  # that it fails is what was wanted
+    ref._ask().add_done_callback(Future.acknowledge)  # the call is meant to fail
     return ref
 
 
@@ -218,29 +216,26 @@ class ActorHandle(actors.ActorHandle[C_co], Generic[C_co]):
         return f"Actor({card.info.name}, {self._actor_id.hex()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _as_rays, (_ours(self),)
+        return _as_rays, (_copied(actors.ActorHandle, self),)
 
 
-def _ours(handle: ActorHandle[Any]) -> actors.ActorHandle[Any]:
+def _copied(kind: type[H], handle: actors.ActorHandle[Any], *, weak: bool = False) -> H:
+    """Return a handle of the same actor of another class; a weak handle does not keep the actor alive."""
     state = handle.__dict__
-    return actors.ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"])
+    card = state["_actorrpc_card"]
+    if weak:
+        card = dataclasses.replace(card, anchor=None)
+    return kind(card, state["_actorrpc_route"], state["_actorrpc_given"])
 
 
-def _as_rays(handle: Any) -> ActorHandle[Any]:
+def _as_rays(handle: actors.ActorHandle[Any]) -> ActorHandle[Any]:
     """Return a handle of ours as Ray's (named in pickles)."""
-    state = handle.__dict__
-    return ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"])
-
-
-def _weak(handle: ActorHandle[Any]) -> ActorHandle[Any]:
-    state = handle.__dict__
-    card = dataclasses.replace(state["_actorrpc_card"], anchor=None)
-    return ActorHandle(card, state["_actorrpc_route"], state["_actorrpc_given"])
+    return _copied(ActorHandle, handle)
 
 
 def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
     # With an exception it travels as one that keeps nothing alive.
-    return _as_rays, (_ours(handle if codec.current_encoding() is not None else _weak(handle)),)
+    return _as_rays, (_copied(actors.ActorHandle, handle, weak=codec.current_encoding() is None),)
 
 
 codec.register(ActorHandle, _reduce)
@@ -259,16 +254,16 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
         def remote(self, *args, **kwargs):
             """Make an actor of the class; returns at once. Starts the embedded cluster if nothing runs.
 
-            What its constructor raises, each call says as the cause of an ActorDiedError.
+            An exception of the constructor is the cause of the ActorDiedError that each call raises.
 
             Raises:
                 TypeError: the constructor does not take these arguments, or they cannot be sent.
                 ActorAlreadyExistsError: there is an actor of that name (a ValueError).
-                ActorUnschedulableError: nothing has what it asks for.
+                ActorUnschedulableError: no worker has the resources that it asks for.
             """
             args, kwargs = unwrapped(args, kwargs)
             extras = _extras(self)
-            try:
+            with rays_words_of_actor:
                 given = self._actorrpc_options
                 changes, paths = placed(extras, given.host, given.env)
                 made = self
@@ -279,13 +274,8 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
                 handle = _as_rays(actors.ActorClass.remote(made, *args, **kwargs))
                 group = group_of(extras)
                 if group is not None:
-                    join(group, _weak(handle))
+                    join(group, _copied(ActorHandle, handle, weak=True))
                 return handle
-            except PlacementError as caught:
-                error = caught if isinstance(caught, RayError) else unplaced(caught)
-            except RpcError as caught:
-                error = in_rays_words(caught)
-            raise error
 
     def options(self, **options: Any) -> ActorClass[P, C]:
         """Return the same class with other options of its actors.
@@ -424,11 +414,8 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     """
     if not isinstance(name, str) or not name:
         raise WrongTypeError(f"ray.get_actor() takes the name of an actor, not {say(name, repr)}")
-    try:
+    with rays_words:
         return _as_rays(actors.get_actor(name, namespace))
-    except RpcError as caught:
-        error = in_rays_words(caught)
-    raise error
 
 
 def kill(actor: Any, *, no_restart: bool = True) -> None:

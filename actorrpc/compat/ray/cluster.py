@@ -57,7 +57,7 @@ _END_S: Final = (
     2.0  # how long actors that are busy may go on when the program shuts down: Ray ends them at once
 )
 
-#: keywords of Ray's init that are ignored, and why; as are those that begin with an underscore
+#: ignored keywords of Ray's init, and why; keywords that begin with an underscore are ignored, too
 IGNORED: Final = {
     "configure_logging": "Python's logging is left as it is",
     "dashboard_host": "there is no dashboard",
@@ -69,7 +69,7 @@ IGNORED: Final = {
     "logging_format": "Python's logging is left as it is",
     "logging_level": "Python's logging is left as it is",
     "object_store_memory": "there is no object store",
-    "storage": "nothing is stored",
+    "storage": "there is no storage",
     "system_reserved_cpu": "processes are not confined",
     "system_reserved_memory": "processes are not confined",
 }
@@ -147,7 +147,7 @@ def init(
         address: None or ``"local"``: a new one.
         runtime_env: of all actors and tasks.
         job_config: None.
-        options: those in ``IGNORED``, and those of :func:`actorrpc.init`.
+        options: as of :func:`actorrpc.init`; names in ``IGNORED`` are ignored.
 
     Raises:
         RuntimeError: it runs already.
@@ -181,7 +181,7 @@ def init(
             _restore_environment()
         raise
     atexit.unregister(shutdown)
-    atexit.register(shutdown)  # before the end of ours, which lets actors that are busy go on for longer
+    atexit.register(shutdown)  # runs before actorrpc's own, which gives busy actors more time
     return RayContext(context)
 
 
@@ -204,7 +204,7 @@ def _address(address: str | None) -> str | None:
 
 
 def _set_environment(env: Mapping[str, Any]) -> None:
-    """Have all processes take after this one, from which they get their variables and their path."""
+    """Set the environment of this process, which the processes of the cluster inherit."""
     rest = {name: value for name, value in env.items() if name != "env_vars"}
     variables = dict(env.get("env_vars", {}))
     if rest:
@@ -238,7 +238,7 @@ def is_initialized() -> bool:
 
 
 def identity() -> str:
-    """Return what tells the cluster in force from others in this process, before it and after it; empty where there is none."""
+    """Return an id of the present cluster of this process; empty if there is none."""
     worker = current_worker()
     return "" if worker is None else worker.agent.record.incarnation
 

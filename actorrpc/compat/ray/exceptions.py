@@ -1,13 +1,14 @@
 """``ray.exceptions``: Ray's names of errors, each a subclass of what actorrpc raises in its place.
 
-``except ray.exceptions.RayActorError`` catches what it catches on Ray, ``except actorrpc.ActorDiedError`` goes on catching,
-too. :func:`in_rays_words` makes the one of the other, where a result is looked at: the rest of actorrpc knows no names of Ray's.
+``except ray.exceptions.RayActorError`` works as on Ray, and ``except actorrpc.ActorDiedError`` works, too. Where a result is
+read, :func:`in_rays_words` converts the error: the rest of actorrpc does not know Ray's names.
 
-Classes that are there for ``except`` clauses only, as nothing raises them here, say so.
+Nothing raises the classes that ``_unraised`` makes: they are there for ``except`` clauses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 from actorrpc import errors
@@ -55,7 +56,8 @@ __all__ = [
     "UserCodeException",
     "WorkerCrashedError",
     "in_rays_words",
-    "unplaced",
+    "rays_words",
+    "rays_words_of_actor",
 ]
 
 
@@ -65,10 +67,6 @@ class RayError(errors.RpcError):
     def __init__(self, *args: Any, **known: Any) -> None:
         message = args or ((type(self).__doc__ or type(self).__name__).partition("\n")[0],)
         super().__init__(*message, **known)
-
-
-class CrossLanguageError(RayError):
-    """An error of another language. Nothing raises it here."""
 
 
 class RayTaskError(RayError, errors.RemoteError):
@@ -134,10 +132,6 @@ class TaskCancelledError(RayError, errors.CancelledError):
     task_id: object = None
 
 
-class LocalRayletDiedError(RayError):
-    """The raylet died. Nothing raises it here, where there is none."""
-
-
 class WorkerCrashedError(RayError, errors.PeerDiedError):
     """The process that executed the task ended."""
 
@@ -171,79 +165,23 @@ class ActorAlreadyExistsError(RayError, errors.NameTakenError):
 
 
 class RaySystemError(RayError):
-    """What no other class says: an error of ours that Ray has no name for is an instance of this and of its own class."""
-
-
-class UserCodeException(RayError):
-    """User code raised. Nothing raises it here: it is a RayTaskError."""
-
-
-class UnserializableException(RayError):
-    """An exception could not be pickled. Nothing raises it here: it arrives as a RayTaskError, with its text."""
+    """An error without a name in Ray: an instance of this class and of its own class."""
 
 
 class ObjectStoreFullError(RayError, errors.ObjectStoreFullError):
     """There is no room for a large object in the memory that the processes of this host may use for them."""
 
 
-class OutOfDiskError(RayError, errors.LimitError):
-    """The disk is full. Nothing raises it here: where ``spill_dir`` has no room, that is an ObjectStoreFullError."""
-
-
-class OutOfMemoryError(RayError, errors.LimitError):
-    """A node ran out of memory. Nothing raises it here: what the system ends is a WorkerCrashedError or an ActorDiedError."""
-
-
-class NodeDiedError(RayError, errors.PeerDiedError):
-    """A node died. Nothing raises it here: what was on it fails with WorkerCrashedError, ActorDiedError or ObjectLostError."""
-
-
 class ObjectLostError(RayError, errors.PeerDiedError):
     """A result is lost: the process that kept it has ended."""
-
-
-class ObjectFetchTimedOutError(ObjectLostError):
-    """An object could not be fetched in time. Nothing raises it here."""
-
-
-class ReferenceCountingAssertionError(ObjectLostError, AssertionError):
-    """An object was deleted too early. Nothing raises it here."""
-
-
-class ObjectFreedError(ObjectLostError):
-    """An object was freed by the program. Nothing raises it here."""
 
 
 class OwnerDiedError(ObjectLostError):
     """A result is lost with the process that made it."""
 
 
-class ObjectReconstructionFailedError(ObjectLostError):
-    """An object could not be made again. Nothing raises it here, where none is."""
-
-
-class ObjectReconstructionFailedMaxAttemptsExceededError(ObjectReconstructionFailedError):
-    """An object was made again too often. Nothing raises it here."""
-
-
-class ObjectReconstructionFailedLineageEvictedError(ObjectReconstructionFailedError):
-    """How an object was made is not known any more. Nothing raises it here."""
-
-
-class ObjectRefStreamEndOfStreamError(RayError):
-    """A stream is over. Nothing raises it here: it is StopIteration."""
-
-
 class GetTimeoutError(RayError, errors.RpcTimeoutError):
-    """A result was not there in time; the call goes on."""
-
-
-class PlasmaObjectNotAvailable(RayError):
-    """An object is not in the object store. Nothing raises it here."""
-
-
-class AsyncioActorExit(RayError):
-    """Ends an async actor. Nothing raises it here: exit_actor() has an exception of its own."""
+    """A result was not ready in time; the call is not cancelled."""
 
 
 class RuntimeEnvSetupError(RayError, errors.ConfigError):
@@ -270,20 +208,65 @@ class ActorUnschedulableError(RayError, errors.UnplacedActorError):
     """There is nothing on which the actor could live."""
 
 
-class RayChannelError(RayError):
-    """A channel of a compiled graph failed. Nothing raises it here, where there are none."""
-
-
-class RayChannelTimeoutError(RayChannelError, errors.RpcTimeoutError):
-    """A channel of a compiled graph was too slow. Nothing raises it here."""
-
-
-class RpcError(RayError):
-    """A call between Ray's own processes failed. Nothing raises it here."""
-
-
 class AuthenticationError(RayError, errors.AuthenticationError):
     """The two sides do not share a key."""
+
+
+def _unraised(name: str, meaning: str, *bases: type[BaseException]) -> type[RayError]:
+    """Make a class that is there for ``except`` clauses only, as nothing raises it here."""
+    made = type(
+        name, bases or (RayError,), {"__doc__": f"{meaning} Nothing raises it here.", "__module__": __name__}
+    )
+    return cast(type[RayError], made)
+
+
+_LOST: Final = (ObjectLostError,)
+_LIMIT: Final = (RayError, errors.LimitError)
+_DIED: Final = (RayError, errors.PeerDiedError)
+AsyncioActorExit = _unraised("AsyncioActorExit", "Ends an async actor: exit_actor() has its own exception.")
+CrossLanguageError = _unraised("CrossLanguageError", "An error of another language.")
+LocalRayletDiedError = _unraised("LocalRayletDiedError", "The raylet died.")
+NodeDiedError = _unraised(
+    "NodeDiedError", "A node died: its tasks and actors have errors of their own.", *_DIED
+)
+ObjectFetchTimedOutError = _unraised(
+    "ObjectFetchTimedOutError", "An object could not be fetched in time.", *_LOST
+)
+ObjectFreedError = _unraised("ObjectFreedError", "An object was freed by the program.", *_LOST)
+ObjectReconstructionFailedError = _unraised(
+    "ObjectReconstructionFailedError", "An object could not be made again.", *_LOST
+)
+ObjectReconstructionFailedLineageEvictedError = _unraised(
+    "ObjectReconstructionFailedLineageEvictedError",
+    "How an object was made is no longer known.",
+    ObjectReconstructionFailedError,
+)
+ObjectReconstructionFailedMaxAttemptsExceededError = _unraised(
+    "ObjectReconstructionFailedMaxAttemptsExceededError",
+    "An object was made again too often.",
+    ObjectReconstructionFailedError,
+)
+ObjectRefStreamEndOfStreamError = _unraised(
+    "ObjectRefStreamEndOfStreamError", "The end of a stream: StopIteration."
+)
+OutOfDiskError = _unraised("OutOfDiskError", "The disk is full: an ObjectStoreFullError.", *_LIMIT)
+OutOfMemoryError = _unraised("OutOfMemoryError", "A node ran out of memory: processes crash.", *_LIMIT)
+PlasmaObjectNotAvailable = _unraised("PlasmaObjectNotAvailable", "An object is not in the object store.")
+RayChannelError = _unraised("RayChannelError", "A channel of a compiled graph failed.")
+RayChannelTimeoutError = _unraised(
+    "RayChannelTimeoutError",
+    "A channel of a compiled graph was too slow.",
+    RayChannelError,
+    errors.RpcTimeoutError,
+)
+ReferenceCountingAssertionError = _unraised(
+    "ReferenceCountingAssertionError", "An object was deleted too early.", ObjectLostError, AssertionError
+)
+RpcError = _unraised("RpcError", "A call between Ray's own processes failed.")
+UnserializableException = _unraised(
+    "UnserializableException", "An exception cannot be pickled: a RayTaskError."
+)
+UserCodeException = _unraised("UserCodeException", "User code raised: a RayTaskError.")
 
 
 # The first that fits is meant: subclasses stand before their bases.
@@ -310,7 +293,7 @@ _others: dict[type[errors.RpcError], type[RayError]] = {}
 
 
 def in_rays_words(error: errors.RpcError) -> errors.RpcError:
-    """Return what Ray raises in the place of an error; the error itself where Ray has no word for it."""
+    """Return Ray's error for an error; the error itself if Ray has none."""
     if isinstance(error, errors.RemoteError):
         cause = exceptions.original(error)
         is_told = isinstance(error, RayTaskError) and (cause is error or not isinstance(cause, RayError))
@@ -318,7 +301,7 @@ def in_rays_words(error: errors.RpcError) -> errors.RpcError:
     if isinstance(error, RayError):
         return error
     if isinstance(error, errors.PeerDiedError):
-        # What a process has kept is lost with it; what a task's process did not finish is told by its actor's end.
+        # A kept result is lost with its process; the other case is the death of a task's process.
         lost = isinstance(error.__cause__, errors.PeerDiedError)
         return _as(OwnerDiedError if lost else WorkerCrashedError, error)
     for ours, rays in _WORDS:
@@ -335,13 +318,38 @@ def in_rays_words(error: errors.RpcError) -> errors.RpcError:
     return _as(made, error)
 
 
-def unplaced(error: errors.PlacementError) -> ActorUnschedulableError:
-    """Return what Ray calls it where there is no place for an actor."""
-    return (
-        error
-        if isinstance(error, ActorUnschedulableError)
-        else cast(ActorUnschedulableError, _as(ActorUnschedulableError, error))
-    )
+def _of_actor(error: errors.RpcError) -> errors.RpcError:
+    """Return what Ray raises in the place of an error that the creation of an actor ended with."""
+    if isinstance(error, errors.PlacementError) and not isinstance(error, RayError):
+        return _as(ActorUnschedulableError, error)
+    return in_rays_words(error)
+
+
+class _RaysWords:
+    """A ``with`` block that raises Ray's errors in place of ours; ``words`` makes them."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, words: Callable[[errors.RpcError], errors.RpcError]) -> None:
+        self._words = words
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, caught: BaseException | None, _traceback: object) -> None:
+        if not isinstance(caught, errors.RpcError):
+            return
+        error = self._words(caught)
+        if error is not caught:
+            try:
+                raise error
+            finally:
+                error.__context__ = None  # it stands for the error of the block, and did not come of it
+                del caught, error
+
+
+rays_words: Final = _RaysWords(in_rays_words)
+rays_words_of_actor: Final = _RaysWords(_of_actor)
 
 
 def _as(kind: type[RayError], error: errors.RpcError) -> RayError:

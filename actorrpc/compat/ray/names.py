@@ -1,4 +1,4 @@
-"""Names of Ray's that are not here: what is said of them."""
+"""Errors for names of Ray that are missing here."""
 
 from __future__ import annotations
 

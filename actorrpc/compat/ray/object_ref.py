@@ -1,7 +1,7 @@
-"""``ray.ObjectRef`` and what is done with references: ``get``, ``put``, ``wait`` and ``cancel``, and streams.
+"""``ray.ObjectRef``, the functions ``get``, ``put``, ``wait`` and ``cancel``, and streams.
 
-A reference of Ray's has one of ours inside, and travels as that. It says in Ray's words what a call ended with, wherever
-that is asked: by ``get``, by ``await``, and by its future.
+A reference of Ray's holds an actorrpc.ObjectRef, and is sent as that. ``get``, ``await`` and its future raise errors in Ray's
+words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 from actorrpc import actors
 from actorrpc._exception_text import say
 from actorrpc.actors.streams.spread import take_each
-from actorrpc.compat.ray.exceptions import in_rays_words
+from actorrpc.compat.ray.exceptions import in_rays_words, rays_words
 from actorrpc.errors import RpcError, WrongTypeError
 from actorrpc.futures import Future
 
@@ -27,6 +27,7 @@ __all__ = [
     "gathered",
     "get",
     "put",
+    "unwrap",
     "unwrapped",
     "wait",
     "wrapped",
@@ -53,11 +54,8 @@ class ObjectRef(Generic[T]):
         self._ours = ref
 
     def __await__(self) -> Generator[Any, None, T]:
-        try:
+        with rays_words:
             return (yield from self._ours.__await__())
-        except RpcError as caught:
-            error = in_rays_words(caught)
-        raise error
 
     def future(self) -> concurrent.futures.Future[T]:
         """Return a future of the result. To cancel it leaves the call alone."""
@@ -80,7 +78,7 @@ class ObjectRef(Generic[T]):
         return asyncio.wrap_future(self.future())
 
     def _on_completed(self, callback: Callable[[Any], Any]) -> None:
-        """Call ``callback`` with the result, or with what the call failed with."""
+        """Call ``callback`` with the result, or with the error of the call."""
 
         def done(future: concurrent.futures.Future[T]) -> None:
             error = future.exception()
@@ -130,7 +128,7 @@ def _arrived(ref: actors.ObjectRef[Any]) -> ObjectRef[Any]:
 
 
 class ObjectRefGenerator(Generic[T]):
-    """What a call of a generator returns: an iterator over ObjectRefs of what it yields, as it comes.
+    """The result of a call of a generator: an iterator over ObjectRefs of its items.
 
     If the generator raises, the last ObjectRef raises it. ``for`` and ``async for``; thread-safe.
 
@@ -148,11 +146,8 @@ class ObjectRefGenerator(Generic[T]):
         return self._next(None)
 
     def _next(self, timeout: float | None) -> ObjectRef[T]:
-        try:
+        with rays_words:
             return ObjectRef(self._ours.next(timeout=timeout))
-        except RpcError as caught:
-            error = in_rays_words(caught)
-        raise error
 
     def _next_sync(self, timeout_s: float | None = None) -> ObjectRef[T]:
         return self._next(None if timeout_s is None or timeout_s < 0 else timeout_s)
@@ -161,14 +156,11 @@ class ObjectRefGenerator(Generic[T]):
         return self
 
     async def __anext__(self) -> ObjectRef[T]:
-        try:
+        with rays_words:
             return ObjectRef(await self._ours.__anext__())
-        except RpcError as caught:
-            error = in_rays_words(caught)
-        raise error
 
     def completed(self) -> ObjectRef[None]:
-        """Return an ObjectRef that is complete when the generator is over."""
+        """Return an ObjectRef that is complete at the end of the generator."""
         return ObjectRef(self._ours.completed())
 
     def next_ready(self, timeout: float | None = 0) -> bool:
@@ -188,7 +180,7 @@ class ObjectRefGenerator(Generic[T]):
 
 
 class DynamicObjectRefGenerator(Generic[T]):
-    """What a call with ``num_returns="dynamic"`` gives when it is over: ObjectRefs of all that the generator has yielded.
+    """The result of a call with ``num_returns="dynamic"``: ObjectRefs of all items of the generator.
 
     Args:
         refs: in their order.
@@ -211,8 +203,8 @@ class DynamicObjectRefGenerator(Generic[T]):
         return len(self._refs)
 
 
-def gathered(stream: actors.ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectRefGenerator[Any]]:
-    """Return a reference to references to all items of a stream: complete when it is over."""
+def gathered(stream: ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectRefGenerator[Any]]:
+    """Return a reference to references to all items of a stream: complete at the end of the stream."""
     future: Future[DynamicObjectRefGenerator[Any]] = Future()
     future.label = f"all of {stream!r}"
     refs: list[ObjectRef[Any]] = []
@@ -221,7 +213,7 @@ def gathered(stream: actors.ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectR
         refs.append(ObjectRef(ref))
         return True
 
-    take_each(stream, item, lambda: future.set_result(DynamicObjectRefGenerator(refs)))
+    take_each(stream._ours, item, lambda: future.set_result(DynamicObjectRefGenerator(refs)))
     return ObjectRef(actors.ObjectRef(future))
 
 
@@ -229,7 +221,7 @@ def gathered(stream: actors.ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectR
 
 
 def wrapped(found: Any) -> Any:
-    """Return what ``remote`` of ours gives, an ObjectRef, several, none or a stream, as Ray's."""
+    """Return a result of actorrpc's ``remote`` (an ObjectRef, several, none or a stream) as Ray's."""
     if type(found) is actors.ObjectRef:
         return ObjectRef(found)
     if isinstance(found, list):
@@ -237,31 +229,30 @@ def wrapped(found: Any) -> Any:
     return ObjectRefGenerator(found) if isinstance(found, actors.ObjectRefGenerator) else found
 
 
+def unwrap(value: Any) -> Any:
+    """Return the reference of ours that a reference of Ray's holds; any other value as it is."""
+    return value._ours if isinstance(value, ObjectRef) else value
+
+
 def unwrapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with references of ours in the place of Ray's: such an argument is replaced by its value."""
     for each in args:
         if isinstance(each, ObjectRef):
-            args = tuple([one._ours if isinstance(one, ObjectRef) else one for one in args])
+            args = tuple(map(unwrap, args))
             break
-    if kwargs:
-        kwargs = {name: each._ours if isinstance(each, ObjectRef) else each for name, each in kwargs.items()}
-    return args, kwargs
-
-
-_WAITABLE: Final = (ObjectRef, ObjectRefGenerator)
+    return args, {name: unwrap(each) for name, each in kwargs.items()} if kwargs else kwargs
 
 
 def _ours(item: Any, what: str) -> Any:
-    if isinstance(item, _WAITABLE):
-        return item._ours
-    if isinstance(item, (actors.ObjectRef, actors.ObjectRefGenerator)):
-        return item
+    found = item._ours if isinstance(item, ObjectRefGenerator) else unwrap(item)
+    if isinstance(found, (actors.ObjectRef, actors.ObjectRefGenerator)):
+        return found
     raise WrongTypeError(
         f"{what} takes ObjectRefs, what .remote() returns, and not a {type(item).__name__}: {say(item, repr)[:60]}"
     )
 
 
-# -- what is done with them ----------------------------------------------------------------------------------------
+# -- functions ----------------------------------------------------------------------------------------
 
 
 def get(object_refs: Any, *, timeout: float | None = None, **_ignored: Any) -> Any:
@@ -269,23 +260,18 @@ def get(object_refs: Any, *, timeout: float | None = None, **_ignored: Any) -> A
 
     Args:
         object_refs: an ObjectRef, or a list of them.
-        timeout: seconds for all of it; None: until the calls are over.
+        timeout: seconds for all results; None: no bound.
 
     Raises:
-        GetTimeoutError: not everything was there in time. The calls go on.
-        RayTaskError: a call raised; also an instance of the class of what it raised.
+        GetTimeoutError: not all results were ready in time. The calls are not cancelled.
+        RayTaskError: a call raised; also an instance of the class of its exception.
         RayError: a call ended otherwise.
         WrongTypeError: these are no ObjectRefs (a ValueError and a TypeError).
     """
-    try:
-        if isinstance(object_refs, ObjectRef):
-            return actors.get(object_refs._ours, timeout=timeout)
+    with rays_words:
         if isinstance(object_refs, (list, tuple)):
             return actors.get([_ref(each) for each in object_refs], timeout=timeout)
         return actors.get(_ref(object_refs), timeout=timeout)
-    except RpcError as caught:
-        error = in_rays_words(caught)
-    raise error
 
 
 def _ref(item: Any) -> Any:
@@ -300,7 +286,7 @@ def put(value: T, **_ignored: Any) -> ObjectRef[T]:
     Raises:
         TypeError: it is an ObjectRef already, or cannot be sent.
     """
-    if isinstance(value, _WAITABLE):
+    if isinstance(value, (ObjectRef, ObjectRefGenerator)):
         raise TypeError(f"ray.put() takes a value, and {value!r} is a reference already")
     return ObjectRef(actors.put(value))
 
@@ -317,7 +303,7 @@ def wait(
         fetch_local: a large result that is elsewhere counts when it has been fetched.
 
     Returns:
-        Those that are ready, at most ``num_returns``, and all others, both in the order of the list.
+        The ready items, at most ``num_returns``, and the other items, both in the order of the list.
 
     Raises:
         TypeError: these are no ObjectRefs.
@@ -327,18 +313,14 @@ def wait(
         raise TypeError(f"ray.wait() takes a list of ObjectRefs, not a {type(ray_waitables).__name__}")
     ours = [_ours(each, "ray.wait()") for each in ray_waitables]
     theirs = {id(one): other for one, other in zip(ours, ray_waitables, strict=True)}
-    try:
+    with rays_words:
         ready, rest = actors.wait(
             ours,
             num_returns=num_returns,
             timeout=None if timeout == math.inf else timeout,
             fetch_local=fetch_local,
         )
-    except RpcError as caught:
-        error = in_rays_words(caught)
-    else:
-        return [theirs[id(each)] for each in ready], [theirs[id(each)] for each in rest]
-    raise error
+    return [theirs[id(each)] for each in ready], [theirs[id(each)] for each in rest]
 
 
 def cancel(ray_waitable: Any, *, force: bool = False, recursive: bool = True) -> bool:
@@ -350,6 +332,6 @@ def cancel(ray_waitable: Any, *, force: bool = False, recursive: bool = True) ->
 
     Raises:
         ValueError: ``force`` for a call to an actor, or ``recursive=False``.
-        TypeError: it is nothing that can be cancelled.
+        TypeError: it is neither an ObjectRef nor a stream.
     """
     return actors.cancel(_ours(ray_waitable, "ray.cancel()"), force=force, recursive=recursive)

@@ -1,7 +1,7 @@
 """Ray's options of actors, tasks and calls, as options of ours.
 
-Three kinds: what has a meaning here is mapped, what cannot change a program's results is ignored (``IGNORED`` says why), and
-what can is refused, with what to do instead. All others are options of ours, by our names or by Ray's, which are the same.
+Some options are converted. Options that cannot change a program's results are ignored (``IGNORED`` says why). Others that are
+missing here are refused, with a remedy. The rest have the same names and meaning in actorrpc.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "placed",
 ]
 
-#: what changes no result, and why it is ignored
+#: ignored options, and why
 IGNORED: Final = {
     "_labels": "they are shown nowhere",
     "_metadata": "it is of Ray's own libraries",
@@ -54,7 +54,7 @@ _NOT_SAID: Final = (None, "DEFAULT", "default")
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What options of Ray's say that is none of ours.
+    """The options of Ray without an equivalent in actorrpc.
 
     Attributes:
         env: the ``runtime_env`` that was given; None for none.
@@ -108,7 +108,7 @@ def _labels(selector: Any) -> dict[str, str]:
 
 
 def _place(options: dict[str, Any], extras: dict[str, Any]) -> None:
-    """Look at where it is to run: the scheduling strategy, and the older options for the same."""
+    """Convert the scheduling strategy, and the older options for the same."""
     if "placement_group" in options:
         group = options.pop("placement_group")
         index = options.pop("placement_group_bundle_index", -1)
@@ -141,7 +141,7 @@ def _place(options: dict[str, Any], extras: dict[str, Any]) -> None:
             options["host"] = host
         elif not strategy.soft:
             raise ActorUnschedulableError(
-                f"there is no node {strategy.node_id!r}: ray.nodes() shows those that there are"
+                f"there is no node {strategy.node_id!r}: ray.nodes() lists the nodes"
             )
     elif isinstance(strategy, NodeLabelSchedulingStrategy):
         options["labels"] = _hard_labels(strategy)
@@ -163,7 +163,6 @@ def _hard_labels(strategy: NodeLabelSchedulingStrategy) -> dict[str, str]:
 
 
 def _resources(given: Mapping[str, Any]) -> dict[str, float]:
-    """Return what is asked for by name, without the names that stand for nodes."""
     for name in ("CPU", "GPU"):
         if name in given:
             raise ConfigError(f"resources: {name!r} is said by num_{name.lower()}s=")
@@ -215,10 +214,10 @@ def _changed(before: Extras, changes: Mapping[str, Any]) -> Extras:
 
 
 def check_resources(extras: Extras) -> None:
-    """Look whether there is what a task asks for.
+    """Check that a node has the resources that a task asks for.
 
     Raises:
-        TaskUnschedulableError: there is not.
+        TaskUnschedulableError: no node has them.
     """
     if extras.resources:
         _look_for(extras.resources, cluster.identity())
@@ -236,7 +235,7 @@ def _look_for(resources: tuple[tuple[str, float], ...], _cluster: str) -> None:
 def placed(
     extras: Extras, host: str | None, env: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return options to change for what is made here and now, and where imports look in its process.
+    """Return changed options for an actor or task that is started now, and additional paths of imports for its process.
 
     They depend on the process that makes it: its placement group and its ``runtime_env`` may be inherited.
 
@@ -261,6 +260,6 @@ def placed(
 
 
 def group_of(extras: Extras) -> PlacementGroup | None:
-    """Return the group that something is made in, here and now; None if in none."""
+    """Return the placement group of an actor or task that is started now; None if there is none."""
     group = extras.group if extras.group is not None else current_group()
     return None if group is None or group.is_empty else group

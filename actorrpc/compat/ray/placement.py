@@ -1,10 +1,10 @@
-"""Placement groups: places that are looked for together; what ``ray.util.placement_group`` has.
+"""Placement groups, as in ``ray.util.placement_group``: bundles of resources that are placed together.
 
 A bundle is a promise of a machine that has what the bundle asks for. The driver keeps the groups: it finds machines for the
 bundles by the group's strategy, has groups wait for each other, and ends the actors of a group that is removed. An actor of a
-group is made on the machine of its bundle; what it books there is what its own options say.
+group is made on the machine of its bundle; its own options say which resources it books there.
 
-``_lock`` guards the tables. Nothing is called under it.
+``_lock`` guards the tables. No other code is called under it.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class PlacementGroup:
         return True
 
     def check_index(self, index: int) -> None:
-        """Look whether there is such a bundle.
+        """Check the index of a bundle.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such bundle.
         """
         if self.is_empty and index != -1:
             raise ValueError("placement_group_bundle_index is for actors and tasks with a placement group")
@@ -122,7 +122,7 @@ class PlacementGroup:
             )
 
     def host_for(self, index: int) -> str | None:
-        """Return the machine of a bundle, or of the first; None where there is but one.
+        """Return the machine of a bundle, or of the first bundle; None if the cluster has one machine.
 
         Raises:
             ActorPlacementGroupRemoved: the group has been removed.
@@ -150,7 +150,7 @@ _of_cluster: list[str] = []  # the cluster whose groups these are
 
 
 def _of_this_cluster() -> dict[str, _Kept]:
-    """Return the groups, without those of a cluster that has ended. Under the lock."""
+    """Return the groups of the present cluster. Under the lock."""
     if _of_cluster != [cluster.identity()]:
         _groups.clear()
         _of_cluster[:] = [cluster.identity()]
@@ -203,7 +203,7 @@ def _elsewhere(
     machines: Mapping[str, Mapping[str, float]],
     chosen: Sequence[str],
 ) -> list[str] | None:
-    """Try without the machine that was tried first, where all bundles must be on one."""
+    """If all bundles must be on one machine, try the machines after the first choice."""
     if strategy != "STRICT_PACK" or not chosen:
         return None
     rest = {name: each for name, each in machines.items() if name != chosen[0]}
@@ -230,7 +230,7 @@ def _create(group: PlacementGroup) -> None:
 
 
 def _place_all(whole: Mapping[str, Mapping[str, float]]) -> None:
-    """Give groups that wait their machines, in their order, as far as others leave room."""
+    """Assign machines to waiting groups, in order, as far as there is room."""
     made = []
     with _lock:
         groups = list(_of_this_cluster().values())
@@ -300,7 +300,7 @@ def _remove(group_id: str) -> None:
     for member in members:
         try:
             actors.kill(member)
-        except RpcError:  # it is gone
+        except RpcError:  # it has ended
             pass
     _place_all({each["names"][0]: each["total"] for each in resources.machines()})
 
@@ -341,12 +341,12 @@ def placement_group(
     lifetime: str | None = None,
     **_ignored: Any,
 ) -> PlacementGroup:
-    """Look for machines for some bundles, all or none; returns at once.
+    """Reserve machines for some bundles, all or none; returns at once.
 
     Args:
         bundles: what each of them asks for: ``{"CPU": 1}``.
         strategy: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
-        name: what :func:`get_placement_group` finds it by.
+        name: the name for :func:`get_placement_group`.
         lifetime: None or ``"detached"``; groups end with the cluster.
 
     Raises:
@@ -389,7 +389,7 @@ def get_placement_group(placement_group_name: str) -> PlacementGroup:
 
 
 def placement_group_table(placement_group: PlacementGroup | None = None) -> dict[str, Any]:
-    """Return what is known of a group, or of all of them by their ids."""
+    """Return the row of a group, or the rows of all groups by their ids."""
     rows = cluster.on_driver(_rows)
     return rows if placement_group is None else rows.get(placement_group.id.text, {})
 
@@ -401,5 +401,5 @@ def get_current_placement_group() -> PlacementGroup | None:
 
 
 def current_group() -> PlacementGroup | None:
-    """Return the group that what is made here is to be in, since the group captures it."""
+    """Return the group that captures actors and tasks started here; None if there is none."""
     return get_current_placement_group() if os.environ.get(VARIABLE, "").endswith(":1") else None

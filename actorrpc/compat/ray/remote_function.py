@@ -1,4 +1,4 @@
-"""``ray.remote_function``: what ``@ray.remote`` makes of a function."""
+"""``ray.remote_function``: functions with ``@ray.remote``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 from actorrpc import actors
 from actorrpc.actors.spec.options import TaskOptions
 from actorrpc.compat.ray import placement, runtime_env
-from actorrpc.compat.ray.exceptions import TaskUnschedulableError, in_rays_words
+from actorrpc.compat.ray.exceptions import TaskUnschedulableError, rays_words
 from actorrpc.compat.ray.object_ref import DynamicObjectRefGenerator, ObjectRef, unwrapped, wrapped
 from actorrpc.compat.ray.options import Extras, check_resources, for_tasks, placed
-from actorrpc.errors import RpcError
 
 __all__ = ["RemoteFunction", "remote_function"]
 
@@ -24,10 +23,10 @@ _NONE = Extras()
 
 
 def _refers(function: Callable[..., Any], again: bool) -> Callable[..., Any]:
-    """Return a function that gives references to all that a generator yields; the last one raises what it has raised.
+    """Return a function that returns references to all items of a generator; the last reference raises its exception.
 
     Args:
-        again: what it raises may be a reason to call it again, and is raised.
+        again: an exception may be a reason to call the generator again; then it is raised at once.
     """
 
     @functools.wraps(function)
@@ -56,8 +55,8 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
     Args:
         function: the function.
         options: how its tasks are run.
-        extras: what Ray's options say besides.
-        dynamic: whether what a generator yields is given as references, when it is over.
+        extras: Ray's options without an equivalent.
+        dynamic: whether the result is references to all items of a generator.
     """
 
     def __init__(
@@ -85,10 +84,11 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
 
             Raises:
                 TypeError: the function does not take these arguments, or they cannot be sent.
-            What nothing has that it asks for, the ObjectRef says, with a TaskUnschedulableError.
+
+            If no node has the resources that it asks for, the ObjectRef raises a TaskUnschedulableError.
             """
             args, kwargs = unwrapped(args, kwargs)
-            try:
+            with rays_words:
                 made = self
                 if (
                     not self._is_plain
@@ -100,9 +100,6 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
                     except TaskUnschedulableError as error:
                         return wrapped(actors.ObjectRef.failed(error))
                 return wrapped(actors.RemoteFunction.remote(made, *args, **kwargs))
-            except RpcError as caught:
-                error = in_rays_words(caught)
-            raise error
 
     def _placed(self) -> RemoteFunction[P, Any]:
         """Return the same function, as it is run that this process starts now."""
@@ -113,13 +110,13 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
             return self
         made = self._variant(self._options.merged(**changes), self._extras, self._dynamic)
         if paths:
-            made._travels = runtime_env.SearchingFunction(paths, made._travels)  # type: ignore[assignment]
+            made._travels = runtime_env.SearchingFunction(paths, made._travels)
         return made
 
     def _variant(self, options: TaskOptions, extras: Extras, dynamic: bool) -> RemoteFunction[P, Any]:
         made: RemoteFunction[P, Any] = RemoteFunction(self._function, options, extras, dynamic)
         if made.__wrapped__ is self._function and self._first.__wrapped__ is self._function:
-            made._first = self._first
+            made._name_as(self._first)
         return made
 
     def options(self, **options: Any) -> RemoteFunction[P, Any]:

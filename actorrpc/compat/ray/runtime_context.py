@@ -1,4 +1,4 @@
-"""``ray.runtime_context``: where some code runs, and for whom."""
+"""``ray.runtime_context``: the actor, task and process in which code runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RuntimeContext:
 
     @property
     def namespace(self) -> str:
-        """Where names of actors are looked for."""
+        """The namespace of names of actors."""
         return self._ours.namespace
 
     @property
@@ -70,26 +70,6 @@ class RuntimeContext:
             found["task_id"] = self.get_task_id() or ""
         return found
 
-    @property
-    def job_id(self) -> str:
-        """As :meth:`get_job_id`."""
-        return self.get_job_id()
-
-    @property
-    def node_id(self) -> str:
-        """As :meth:`get_node_id`."""
-        return self.get_node_id()
-
-    @property
-    def task_id(self) -> str | None:
-        """As :meth:`get_task_id`."""
-        return self.get_task_id()
-
-    @property
-    def actor_id(self) -> str | None:
-        """As :meth:`get_actor_id`."""
-        return self.get_actor_id()
-
     def get_job_id(self) -> str:
         """Return the id of the program: there is one, of the driver."""
         return "01000000"
@@ -128,13 +108,18 @@ class RuntimeContext:
         """Return the name of the actor; empty if it has none, None outside of actors."""
         return None if self._ours.actor_id is None else self._ours.actor_name or ""
 
+    job_id = property(get_job_id)
+    node_id = property(get_node_id)
+    task_id = property(get_task_id)
+    actor_id = property(get_actor_id)
+
     def get_placement_group_id(self) -> str | None:
         """Return the id of the placement group; None if this is in none."""
         found = get_current_placement_group()
         return None if found is None else found.id.hex()
 
     def get_assigned_resources(self) -> dict[str, float]:
-        """Return what the actor has asked for."""
+        """Return the resources of the actor."""
         execution = CURRENT.get()
         hosted = None if execution is None else execution.actor
         options = None if hosted is None or hosted.spec is None else hosted.spec.card.options

@@ -1,8 +1,8 @@
 """``runtime_env``: environment variables, a working directory and modules for the processes of actors and tasks.
 
-``env_vars`` and ``working_dir`` are options of ours. ``py_modules``, and the working directory, are put on the path of imports
-of the process before what runs there is unpickled. All of it is inherited by what runs in such a process. What would
-install packages is refused: actors' processes are forks of this installation.
+``env_vars`` and ``working_dir`` are options of actorrpc. ``py_modules``, and the working directory, are put on the path of
+imports of the process before its actor or task is unpickled. Actors and tasks started in such a process inherit the
+``runtime_env``. Fields that would install packages are refused: actors' processes are forks of this installation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REFUSED: Final = {
     "nsight": "profile with torch's profiler, or py-spy",
 }
 _KNOWN: Final = ("env_vars", "py_modules", "working_dir")
-# About the making of an environment, and there is nothing to be made.
+# Fields about the installation of environments, which does not happen here.
 _IGNORED: Final = ("config", "excludes", "eager_install", "rocprof_sys", "_validate")
 
 
@@ -77,10 +77,10 @@ class RuntimeEnv(dict[str, Any]):
 
 
 def checked(env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a ``runtime_env`` with what is known of it: texts, and paths that are absolute.
+    """Return the known fields of a ``runtime_env``, with absolute paths.
 
     Raises:
-        RuntimeEnvSetupError: it asks for what is not possible here; the message says what to do. Also a ValueError.
+        RuntimeEnvSetupError: a field is not possible here; the message says what to do. Also a ValueError.
         TypeError: a part has a wrong type.
     """
     if env is None:
@@ -133,22 +133,19 @@ def _path_of(module: Any) -> str:
     path: str = os.path.abspath(os.path.expanduser(os.fspath(module)))
     if os.path.isfile(path) and path.endswith((".py", ".whl", ".zip")):
         return path if not path.endswith(".py") else os.path.dirname(path)
-    # A package's own directory is found from the one that it is in.
+    # A package is imported from the parent of its directory.
     return os.path.dirname(_directory("py_modules", module))
 
 
 def inherited() -> dict[str, Any]:
-    """Return the ``runtime_env`` of this process, which what it starts has as well."""
+    """Return the ``runtime_env`` of this process, which its actors and tasks inherit."""
     said = os.environ.get(VARIABLE)
     found: dict[str, Any] = json.loads(said) if said else {}
     return found
 
 
 def merged(env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a ``runtime_env``, as :func:`checked` gives it, with what it inherits.
-
-    Variables are added, all else takes the place of what was.
-    """
+    """Return a ``runtime_env`` from :func:`checked`, with the inherited one: variables are added, other fields replaced."""
     own, above = dict(env or {}), inherited()
     variables = {**above.get("env_vars", {}), **own.get("env_vars", {})}
     found = {**above, **own}
@@ -170,11 +167,11 @@ def options_of(env: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
 
 
 class WithPaths:
-    """Pickles as what it holds; where that is unpickled, imports look in some directories from then on.
+    """Pickles as another object, and adds directories to the path of imports before that is unpickled.
 
     Args:
         paths: the directories.
-        held: what it stands for.
+        held: the other object.
     """
 
     __slots__ = ("_held", "_paths")
@@ -184,12 +181,12 @@ class WithPaths:
         self._held = held
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Arguments are unpickled in their order: the paths are there before what may need them.
+        # Arguments are unpickled in order: the paths are set before the object is unpickled.
         return _second, (_Paths(self._paths), self._held)
 
 
 class SearchingFunction:
-    """A function whose imports look in some directories. Stays what it is when it is copied: a call may wait for its process.
+    """A function that adds directories to the path of imports of its process. A copy does so, too: calls may be copied.
 
     Args:
         paths: the directories.
@@ -225,7 +222,7 @@ def _add_paths(paths: tuple[str, ...]) -> None:
 
 
 def _second(_first: None, held: Any) -> Any:
-    """Return what came behind the paths (named in pickles)."""
+    """Return the second argument (named in pickles)."""
     return held
 
 

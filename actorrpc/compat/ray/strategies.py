@@ -40,7 +40,7 @@ class NodeAffinitySchedulingStrategy:
 
     Attributes:
         node_id: ``"NodeID"`` in ``ray.nodes()``.
-        soft: anywhere else, where there is no such node.
+        soft: run on another node if this node does not exist.
     """
 
     node_id: str
@@ -50,22 +50,14 @@ class NodeAffinitySchedulingStrategy:
 
 
 class In:
-    """One of some values.
-
-    Args:
-        values: these.
-    """
+    """One of ``values``."""
 
     def __init__(self, *values: str) -> None:
         self.values = list(values)
 
 
 class NotIn:
-    """None of some values.
-
-    Args:
-        values: these.
-    """
+    """Any value except ``values``."""
 
     def __init__(self, *values: str) -> None:
         self.values = list(values)

@@ -1,4 +1,4 @@
-"""What stands in the place of ``torch.distributed.rpc``: its public names, and the private ones that are in use."""
+"""Replaces ``torch.distributed.rpc``: its public names, and the private names that are in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 from actorrpc.compat import autograd as dist_autograd
 
-# What is not used here is there for those who look for it, as in torch's module.
+# Some of these names are not used here: programs find them in torch's module.
 from actorrpc.compat.rpc import (  # noqa: F401
     api,
     backend_registry,
@@ -52,7 +52,7 @@ from actorrpc.compat.rpc.server_process_global_profiler import (  # noqa: F401
     _server_process_global_profile,
 )
 from actorrpc.group.store import open_store
-from actorrpc.rpc import api as _core
+from actorrpc.rpc.api import get_rpc_timeout, is_available, set_rpc_timeout  # noqa: F401
 from actorrpc.rpc.options import RpcBackendOptions
 from actorrpc.wire.identity import WorkerInfo  # noqa: F401
 
@@ -77,17 +77,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
-_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
-_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
-_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
-_is_tensorpipe_available = True
 _JOIN_S = 300.0
-
-
-def is_available() -> bool:
-    """Say whether RPC can be used in this build: always."""
-    return True
 
 
 def init_rpc(
@@ -100,8 +90,8 @@ def init_rpc(
     """Join a group of workers and start this one, as :func:`actorrpc.init_rpc` does.
 
     Raises:
-        TypeError: there is no such backend, or the options are not those of one.
-        ValueError: nobody has said which rank this worker has.
+        TypeError: there is no such backend, or no backend has these options.
+        ValueError: this worker has no rank.
         RuntimeError: RPC is initialised already, or as :func:`actorrpc.init_rpc`.
     """
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
@@ -127,15 +117,13 @@ def _backend_of(given: Any) -> Any:
     for candidate in backend_registry.BackendType:
         if isinstance(given, type(construct_rpc_backend_options(candidate))):
             if candidate.name != "TENSORPIPE":
-                logger.warning(
-                    "init_rpc: the options are those of %s, which is taken for the backend", candidate
-                )
+                logger.warning("init_rpc: the backend is %s, because of its options", candidate)
             return candidate
     raise TypeError(f"Could not infer backend for options {given}")
 
 
 def _check_rank(rank: int, world_size: int | None, init_method: str) -> None:
-    """See that a worker of a group of any size says its rank, as torch has it. (actorrpc itself hands one out.)"""
+    """Check that a worker of a dynamic group has a rank, as torch does. (actorrpc itself would assign a rank.)"""
     if rank >= 0 or (world_size or 0) > 0:
         return
     kind = init_method.partition("://")[0]
@@ -158,7 +146,7 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Start a worker of a group that meets in a store of torch's.
+    """Start a worker of a group, with a store of torch's for the rendezvous.
 
     Raises:
         RuntimeError: an argument has a wrong type, RPC is initialised already, or as :func:`init_rpc`.
@@ -192,7 +180,6 @@ def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | Non
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """Return counters of the RRefs of this worker, as text."""
     return _debug_info_of_references()
 
 
@@ -207,33 +194,14 @@ def _get_debug_info() -> dict[str, str]:
     }
 
 
-def get_rpc_timeout() -> float:
-    """Return the default time-out of calls of this worker, in seconds; 0 means none."""
-    return _core.get_rpc_timeout()
-
-
-def _set_rpc_timeout(timeout: float) -> None:
-    """Set the default time-out of calls of this worker, in seconds; 0 means none."""
-    _core.set_rpc_timeout(timeout)
-
-
 def _enable_jit_rref_pickle() -> None:
     """Do nothing: RRefs do not go into TorchScript here."""
 
 
-def _disable_jit_rref_pickle() -> None:
-    """Do nothing: RRefs do not go into TorchScript here."""
-
-
-def _cleanup_python_rpc_handler() -> None:
-    """Do nothing: there is no handler outside of Python."""
-
-
-def _destroy_rref_context(_ignore_rref_leak: bool) -> list[Any]:
-    """Do nothing: the references end with the group."""
-    return []
+_disable_jit_rref_pickle = _enable_jit_rref_pickle
+_set_rpc_timeout = set_rpc_timeout
 
 
 def _set_profiler_node_id(node_id: int) -> None:
-    """Say under which number this worker's events are found in profiles."""
+    """Set the node id of this worker's events in profiles."""
     torch._C._distributed_rpc._set_profiler_node_id(node_id)

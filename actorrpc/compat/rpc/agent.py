@@ -1,8 +1,6 @@
-"""What ``torch.distributed.rpc`` calls the agent: a view of the group that this process is in."""
+"""The agent of ``torch.distributed.rpc``: a view of this process's group."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from actorrpc.agent.agent import Agent
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
@@ -17,7 +15,7 @@ _gil_profiling = False
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Have the debug information tell how long threads wait for the interpreter. It is not measured here, and 0."""
+    """Add the time that threads wait for the interpreter to the debug information. It is not measured, and always 0."""
     global _gil_profiling
     _gil_profiling = flag
 
@@ -27,11 +25,11 @@ class RpcAgent:
 
 
 class TensorPipeAgent(RpcAgent):
-    """The agent in force in this process, under the name that torch's has. Thread-safe.
+    """A view of the agent of this process, under torch's name. Thread-safe.
 
     Args:
-        agent: the one that this is a view of.
-        options: with which it was made.
+        agent: the agent.
+        options: the options that it was made with.
     """
 
     def __init__(self, agent: Agent, options: TensorPipeRpcBackendOptions) -> None:
@@ -42,11 +40,6 @@ class TensorPipeAgent(RpcAgent):
     def name(self) -> str:
         """This worker's name."""
         return self.agent.name
-
-    @property
-    def is_static_group(self) -> bool:
-        """Whether the group has a fixed size."""
-        return api.group().is_fixed
 
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """Return the WorkerInfo of a worker; of this one by default.
@@ -75,9 +68,6 @@ class TensorPipeAgent(RpcAgent):
         if _gil_profiling:
             info["agent.gil_average_wait_time_us"] = 0
         return {name: str(value) for name, value in info.items()}
-
-    def _get_backend_options(self) -> Any:
-        return self.options
 
 
 def debug_info_of_references() -> dict[str, str]:

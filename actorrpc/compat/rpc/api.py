@@ -39,7 +39,6 @@ from actorrpc.errors import (
     UnknownWorkerError,
 )
 from actorrpc.rpc import api as core
-from actorrpc.rpc.rref import RRef as CoreRRef
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire.identity import WorkerInfo
 
@@ -74,7 +73,6 @@ _agent: Any = None
 
 
 def _is_current_rpc_agent_set() -> bool:
-    """Return whether RPC is initialised in this process."""
     return core.is_initialized() or (_agent is not None and not isinstance(_agent, TensorPipeAgent))
 
 
@@ -101,14 +99,8 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 
 
 def _reset_current_rpc_agent() -> None:
-    """Leave the process without a current agent."""
     global _agent
     _agent = None
-
-
-def _took_place(agent: TensorPipeAgent) -> None:
-    global _agent
-    _agent = agent
 
 
 def _init_rpc_states(agent: Any) -> None:
@@ -184,11 +176,6 @@ def _checked(to: Any) -> Any:
     raise ValueError(f"Cannot get WorkerInfo from name {to}")
 
 
-def _to_worker_info(to: Any) -> WorkerInfo:
-    found = _checked(to)
-    return found if isinstance(found, WorkerInfo) else get_worker_info(found)
-
-
 @_require_initialized
 def rpc_sync(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
@@ -253,11 +240,6 @@ def get_worker_info(worker_name: Any = None) -> WorkerInfo:
 def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
     """Return the class of a value; called on the worker that owns the value."""
     return rref._get_type(blocking=blocking)
-
-
-def _rref_typeof_on_user(rref: Any, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """Return the class of a value that another worker owns."""
-    return rref._get_type(timeout, blocking)
 
 
 # -- all workers together -------------------------------------------------------------------------------
@@ -628,7 +610,3 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         with _all_gather_dict_lock:
             _all_gather_sequence_id.clear()
             _all_gather_sequence_id_to_states.clear()
-
-
-def _is_rref(value: Any) -> bool:
-    return isinstance(value, CoreRRef)

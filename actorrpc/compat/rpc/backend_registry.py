@@ -28,7 +28,7 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """How to make the options and the agent of a backend."""
+    """The functions that make the options and the agent of a backend."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
@@ -42,7 +42,7 @@ def _enum_of(members: dict[str, BackendValue]) -> Any:
 
 
 BackendType: Any = _enum_of({})
-_groups = itertools.count()  # that this process has tried to join
+_groups = itertools.count()  # the groups that this process has tried to join
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -85,7 +85,7 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the agent of a backend, which may be at work already."""
+    """Return the agent of a backend."""
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -94,7 +94,7 @@ def _make_options(**given: Any) -> TensorPipeRpcBackendOptions:
 
 
 def _check_kind(store: Any, world_size: int | None) -> None:
-    """See that not some members of a group say how large it is, and others do not."""
+    """Check that either all or no members of a group give its size."""
     mine = b"fixed" if world_size else b"dynamic"
     key = f"actorrpc/kind/{next(_groups)}"  # a program may use one store for several groups, one after the other
     if store.compare_set(key, "", mine) != mine:
@@ -118,7 +118,7 @@ def _make_agent(
             raise
         raise RendezvousError(f"RPC worker name {name} is not unique: {error}") from error
     agent = TensorPipeAgent(core.group().agent, rpc_backend_options)
-    api._took_place(agent)
+    api._set_and_start_rpc_agent(agent)
     return agent
 
 

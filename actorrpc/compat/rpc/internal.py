@@ -1,7 +1,7 @@
 """``torch.distributed.rpc.internal``: torch's pickler, which keeps tensors apart, and names for profiles.
 
-Messages of actorrpc are packed by its own codec. This pickler is for those who call it themselves, and for what they
-have :func:`actorrpc.compat.rpc.api._use_rpc_pickler` put in its place.
+Messages of actorrpc are packed by its own codec. This pickler is for programs that call it, or replace it with
+:func:`actorrpc.compat.rpc.api._use_rpc_pickler`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-import traceback
 from collections import ChainMap
 from collections.abc import Callable
 from enum import Enum
@@ -20,7 +19,7 @@ import torch
 from actorrpc.compat.rpc.references import RRef
 from actorrpc.serialization import torchscript
 
-__all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
+__all__ = ["PythonUDF", "RPCExecMode", "deserialize", "serialize"]
 
 _Reducer = Callable[[Any], Any]
 
@@ -40,13 +39,6 @@ class PythonUDF(NamedTuple):
     func: Any
     args: Any
     kwargs: Any
-
-
-class RemoteException(NamedTuple):
-    """What a function raised, in words, and its class."""
-
-    msg: str
-    exception_type: type[BaseException]
 
 
 class _Pickler(pickle.Pickler):
@@ -78,7 +70,7 @@ class _InternalRPCPickler:
         self._own: dict[type, _Reducer] = {RRef: RRef._reduce, **torchscript.REDUCERS}
 
     def _register_reducer(self, obj_class: type, reducer: _Reducer) -> None:
-        """Have objects of a class be reduced by a function; the first one given for a class stays."""
+        """Set the function that reduces objects of a class, unless the class has one."""
         self._class_reducer_dict.setdefault(obj_class, reducer)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -117,24 +109,7 @@ def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
-def _run_function(python_udf: Any) -> Any:
-    """Call what :func:`deserialize` gave; return the result, or what was raised as a :class:`RemoteException`."""
-    try:
-        if isinstance(python_udf, AttributeError):
-            raise python_udf
-        return python_udf.func(*python_udf.args, **python_udf.kwargs)
-    except Exception as error:
-        return RemoteException(f"{error!r}\n{traceback.format_exc()}", type(error))
-
-
-def _handle_exception(result: Any) -> None:
-    """Raise what a :class:`RemoteException` stands for; anything else is left alone."""
-    if isinstance(result, RemoteException):
-        raise result.exception_type(result.msg)
-
-
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """Return the name under which a call is found in a profile."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

@@ -32,7 +32,7 @@ def _rref_typeof_on_owner(reference: RRef[Any]) -> type:
 
 
 def _look_up(reference: RRef[Any], name: str) -> None:
-    """See whether a value has an attribute, on its owner."""
+    """Raise AttributeError if a value has no such attribute; runs on its owner."""
     getattr(reference.local_value(), name)
 
 
@@ -79,7 +79,7 @@ class RRef(rref.RRef[T]):
             raise
 
     def _not_made(self) -> RpcTimeoutError | None:
-        """Return why the value is not known to have been made, if that is because its time was over."""
+        """Return the error of the creation if it timed out; the value may exist all the same."""
         error: BaseException | None
         if self.is_owner():
             error = None if self._creation is None else self._creation.error
@@ -108,7 +108,7 @@ class RRef(rref.RRef[T]):
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Return a proxy: ``rref.remote().method(x)`` calls the method on the owner and gives an RRef to its result.
 
-        As with torch's, a value that is not there in time, or has no such method, shows when the method is called.
+        As in torch, the call of the method raises the error of a value that is late, or has no such method.
         """
         return _CheckedProxy(self, "remote", timeout)
 

@@ -31,8 +31,8 @@ class _server_process_global_profile(profile):
     program's own sees (one that is entered in the function that is called) are in that one only.
 
     Attributes:
-        process_global_function_events: when it is over, a list of the events of each call, in the order of their ends.
-        function_events: all of them.
+        process_global_function_events: after the end, a list of the events of each call, in the order in which the calls ended.
+        function_events: the events of all calls.
     """
 
     function_events: EventList | None

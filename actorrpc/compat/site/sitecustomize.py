@@ -1,12 +1,11 @@
-"""What interpreters run at their start that are to find actorrpc in the place of torch's RPC or of Ray.
+"""Runs at the start of interpreters in which actorrpc replaces torch's RPC or Ray.
 
-:func:`actorrpc.compat.install` puts this file's folder in front of ``PYTHONPATH`` and sets ``ACTORRPC_DROP_IN``, so that all
-that a program starts is like the program itself. Where actorrpc is installed, ``actorrpc_drop_in.pth`` in the site-packages
-runs this file, if the variable is set: then that is all that is needed. ``python -m actorrpc.compat.ray`` does the same with
-``ACTORRPC_RAY``: then ``import ray`` finds :mod:`actorrpc.compat.ray`.
+:func:`actorrpc.compat.install` puts this file's folder in front of ``PYTHONPATH`` and sets ``ACTORRPC_DROP_IN``, so that actorrpc
+also replaces torch's RPC in processes that the program starts. If actorrpc is installed, the variable is enough, because
+``actorrpc_drop_in.pth`` in the site-packages runs this file. ``python -m actorrpc.compat.ray`` sets ``ACTORRPC_RAY``: then
+``import ray`` finds :mod:`actorrpc.compat.ray`.
 
-Nothing of torch or actorrpc is imported here: that happens when torch has been imported. Another ``sitecustomize`` that this
-one hides is run, too.
+This file imports neither torch nor actorrpc; actorrpc is imported after torch. It also runs the ``sitecustomize`` that it hides.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from actorrpc.wire.identity import WorkerKey
 
 __all__ = [
     "BATCH",
-    "MAX_NAME",
     "ChildAccept",
     "ForkAck",
     "ForkData",
@@ -37,43 +36,37 @@ BATCH: Final = 100  # most forks in one message
 _MAX_FORKS: Final = 1 << 16  # most forks that one call may carry
 _MAX_BYTES: Final = 64 << 10  # a message of BATCH forks is a few kilobytes
 _MAX_FORK_BYTES: Final = 16 << 20
-MAX_NAME: Final = 256  # longer type names are cut
 _MAX_NUMBER: Final = 1 << 62
+_MAX_INCARNATION: Final = 1024
 
 
 # -- words ---------------------------------------------------------------------------------------
 
 
-class RRefId(NamedTuple):
-    """Names a value, wherever it lives: who asked for it, and that worker's count."""
-
+class _Id(NamedTuple):
     created_on: int
     local_id: int
     incarnation: str = ""
 
     @property
     def creator(self) -> WorkerKey:
-        """The worker that made this id."""
+        """The worker that made this id: of a fork's id, its parent."""
         return WorkerKey(self.created_on, self.incarnation)
 
     def __str__(self) -> str:
         return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
 
 
-class ForkId(NamedTuple):
-    """Names one handle on a value: who handed it out, and that worker's count."""
+class RRefId(_Id):
+    """Names a value, wherever it lives: the worker that asked for it, and that worker's count."""
 
-    created_on: int
-    local_id: int
-    incarnation: str = ""
+    __slots__ = ()
 
-    @property
-    def creator(self) -> WorkerKey:
-        """The worker that made this id: the parent of the fork."""
-        return WorkerKey(self.created_on, self.incarnation)
 
-    def __str__(self) -> str:
-        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+class ForkId(_Id):
+    """Names one handle on a value: the worker that handed it out, and that worker's count."""
+
+    __slots__ = ()
 
 
 class ForkData(NamedTuple):
@@ -82,7 +75,6 @@ class ForkData(NamedTuple):
     owner: WorkerKey
     rref_id: RRefId
     fork_id: ForkId
-    type_name: str = ""
 
 
 # -- messages ------------------------------------------------------------------------------------
@@ -90,7 +82,7 @@ class ForkData(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UserDelete:
-    """User to owner: these handles are gone. Deleting a fork twice, or an unknown one, changes nothing."""
+    """User to owner: these handles have ended. Deleting a fork twice, or an unknown fork, changes nothing."""
 
     items: tuple[tuple[RRefId, ForkId], ...]
 
@@ -111,7 +103,7 @@ class ForkAck:
 
 @dataclass(frozen=True, slots=True)
 class ChildAccept:
-    """Child to parent: the owner knows these forks; the parent need not stay for them."""
+    """Child to parent: the owner knows these forks, so they no longer keep the parent."""
 
     items: tuple[tuple[ForkId], ...]
 
@@ -181,7 +173,9 @@ def _unpack(data: bytes, limit: int, length: int) -> list[Any]:
     if len(data) > limit:
         raise ProtocolError(f"RRef message of {len(data)} bytes")
     try:
-        parts = msgpack.unpackb(data, max_str_len=4 * MAX_NAME, max_map_len=0, max_bin_len=0, max_ext_len=0)
+        parts = msgpack.unpackb(
+            data, max_str_len=_MAX_INCARNATION, max_map_len=0, max_bin_len=0, max_ext_len=0
+        )
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise ProtocolError("RRef message: not msgpack") from error
     if type(parts) is not list or len(parts) != length:
@@ -221,9 +215,7 @@ def pack_forks(forks: Sequence[ForkData]) -> bytes:
         raise RRefError(
             f"{len(forks)} RRefs in one message; at most {_MAX_FORKS} may travel together: send them in several calls"
         )
-    packed: bytes = msgpack.packb(
-        [*_pack_rows(data[:3] for data in forks), [data.type_name for data in forks]]
-    )
+    packed: bytes = msgpack.packb(_pack_rows(forks))
     return packed
 
 
@@ -235,8 +227,5 @@ def unpack_forks(data: bytes) -> list[ForkData]:
     """
     if not data:
         return []
-    workers, flat, names = _unpack(data, _MAX_FORK_BYTES, 3)
-    rows = _unpack_rows(workers, flat, _FORK_SHAPE, _MAX_FORKS)
-    if type(names) is not list or len(names) != len(rows) or not all(type(name) is str for name in names):
-        raise ProtocolError("RRef message: names do not fit")
-    return [ForkData(row[0], row[1], row[2], name) for row, name in zip(rows, names, strict=True)]
+    workers, flat = _unpack(data, _MAX_FORK_BYTES, 2)
+    return [ForkData(*row) for row in _unpack_rows(workers, flat, _FORK_SHAPE, _MAX_FORKS)]

@@ -1,16 +1,16 @@
 """The RRef protocol as a state machine: who holds which fork of which RRef, and when a value may go.
 
-One :class:`RRefTable` per agent, used by any thread. It does no I/O, reads no clock and calls nobody: each
+One :class:`RRefTable` per agent, used by any thread. It does no I/O, reads no clock and runs no callbacks: each
 method changes the tables under one lock and returns :class:`Effects`, which the caller carries out afterwards
-(messages to send, waiters to wake, values to let die).
+(messages to send, waiters to wake, values to release).
 
-What it promises while no worker dies: a value lives while a handle, or a message under way that carries one,
-exists (a parent stays until the owner knows its child), and is released when the last is gone. What it needs
-of the agent: each message arrives at least once unless its destination dies, in any order, however often; a
-call arrives at most once. All that a dead worker held is released at once; its key never comes back.
+Promise while no worker dies: a value lives while a handle on it exists, or a message under way carries one (a parent
+stays until the owner knows its child); the value is released when the last of them has ended. The table needs an agent
+that delivers each message at least once unless its destination dies, in any order, and each call at most once. All
+handles of a dead worker are released at once; its key is never used again.
 
-The lock is re-entrant: the garbage collector may run a finaliser that uses an RRef on a thread that is in it.
-It guards everything in the table and its Pendings but the queue of drops. No other lock is taken under it.
+The lock is re-entrant: the garbage collector may run a finaliser that uses an RRef on a thread that holds the lock.
+It guards the table and its Pendings, except the queue of drops. No other lock is taken under it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 from actorrpc._exception_text import line_of
-from actorrpc.errors import ProtocolError, RRefError, ShutdownError
+from actorrpc.errors import PeerDiedError, ProtocolError, RRefError, ShutdownError
 from actorrpc.rpc.refcount.messages import (
-    MAX_NAME,
+    ChildAccept,
     ForkAck,
     ForkData,
     ForkId,
@@ -35,14 +36,13 @@ from actorrpc.rpc.refcount.messages import (
     UserDelete,
 )
 from actorrpc.rpc.refcount.tables import (
-    Deaths,
     Effects,
     Handle,
-    HandleTable,
+    HeldFork,
     Outcome,
     Owned,
     Pending,
-    ValueTable,
+    Recent,
     released,
 )
 from actorrpc.transport.signals import uninterruptible
@@ -69,6 +69,7 @@ class Leak(NamedTuple):
     holder: WorkerKey
 
 
+_Id = TypeVar("_Id", RRefId, ForkId)
 _SHUT_DOWN: Final = (
     "the cluster or group of this RRef or handle was shut down: make it again in the present one"
 )
@@ -93,17 +94,17 @@ class PendingCounts(NamedTuple):
 
     users: int
     children: int
-    owners: int  # with forks, or awaited by somebody and not yet created
+    owners: int  # values with forks, or for which a thread waits and which are not created yet
     drops: int
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """Whether all counts are zero."""
         return not any(self)
 
 
 class ReceivedFork(NamedTuple):
-    """What came of the forks in a message: a handle for each, in order."""
+    """What the forks in a message became: a handle for each, in order."""
 
     handles: list[Handle]
     pending: Pending
@@ -125,24 +126,35 @@ class RRefTable:
         self._pid = os.getpid()
         self._count = itertools.count()
         self._drops: deque[Handle] = deque()
-        self._deaths = Deaths(me)
-        self._values = ValueTable(me, self._deaths, tombstones)
-        self._held = HandleTable(me, self._deaths)
+        self._owned: dict[RRefId, Owned] = {}
+        self._held: dict[ForkId, HeldFork] = {}
+        # The handle that stays until the owner knows a fork made of it, and the worker that the fork was sent to.
+        self._children: dict[ForkId, tuple[HeldFork, WorkerKey]] = {}
+        self._gone_rrefs: Recent[RRefId, None] = Recent(tombstones)
+        self._gone_forks: Recent[ForkId, None] = Recent(tombstones)
+        self._deaths: Recent[WorkerKey, BaseException] = Recent(10_000)
+        self._draining = False
         self._closed = False
 
     # -- making RRefs ----------------------------------------------------------------------------
 
-    def create_owner(self, value: object) -> Handle:
+    def create_owner(self, value: object, keep: Callable[[Handle], object] | None = None) -> Handle:
         """Put a value that is already here behind a new RRef.
+
+        Args:
+            keep: is called with the handle, before a signal handler can run.
 
         Raises:
             ShutdownError: after :meth:`close`.
         """
         with self._lock:
             self._open()
-            rref_id = self._new_rref_id()
-            self._values.entries[rref_id] = Owned(rref_id, created=True, outcome=Outcome(value), handles=1)
-            return Handle(rref_id, None, self.me)
+            rref_id = self._new_id(RRefId)
+            self._owned[rref_id] = Owned(rref_id, created=True, outcome=Outcome(value), handles=1)
+        handle = Handle(rref_id, None, self.me)
+        if keep is not None:
+            keep(handle)
+        return handle
 
     def handle_on(self, rref_id: RRefId) -> Handle:
         """Return one more handle on a value of this worker, for a message whose sender holds one until it is answered.
@@ -152,22 +164,18 @@ class RRefTable:
         """
         with self._lock:
             self._open()
-            self._values.hold(rref_id)
-            return Handle(rref_id, None, self.me)
+            return self._hold(rref_id)
 
     def handle_if_held(self, rref_id: RRefId) -> Handle | None:
-        """Return one more handle on a value of this worker; None where there is none of that name, or nothing holds it any more.
+        """Return one more handle on a value of this worker; None if the value is not here.
 
         Raises:
             ShutdownError: after :meth:`close`.
         """
         with self._lock:
             self._open()
-            entry = self._values.entries.get(rref_id)
-            if entry is None or not entry.created:
-                return None
-            entry.handles += 1
-            return Handle(rref_id, None, self.me)
+            entry = self._owned.get(rref_id)
+            return None if entry is None or not entry.created else self._hold(rref_id)
 
     def create_user(self, owner: WorkerKey) -> Handle:
         """Start a remote creation, which ends with :meth:`confirmed` or :meth:`creation_failed`.
@@ -180,13 +188,14 @@ class RRefTable:
         """
         with self._lock:
             self._open()
-            rref_id = self._new_rref_id()
+            rref_id = self._new_id(RRefId)
             if owner == self.me:
                 pin = {ForkId(*rref_id): self.me}
-                self._values.entries[rref_id] = Owned(rref_id, created=True, forks=pin, handles=1)
+                self._owned[rref_id] = Owned(rref_id, created=True, forks=pin, handles=1)
                 return Handle(rref_id, None, owner)
-            fork_id = self._new_fork_id()
-            self._held.add(rref_id, fork_id, owner)
+            fork_id = self._new_id(ForkId)
+            error = self._why_dead(owner)
+            self._held[fork_id] = HeldFork(rref_id, fork_id, owner, None, error is None, error)
             return Handle(rref_id, fork_id, owner)
 
     def confirmed(self, handle: Handle) -> Effects:
@@ -194,34 +203,34 @@ class RRefTable:
         step = Effects()
         with self._lock:
             if handle.fork_id is None:
-                self._values.remove(handle.rref_id, ForkId(*handle.rref_id), self.me, step)
-            elif (user := self._held.entries.get(handle.fork_id)) is not None:
+                self._remove(handle.rref_id, ForkId(*handle.rref_id), self.me, step)
+            elif (user := self._held.get(handle.fork_id)) is not None:
                 user.tell_owner = True
-                self._held.resolve(user, None, step)
-            elif not self._closed and handle.owner not in self._deaths:
-                step.add(handle.owner, UserDelete, (handle.rref_id, handle.fork_id))
-        return step.done()
+                self._resolve(user, None, step)
+            elif not self._closed:
+                self._tell(handle.owner, UserDelete, (handle.rref_id, handle.fork_id), step)
+        return step
 
     def creation_failed(self, handle: Handle, error: BaseException, *, reached: bool = True) -> Effects:
-        """Note that the creation was not answered. ``reached``: whether the owner may have heard of it."""
+        """Note that the creation was not answered. ``reached``: whether the owner may have received it."""
         step = Effects()
         with self._lock:
             if handle.fork_id is None:
-                entry = self._values.entries.get(handle.rref_id)
+                entry = self._owned.get(handle.rref_id)
                 if entry is not None:
-                    self._values.finish(entry, Outcome(error=error), step)
-                self._values.remove(handle.rref_id, ForkId(*handle.rref_id), self.me, step)
+                    self._finish(entry, Outcome(error=error), step)
+                self._remove(handle.rref_id, ForkId(*handle.rref_id), self.me, step)
             else:
-                user = self._held.entries.get(handle.fork_id)
+                user = self._held.get(handle.fork_id)
                 if user is not None and user.pending:
                     user.tell_owner = reached
-                    self._held.resolve(user, error, step)
-        return step.done()
+                    self._resolve(user, error, step)
+        return step
 
     def drop_later(self, handle: Handle) -> None:
         """Queue the end of one local RRef object, once for each handle given out.
 
-        Takes no lock and calls nobody: made for ``__del__``. Does nothing in a forked child.
+        For ``__del__``: takes no lock and runs no other code. Does nothing in a forked child.
         """
         if os.getpid() == self._pid and not self._closed:
             self._drops.append(handle)
@@ -230,21 +239,44 @@ class RRefTable:
         """Carry out the queued drops; one message per owner for up to 100 of them."""
         step = Effects()
         with self._lock:
-            self._collect(step)
-        return step.done()
+            for _ in range(len(self._drops)):
+                handle = self._drops.popleft()
+                if handle.fork_id is None:
+                    entry = self._owned.get(handle.rref_id)
+                    if entry is not None:
+                        entry.handles = max(0, entry.handles - 1)
+                        self._settle_value(entry, step)
+                elif (held := self._held.get(handle.fork_id)) is not None:
+                    held.handles = max(0, held.handles - 1)
+                    self._settle_handle(held, step)
+        return step
 
     # -- the owner's side of calls ---------------------------------------------------------------
 
     def creation_arrived(self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey) -> bool:
-        """Register a creation before its function runs. ``False``: nobody wants the result any more, or it was given up.
+        """Register a creation before its function runs.
+
+        Returns ``False`` if the function must not run: the RRef has been deleted, the creator has died, or the creation
+        has failed before (:meth:`creation_given_up`).
 
         Raises:
             ProtocolError: the ids are not the sender's.
         """
-        if rref_id.creator != from_ or fork_id.creator != from_:
-            raise ProtocolError("creation of an RRef with ids of another worker")
+        _check_creation(rref_id, fork_id, from_)
         with self._lock:
-            return not self._closed and self._values.arrived(rref_id, fork_id, from_)
+            if self._closed or from_ in self._deaths or rref_id in self._gone_rrefs:
+                return False
+            entry = self._owned.get(rref_id)
+            if entry is not None and entry.outcome is not None:
+                return False
+            if fork_id not in self._gone_forks:
+                entry = self._expect(rref_id)
+                entry.forks[fork_id] = from_
+            elif entry is None:
+                self._gone_rrefs.put(rref_id, None)
+                return False
+            entry.created = True
+            return True
 
     def creation_given_up(
         self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey, error: BaseException
@@ -256,13 +288,16 @@ class RRefTable:
         Raises:
             ProtocolError: the ids are not the sender's.
         """
-        if rref_id.creator != from_ or fork_id.creator != from_:
-            raise ProtocolError("the failure of a creation with ids of another worker")
+        _check_creation(rref_id, fork_id, from_)
         step = Effects()
         with self._lock:
-            if not self._closed:
-                self._values.given_up(rref_id, fork_id, from_, error, step)
-        return step.done()
+            known = self._owned.get(rref_id)
+            is_running = known is not None and known.created
+            if not is_running and self.creation_arrived(rref_id, fork_id, from_):
+                entry = self._owned[rref_id]
+                self._finish(entry, Outcome(error=error), step)
+                self._settle_value(entry, step)
+        return step
 
     def set_value(self, rref_id: RRefId, value: object) -> Effects:
         """Give an RRef its value. Without effect if it has a value or an error, or was released."""
@@ -272,38 +307,25 @@ class RRefTable:
         """Give an RRef an error for good. Without effect if it has a value or an error, or was released."""
         return self._set(rref_id, Outcome(error=error))
 
-    def outcome(self, rref_id: RRefId) -> Outcome | None:
-        """Look at an RRef that this worker owns; ``None``: neither value nor error yet.
-
-        Raises:
-            RRefError: it is not here (any more).
-        """
-        with self._lock:
-            entry = self._values.entries.get(rref_id)
-            if entry is None:
-                raise released(rref_id)
-            return entry.outcome
-
     def known_outcome(self, rref_id: RRefId | tuple[int, int, str]) -> Outcome | None:
         """Give the outcome of an RRef that is here and has one. Takes no lock: an outcome never changes."""
-        entry = self._values.entries.get(rref_id)  # type: ignore[arg-type]
+        entry = self._owned.get(rref_id)  # type: ignore[arg-type]
         return None if entry is None else entry.outcome
 
     def fetch(self, rref_id: RRefId, waiter: Callable[[Outcome], object]) -> Outcome | None:
-        """Give what :meth:`outcome` would, or keep ``waiter`` until there is an outcome.
+        """Give the outcome of an RRef that this worker owns, or keep ``waiter`` until there is an outcome.
 
         A fetch may overtake the creation. The caller bounds the wait and ends it by :meth:`cancel_fetch`.
         """
         with self._lock:
-            entry = self._values.entries.get(rref_id)
-            if entry is None:
+            if rref_id not in self._owned:
                 if self._closed:
                     return Outcome(
                         error=ShutdownError("the worker that holds the value of this RRef was shut down")
                     )
-                if self._values.gone(rref_id):
+                if self._is_gone(rref_id):
                     return Outcome(error=released(rref_id))
-                entry = self._values.expect(rref_id)
+            entry = self._expect(rref_id)
             if entry.outcome is None:
                 entry.waiters.append(waiter)
             return entry.outcome
@@ -312,44 +334,40 @@ class RRefTable:
         """Forget the very object that was given to :meth:`fetch`."""
         step = Effects()
         with self._lock:
-            entry = self._values.entries.get(rref_id)
+            entry = self._owned.get(rref_id)
             if entry is not None:
                 entry.waiters = [kept for kept in entry.waiters if kept is not waiter]
-                self._values.settle(entry, step)
-        return step.done()
+                self._settle_value(entry, step)
+        return step
 
     # -- RRefs in messages -----------------------------------------------------------------------
 
-    def fork(self, handle: Handle, to: WorkerKey, type_name: str = "") -> ForkData:
+    def fork(self, handle: Handle, to: WorkerKey) -> ForkData:
         """Make a fork for a message to ``to``, which may be any worker, this one too.
 
         Raises:
             RRefError: the RRef was released here, or failed (the error is the cause).
             ShutdownError: after :meth:`close`.
         """
-        failed: BaseException | None = None
         with self._lock:
             self._open()
-            fork_id = self._new_fork_id()
-            if handle.fork_id is None:
-                entry = self._values.entries.get(handle.rref_id)
+            fork_id = self._new_id(ForkId)
+            user = None if handle.fork_id is None else self._held.get(handle.fork_id)
+            entry = self._owned.get(handle.rref_id) if handle.fork_id is None else None
+            failed = None if user is None else user.error
+            if failed is None and to not in self._deaths:
                 if entry is not None:
-                    if to not in self._deaths:
-                        entry.forks[fork_id] = to
-                    return ForkData(self.me, handle.rref_id, fork_id, type_name[:MAX_NAME])
-            else:
-                user = self._held.entries.get(handle.fork_id)
-                if user is not None:
-                    failed = user.error
-                    if failed is None:
-                        if to not in self._deaths:
-                            self._held.keep_for_child(user, fork_id, to)
-                        return ForkData(user.owner, user.rref_id, fork_id, type_name[:MAX_NAME])
-        if failed is None:
+                    entry.forks[fork_id] = to
+                elif user is not None:
+                    self._children[fork_id] = (user, to)
+                    user.children += 1
+        if failed is not None:
+            raise RRefError(
+                f"an RRef without a value cannot be sent to other workers: {line_of(failed)}"
+            ) from failed
+        if entry is None and user is None:
             raise released(handle.rref_id)
-        raise RRefError(
-            f"an RRef without a value cannot be sent to other workers: {line_of(failed)}"
-        ) from failed
+        return ForkData(handle.owner, handle.rref_id, fork_id)
 
     def rollback(self, forks: Iterable[ForkData]) -> Effects:
         """Undo forks made for a message that certainly does not arrive (pickling or sending failed).
@@ -360,18 +378,15 @@ class RRefTable:
         with self._lock:
             for data in forks:
                 if data.owner == self.me:
-                    self._values.remove(data.rref_id, data.fork_id, None, step)
+                    self._remove(data.rref_id, data.fork_id, None, step)
                 else:
-                    self._held.child_settled(data.fork_id, step)
-        return step.done()
+                    self._child_settled(data.fork_id, step)
+        return step
 
-    def receive(
-        self, forks: Sequence[ForkData], from_: WorkerKey, *, into: Pending | None = None
-    ) -> ReceivedFork:
+    def receive(self, forks: Sequence[ForkData], from_: WorkerKey) -> ReceivedFork:
         """Take the RRefs of a message; drop each handle once.
 
-        The function that they are arguments of may start only when ``pending`` is done. ``into`` adds them to
-        an earlier one.
+        The function that they are arguments of may start only when ``pending`` is done.
 
         Raises:
             ProtocolError: a fork was not made by the sender.
@@ -379,20 +394,21 @@ class RRefTable:
         """
         _check_parent(forks, from_)
         step = Effects()
-        pending = Pending(self._lock) if into is None else into
+        pending = Pending(self._lock)
         handles: list[Handle] = []
         with self._lock:
             self._open()
             for data in forks:
-                if data.owner == self.me:
-                    self._values.take(data, from_, step)
-                    if from_ != self.me:
-                        self._held.accept(from_, data.fork_id, step)
-                    handles.append(Handle(data.rref_id, None, self.me))
-                else:
-                    self._held.take(data, from_, pending, step)
+                if data.owner != self.me:
+                    self._take(data, from_, pending, step)
                     handles.append(Handle(data.rref_id, data.fork_id, data.owner))
-        return ReceivedFork(handles, pending, step.done())
+                    continue
+                handles.append(self._hold(data.rref_id))
+                if from_ == self.me:
+                    self._remove(data.rref_id, data.fork_id, self.me, step)
+                else:
+                    self._accept(from_, data.fork_id, step)
+        return ReceivedFork(handles, pending, step)
 
     def refuse(self, forks: Sequence[ForkData], from_: WorkerKey) -> Effects:
         """Settle the forks of a message that is not decoded (late, cancelled, or it cannot be).
@@ -406,24 +422,24 @@ class RRefTable:
             if not self._closed:
                 for data in forks:
                     if data.owner != from_:
-                        self._held.accept(from_, data.fork_id, step)
+                        self._accept(from_, data.fork_id, step)
                     elif from_ == self.me:
-                        self._values.remove(data.rref_id, data.fork_id, self.me, step)
-                    elif from_ not in self._deaths:
-                        step.add(from_, UserDelete, (data.rref_id, data.fork_id))
-        return step.done()
+                        self._remove(data.rref_id, data.fork_id, self.me, step)
+                    else:
+                        self._tell(from_, UserDelete, (data.rref_id, data.fork_id), step)
+        return step
 
     def is_confirmed(self, handle: Handle) -> bool:
         """Say whether the owner is known to know this handle."""
         with self._lock:
             if handle.fork_id is None:
                 return True
-            user = self._held.entries.get(handle.fork_id)
+            user = self._held.get(handle.fork_id)
             return user is not None and not user.pending and user.error is None
 
     def failure(self, handle: Handle) -> BaseException | None:
         """Give the error that a user's handle failed with: creation not answered, owner dead, value gone. Takes no lock."""
-        user = None if handle.fork_id is None else self._held.entries.get(handle.fork_id)
+        user = None if handle.fork_id is None else self._held.get(handle.fork_id)
         return None if user is None else user.error
 
     # -- messages and deaths ---------------------------------------------------------------------
@@ -436,20 +452,26 @@ class RRefTable:
                 return step
             if isinstance(message, UserDelete):
                 for rref_id, fork_id in message.items:
-                    self._values.remove(rref_id, fork_id, from_, step)
+                    self._remove(rref_id, fork_id, from_, step)
             elif isinstance(message, ForkRequest):
                 for rref_id, fork_id in message.items:
-                    held = self._values.register(rref_id, fork_id, from_)
-                    step.add(from_, ForkAck, (rref_id, fork_id, held))
+                    is_known = self._register(rref_id, fork_id, from_)
+                    step.add(from_, ForkAck, (rref_id, fork_id, is_known))
             elif isinstance(message, ForkAck):
-                for rref_id, fork_id, held in message.items:
-                    self._held.acknowledged(rref_id, fork_id, held, from_, step)
+                for rref_id, fork_id, is_known in message.items:
+                    held = self._held.get(fork_id)
+                    if held is None:
+                        if is_known:  # a late request has registered a fork again that has ended here
+                            step.add(from_, UserDelete, (rref_id, fork_id))
+                    elif held.pending and held.owner == from_ and held.parent is not None:
+                        held.tell_owner = is_known
+                        self._resolve(held, None if is_known else released(rref_id), step)
             else:
                 for (fork_id,) in message.items:
-                    child = self._held.children.get(fork_id)
+                    child = self._children.get(fork_id)
                     if child is not None and child[1] == from_:
-                        self._held.child_settled(fork_id, step)
-        return step.done()
+                        self._child_settled(fork_id, step)
+        return step
 
     def worker_died(self, worker: WorkerKey, error: BaseException) -> Effects:
         """Release all that ``worker`` held, and fail all that it owned with ``error``, for good."""
@@ -458,19 +480,33 @@ class RRefTable:
             if self._closed or worker in self._deaths or worker == self.me:
                 return step
             self._deaths.put(worker, error)
-            self._values.died(worker, error, step)
-            self._held.died(worker, error, step)
-        return step.done()
+            for entry in list(self._owned.values()):
+                for fork_id in [fork_id for fork_id, holder in entry.forks.items() if holder == worker]:
+                    entry.forks.pop(fork_id, None)
+                if not entry.created and entry.rref_id.creator == worker:
+                    entry.created = True  # no other worker will create it
+                    self._finish(entry, Outcome(error=error), step)
+                self._settle_value(entry, step)
+            for fork_id, (parent, to) in list(self._children.items()):
+                if worker in (to, parent.owner):
+                    self._child_settled(fork_id, step)
+            for held in list(self._held.values()):
+                if held.owner == worker:
+                    held.tell_owner = False
+                    self._resolve(held, error, step)
+        return step
 
     # -- leaving, and looking --------------------------------------------------------------------
 
     def delete_all_users(self) -> Effects:
-        """Let go of every handle on other workers' values, those still to come included."""
-        step = Effects()
+        """Release every handle on other workers' values; handles that arrive from now on are released at once."""
+        step = self.collect()
         with self._lock:
-            self._collect(step)
-            self._held.drop_all(step)
-        return step.done()
+            self._draining = True
+            for held in list(self._held.values()):
+                held.handles = 0
+                self._settle_handle(held, step)
+        return step
 
     def close(self) -> Effects:
         """Release everything and fall silent: later drops and messages have no effect. Wakes the threads that wait."""
@@ -478,46 +514,52 @@ class RRefTable:
         with self._lock:
             self._closed = True
             error = ShutdownError(_SHUT_DOWN)
-            self._values.close(error, step)
-            self._held.close(error, step)
+            for entry in self._owned.values():
+                self._finish(entry, Outcome(error=error), step)
+                step.release(entry.outcome)
+            for held in list(self._held.values()):
+                held.parent = None
+                held.tell_owner = False
+                self._resolve(held, error, step)
+            self._owned.clear()
+            self._held.clear()
+            self._children.clear()
             self._drops.clear()
-        return step.done()
+        return step
 
     def pending_counts(self) -> PendingCounts:
         """Count what still has to end before this worker may leave."""
         with self._lock:
-            owners = sum(1 for entry in self._values.entries.values() if entry.forks or not entry.created)
-            return PendingCounts(len(self._held.entries), len(self._held.children), owners, len(self._drops))
+            owners = sum(1 for entry in self._owned.values() if entry.forks or not entry.created)
+            return PendingCounts(len(self._held), len(self._children), owners, len(self._drops))
 
     def leaks(self) -> list[Leak]:
         """List the forks of values that live here, and the handles that are held here.
 
-        A fork that nothing here refers to any more is none of them, though its owner may not have said that it knows it:
-        where the owner does not answer (it is stopped, or cut off), that is not for this worker to mend.
+        A fork without an object here is no leak of this worker, even if its owner has not confirmed it: an owner that
+        does not answer is stopped, or cut off.
         """
         with self._lock:
             found = [
                 Leak(entry.rref_id, fork_id, holder)
-                for entry in self._values.entries.values()
+                for entry in self._owned.values()
                 for fork_id, holder in entry.forks.items()
             ]
             found += [
-                Leak(user.rref_id, user.fork_id, self.me)
-                for user in self._held.entries.values()
-                if user.handles
+                Leak(user.rref_id, user.fork_id, self.me) for user in self._held.values() if user.handles
             ]
             return found
 
     def holders(self, rref_id: RRefId) -> dict[ForkId, WorkerKey] | None:
         """List who holds forks of a value that lives here; ``None``: it does not."""
         with self._lock:
-            entry = self._values.entries.get(rref_id)
+            entry = self._owned.get(rref_id)
             return None if entry is None else dict(entry.forks)
 
     def held_values(self, first: int, most: int) -> tuple[list[HeldValue], bool]:
         """List up to ``most`` of the values that live here, in the order in which they came, and say whether there are more."""
         with self._lock:
-            entries = list(self._values.entries.values())
+            entries = list(self._owned.values())
             found = [
                 HeldValue(entry.outcome, entry.handles, list(entry.forks.values()))
                 for entry in entries[first : first + most]
@@ -528,12 +570,11 @@ class RRefTable:
         """Give the counters that torch has, under its names. A value that was never shared does not count."""
         with self._lock:
             counts = self.pending_counts()
-            pending = sum(1 for user in self._held.entries.values() if user.pending)
             return {
                 "num_owner_rrefs": counts.owners,
-                "num_pending_users": pending,
+                "num_pending_users": sum(1 for user in self._held.values() if user.pending),
                 "num_pending_futures": counts.drops + counts.children,
-                "num_forks": sum(len(entry.forks) for entry in self._values.entries.values()),
+                "num_forks": sum(len(entry.forks) for entry in self._owned.values()),
                 "num_pending_children": counts.children,
                 "num_users": counts.users,
             }
@@ -544,28 +585,156 @@ class RRefTable:
         if self._closed:
             raise ShutdownError(_SHUT_DOWN, maybe_executed=False)
 
-    def _new_rref_id(self) -> RRefId:
-        return RRefId(self.me.rank, next(self._count), self.me.incarnation)
+    def _new_id(self, kind: type[_Id]) -> _Id:
+        return kind(self.me.rank, next(self._count), self.me.incarnation)
 
-    def _new_fork_id(self) -> ForkId:
-        return ForkId(self.me.rank, next(self._count), self.me.incarnation)
+    def _why_dead(self, worker: WorkerKey) -> BaseException | None:
+        """Give the error for a dead worker. Earlier lives of this worker are dead without being reported."""
+        error = self._deaths.get(worker)
+        if error is None and worker.rank == self.me.rank and worker != self.me:
+            error = PeerDiedError(
+                "the worker that held the value of this RRef was restarted: make the RRef anew",
+                maybe_executed=False,
+            )
+        return error
+
+    def _tell(self, to: WorkerKey, kind: type[Message], item: tuple[object, ...], step: Effects) -> None:
+        if to not in self._deaths:
+            step.add(to, kind, item)
+
+    # -- values of this worker -------------------------------------------------------------------
+
+    def _expect(self, rref_id: RRefId) -> Owned:
+        """Return the entry of a value; make one for a value of which only the name is known."""
+        entry = self._owned.get(rref_id)
+        if entry is None:
+            entry = self._owned[rref_id] = Owned(rref_id)
+        return entry
+
+    def _is_gone(self, rref_id: RRefId) -> bool:
+        """Say whether a value that is not here will never be created: only other workers' creations may be under way."""
+        creator = rref_id.creator
+        return rref_id in self._gone_rrefs or creator.rank == self.me.rank or creator in self._deaths
+
+    def _register(self, rref_id: RRefId, fork_id: ForkId, holder: WorkerKey) -> bool:
+        """Add a child's fork, which may overtake the creation; ``False`` if the value has been released."""
+        entry = self._owned.get(rref_id)
+        if entry is not None and fork_id in entry.forks:
+            return entry.forks[fork_id] == holder
+        if fork_id in self._gone_forks or (entry is None and self._is_gone(rref_id)):
+            return False
+        self._expect(rref_id).forks[fork_id] = holder
+        return True
+
+    def _remove(self, rref_id: RRefId, fork_id: ForkId, holder: WorkerKey | None, step: Effects) -> None:
+        """Remove a fork, and remember its id: a late message must not register it again."""
+        entry = self._owned.get(rref_id)
+        if entry is not None and holder is not None and entry.forks.get(fork_id, holder) != holder:
+            return
+        self._gone_forks.put(fork_id, None)
+        if entry is not None:
+            entry.forks.pop(fork_id, None)
+            self._settle_value(entry, step)
 
     def _set(self, rref_id: RRefId, outcome: Outcome) -> Effects:
         step = Effects()
         with self._lock:
-            entry = self._values.entries.get(rref_id)
+            entry = self._owned.get(rref_id)
             if entry is not None:
-                self._values.finish(entry, outcome, step)
-                self._values.settle(entry, step)
-        return step.done()
+                self._finish(entry, outcome, step)
+                self._settle_value(entry, step)
+        return step
 
-    def _collect(self, step: Effects) -> None:
-        for _ in range(len(self._drops)):
-            handle = self._drops.popleft()
-            if handle.fork_id is None:
-                self._values.drop(handle.rref_id, step)
-            else:
-                self._held.drop(handle.fork_id, step)
+    def _finish(self, entry: Owned, outcome: Outcome, step: Effects) -> None:
+        """Give an entry its outcome, unless it has one, and wake the threads that wait for it."""
+        if entry.outcome is None:
+            entry.outcome = outcome
+            step.callbacks += [partial(waiter, outcome) for waiter in entry.waiters]
+            entry.waiters = []
+
+    def _settle_value(self, entry: Owned, step: Effects) -> None:
+        """Release a value without forks and handles. A value that is not created yet is only forgotten."""
+        if entry.forks or entry.handles or (entry.waiters and not entry.created):
+            return
+        if entry.created:
+            self._gone_rrefs.put(entry.rref_id, None)
+            self._finish(entry, Outcome(error=released(entry.rref_id)), step)
+            step.release(entry.outcome)
+        self._owned.pop(entry.rref_id, None)
+
+    def _hold(self, rref_id: RRefId) -> Handle:
+        """Add a handle on a value of this worker; if the value has been released, the handle has an error."""
+        is_gone = rref_id not in self._owned and self._is_gone(rref_id)
+        entry = self._expect(rref_id)
+        if is_gone:
+            entry.created = True
+            entry.outcome = Outcome(error=released(rref_id))
+        entry.handles += 1
+        return Handle(entry.rref_id, None, self.me)
+
+    # -- handles on values of other workers --------------------------------------------------------
+
+    def _take(self, data: ForkData, from_: WorkerKey, pending: Pending, step: Effects) -> None:
+        """Add a handle for a fork that came in. One from the owner itself was registered when it was sent."""
+        held = self._held.get(data.fork_id)
+        if held is None:
+            direct = data.owner == from_
+            parent = None if direct else from_
+            error = self._why_dead(data.owner)
+            held = self._held[data.fork_id] = HeldFork(
+                data.rref_id, data.fork_id, data.owner, parent, not direct and error is None, error, handles=0
+            )
+            if error is not None:
+                held.tell_owner = False
+                if parent is not None:
+                    self._accept(parent, data.fork_id, step)
+            elif not direct:
+                step.add(held.owner, ForkRequest, (held.rref_id, held.fork_id))
+        if held.pending:
+            held.waiting.append(pending)
+            pending.expect()
+        if not self._draining:
+            held.handles += 1
+        self._settle_handle(held, step)
+
+    def _settle_handle(self, held: HeldFork, step: Effects) -> None:
+        """Forget a fork without objects and children that is not pending, and tell its owner."""
+        if held.handles or held.children or held.pending or self._held.pop(held.fork_id, None) is None:
+            return
+        if held.tell_owner:
+            self._tell(held.owner, UserDelete, (held.rref_id, held.fork_id), step)
+
+    def _resolve(self, held: HeldFork, error: BaseException | None, step: Effects) -> None:
+        """End the wait for the owner; an error stays for good, also with a handle that was confirmed."""
+        if held.error is None:
+            held.error = error
+        if held.pending:
+            held.pending = False
+            waiting, held.waiting = held.waiting, []
+            for pending in waiting:
+                pending.settle(step)
+            if held.parent is not None:
+                self._accept(held.parent, held.fork_id, step)
+        self._settle_handle(held, step)
+
+    def _child_settled(self, fork_id: ForkId, step: Effects) -> None:
+        """Stop keeping the parent of a child. Unknown children change nothing."""
+        child = self._children.pop(fork_id, None)
+        if child is not None:
+            child[0].children -= 1
+            self._settle_handle(child[0], step)
+
+    def _accept(self, parent: WorkerKey, fork_id: ForkId, step: Effects) -> None:
+        """Tell the parent of a fork that the fork no longer keeps it."""
+        if parent == self.me:
+            self._child_settled(fork_id, step)
+        else:
+            self._tell(parent, ChildAccept, (fork_id,), step)
+
+
+def _check_creation(rref_id: RRefId, fork_id: ForkId, from_: WorkerKey) -> None:
+    if rref_id.creator != from_ or fork_id.creator != from_:
+        raise ProtocolError("the creation of an RRef with ids of another worker")
 
 
 def _check_parent(forks: Sequence[ForkData], from_: WorkerKey) -> None:

@@ -1,8 +1,8 @@
 """The RRefs of one agent: between the protocol's state machine and the agent.
 
-The table (``protocol.py``) says what to send; this room sends it, tells the table of deaths, and puts forks into the
-header of every message that carries an RRef, where they are seen even if the message is never opened. Handles end
-in ``__del__``, which only puts them into a queue: deletes leave in batches, from the pool. Thread-safe.
+The table (``protocol.py``) returns the messages to send; :class:`References` sends them, reports deaths to the table, and puts
+forks into the header of every message that carries an RRef, so that they are processed even if the message is never opened.
+``RRef.__del__`` only puts the handle into a queue: deletes are sent in batches, from the pool. Thread-safe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError,
 from actorrpc.futures import Future
 from actorrpc.rpc.refcount.messages import (
     ForkId,
-    Message,
     RRefId,
     UserDelete,
     pack_forks,
@@ -47,12 +46,12 @@ _GIVEN_UP: Final = "rref-failed"  # creator to owner: this creation has failed b
 
 
 class References(MessageReferences):
-    """The RRefs of one agent: its table, and the ways between the table and the agent. Thread-safe.
+    """The RRefs of one agent. Thread-safe.
 
     Args:
-        default_timeout: gives the time-out, in seconds, of fetches and calls that name none.
-        wrap: makes the user's object for a handle, and for the future of the call that creates its value.
-        make: the function that is called on an owner to make a value there.
+        default_timeout: returns the default time-out of fetches and calls, in seconds.
+        wrap: makes the user's object of a handle, and of the future of the call that creates its value.
+        make: the function that is called on an owner to create a value there.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class References(MessageReferences):
         self.default_timeout = default_timeout
         self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
         self.table = RRefTable(self.me)
-        #: what has been promised and is not here: it says what the promise waits for
+        #: the pending futures of promised values, by which a search for deadlocks finds what a promise waits for
         self.promised: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
         self._collecting = False
-        self._peers: dict[WorkerKey, Peer] = {}  # those that peer_of() has found, while they live
+        self._peers: dict[WorkerKey, Peer] = {}  # living peers that peer_of() has found
         agent.on_notice[RECEIPT] = self._noticed
         agent.on_notice[_GIVEN_UP] = self._creation_given_up
         agent.on_peer_end.append(self._peer_ended)
@@ -87,24 +86,18 @@ class References(MessageReferences):
     def carry_out(self, effects: Effects) -> None:
         """Send the messages of a step and run its callbacks. No lock is held."""
         for to, message in effects.messages:
-            self._send(to, message)
+            self._notify(to, RECEIPT, pack_message(message))
         for callback in effects.callbacks:
             callback()
 
-    def _send(self, to: WorkerKey, message: Message) -> None:
-        if to == self.me:
-            self.carry_out(self.table.handle(self.me, message))
-        else:
-            self._notify(to, RECEIPT, pack_message(message))
-
     def _notify(self, to: WorkerKey, name: str, body: bytes) -> None:
-        """Send a message of the protocol for as long as its destination lives; otherwise the table has been told."""
+        """Send a message of the protocol, unless its destination is dead: the table knows of deaths."""
         peer = self._peer(to)
         if peer is not None:
             self.agent.notify_surely(peer, name, body)
 
     def _peer(self, key: WorkerKey) -> Peer | None:
-        """Return the peer of a key; if another incarnation has taken its place, the old one is dead."""
+        """Return the peer of a key; None if it has ended. If another incarnation has taken its place, tell the table."""
         try:
             peer = self.agent.peer(key.rank)
         except RpcError:
@@ -121,11 +114,13 @@ class References(MessageReferences):
         return None
 
     def peer_of(self, key: WorkerKey) -> Peer:
-        """Return the owner's peer.
+        """Return the peer of a worker, which may be this one.
 
         Raises:
-            RRefError: that incarnation of the worker is gone.
+            RRefError: that incarnation of the worker has ended.
         """
+        if key == self.me:
+            return self.agent.self_peer
         peer = self._peers.get(key)
         if peer is not None and peer.state == "alive":
             return peer
@@ -142,7 +137,7 @@ class References(MessageReferences):
         self.carry_out(self.table.handle(peer.key, unpack_message(body)))
 
     def _give_up(self, handle: Handle, error: BaseException) -> None:
-        """Tell the owner that a creation has failed: others wait there for what will never be made, unless it runs."""
+        """Tell the owner that a creation has failed, so that threads there do not wait for its value."""
         owner = self._peer(handle.owner)
         dumps = codec.dumper(owner is not None and owner.same_main)
         limit = self.agent.settings.chunk // 4  # a notice is one frame, and this error is pickled up to twice
@@ -163,7 +158,7 @@ class References(MessageReferences):
     def _peer_ended(self, peer: Peer) -> None:
         self._peers.pop(peer.key, None)
         if peer.record.is_visitor:
-            return  # it has held nothing, and the deaths that are remembered are of workers
+            return  # visitors hold no RRefs
         error = peer.died("an RRef", maybe_executed=True)
         self.carry_out(self.table.worker_died(peer.key, error))
 
@@ -186,7 +181,7 @@ class References(MessageReferences):
         self.carry_out(self.table.refuse(unpack_forks(packed), peer.key))
 
     def confirm(self, received: list[Any], execution: Execution) -> None:
-        """Wait until the owners know all RRefs that a call brought: user code may run only then."""
+        """Wait until the owners know all RRefs in the arguments of a call: user code may run only then."""
         pending: Pending = received[0]
         if pending.done:
             return
@@ -212,17 +207,15 @@ class References(MessageReferences):
         self.table.drop_later(handle)
         if not self._collecting:
             self._collecting = True
-            self.agent.clock.call_soon(self._schedule)
-
-    def _schedule(self) -> None:
-        self.agent.clock.after(_BATCH_S, self._collect_soon)
+            clock = self.agent.clock
+            clock.call_soon(lambda: clock.after(_BATCH_S, self._collect_soon))
 
     def _collect_soon(self) -> None:
         if not self.agent.closed_down:
             self.agent.submit(self.collect)
 
     def settle(self, until: float) -> None:
-        """Wait until nothing of the reference protocol is under way, or that moment has come."""
+        """Wait until no message of the reference protocol is under way, at most until ``until``."""
         pause = 0.0005
         while not self.table.pending_counts().idle and _time.now() < until:
             self.collect()
@@ -253,7 +246,7 @@ class References(MessageReferences):
         return made if type(made) is type(error) else error.with_traceback(None)
 
     def promise(self, future: Future[Any]) -> Any:
-        """Return an RRef of this worker to what a future will be completed with: to the future, where that is a value."""
+        """Return an RRef of this worker to a future that will be completed with a value; a failed future fails the RRef."""
         handle = self.table.create_user(self.me)
         # No call is under way that could bring the value: nothing but its holders keeps the entry.
         self.carry_out(self.table.confirmed(handle))
@@ -293,7 +286,7 @@ class References(MessageReferences):
         Args:
             mail: names the mailbox of the worker to which the call is sent; ``function`` is not used then. The worker stores the
                 result with :meth:`keep`.
-            future: completes when the call is over; a new one by default.
+            future: completes with the call; a new future by default.
         """
         handle = self.table.create_user(peer.key)
         if future is None:

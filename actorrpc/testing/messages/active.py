@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from actorrpc.agent.context import process_worker, workers_here
+from actorrpc.agent.context import here, workers_here
 from actorrpc.errors import WrongTypeError
 from actorrpc.testing.messages.types import names_of
 from actorrpc.validation import check_fields, option, text
@@ -105,7 +105,7 @@ class Injection:
         Raises:
             RuntimeError: it is in force already, or the process is an in-process cluster, whose workers share it.
         """
-        if process_worker() is None and workers_here():
+        if here.worker is None and workers_here():
             raise RuntimeError(
                 f"{self!r} is for a worker that has its process: this one is an InProcessCluster, which has cut(), reset(), "
                 "stop() and kill() of its own"

@@ -14,7 +14,7 @@ from actorrpc.agent.hooks import RECEIPT
 from actorrpc.autograd import transport
 from actorrpc.autograd.messages import Verdict
 from actorrpc.errors import ConfigError, WrongTypeError
-from actorrpc.rpc import modules, rref
+from actorrpc.rpc import rref
 from actorrpc.rpc.refcount.messages import ChildAccept, ForkAck, ForkRequest, UserDelete, unpack_message
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def type_of_request(
         return "remote", called, args[0]
     if function is rref._fetch:
         return "to_here", None, args[0]
-    if function is rref._invoke or function is modules._with_value:
+    if function is rref._invoke or function is rref._with_value:
         return "call", args[1], args[0]
     if function is rref._backward:
         return "autograd_backward", None, args[0]

@@ -411,7 +411,7 @@ def test_a_stream_whose_worker_is_not_known_to_be_dead_yet(monkeypatch: pytest.M
     route = world.create(driver)
     route.located()
     world.settle()
-    location, peer = route.queue.location, route.queue._peer
+    location, peer = route.queue.place
     explain = partial(route.explain, INFO.methods["step"], CallOptions())
     error = peer.died("the stream", maybe_executed=True)
     found = explain(error, driver.agent.peer("w0"))  # of an incarnation before the one that lives

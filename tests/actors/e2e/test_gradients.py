@@ -310,7 +310,7 @@ def test_tasks() -> None:
 
 
 def _knows(_layer: Any, context: int) -> bool:
-    return startup.contexts().find(context) is not None
+    return startup.contexts().live.get(context) is not None
 
 
 def test_contexts_are_forgotten() -> None:

@@ -16,6 +16,7 @@ import pytest
 import actorrpc
 from actorrpc import rpc
 from actorrpc.actors import host
+from actorrpc.actors.context import runtime
 from actorrpc.actors.host import registry
 from actorrpc.actors.host.mailbox import Mailbox
 from actorrpc.actors.host.registry import ActorRegistry
@@ -218,15 +219,20 @@ class Source:
         return []
 
 
+def _states() -> list[Any]:
+    found: ActorRegistry = runtime().registry
+    return list(found.states())
+
+
 def test_an_actor_that_is_to_end_when_it_is_idle_ends_with_the_cancellation_of_its_last_call() -> None:
     with InProcessCluster(2, clock="real"):
         source = Source.options(worker="worker0").remote()
         keeper = Keeper.options(worker="worker1").remote([])
         call = keeper.fill.remote(source.later.remote())  # it waits in the mailbox for its argument
-        until(lambda: [each.waiting for each in rpc.rpc_sync("worker1", registry.states)] == [1])
-        (state,) = rpc.rpc_sync("worker1", registry.states)
+        until(lambda: [each.waiting for each in rpc.rpc_sync("worker1", _states)] == [1])
+        (state,) = rpc.rpc_sync("worker1", _states)
         over = rpc.rpc_async("worker1", registry.end, (state.instance_id, "drain", "it is not needed"))
-        until(lambda: [each.state for each in rpc.rpc_sync("worker1", registry.states)] == ["ending"])
+        until(lambda: [each.state for each in rpc.rpc_sync("worker1", _states)] == ["ending"])
         actorrpc.cancel(call)
         with pytest.raises(actorrpc.CancelledError):
             actorrpc.get(call, timeout=20)

@@ -43,7 +43,11 @@ class Runner:
         self.idle = True
         self.has_it = False
 
-    def rouse(self) -> None:
+    @property
+    def thread(self) -> Runner:
+        return self
+
+    def wake(self) -> None:
         self.has_it = True
 
     def call(self) -> None:
@@ -208,7 +212,7 @@ def sharing(tmp_path: Path) -> Iterator[Runtime]:
     _begun.clear()
     _ended.clear()
     with alone(tmp_path) as runtime:
-        runtime.registry._runners._most = 1
+        runtime.registry._threads._most = 1
         first = Plain.remote()
         get(first.thread.remote())
         yield runtime
@@ -302,4 +306,4 @@ def test_more_actors_than_there_may_be_threads(tmp_path: Path) -> None:
         assert len(own) == len(set(own)) == carriers.MAX_RUNNERS
         del actors
         gc.collect()
-        until(lambda: not runtime.registry._runners._all)  # a group that ends waits for five seconds only
+        until(lambda: not runtime.registry._threads._all)  # a group that ends waits for five seconds only

@@ -12,6 +12,12 @@ from actorrpc.actors.host.mailbox import Entry, GroupQueue, Mailbox, Wakeups
 from tests.actors.entries import Call
 
 
+def _configured(limits: dict[str, int], **how: bool) -> Mailbox:
+    mailbox = Mailbox()
+    mailbox.configure(limits, {}, loose=False, **how)
+    return mailbox
+
+
 class Seat:
     """A runner that is stepped by the simulator."""
 
@@ -84,7 +90,7 @@ class World:
 
     def __init__(self, seed: int, limits: dict[str, int]) -> None:
         self.random = random.Random(seed)
-        self.mailbox = Mailbox({"": 1})
+        self.mailbox = Mailbox()
         yielding = self.random.random() < 0.3
         self.mailbox.configure(
             limits,
@@ -253,7 +259,7 @@ def _run_all(mailbox: Mailbox, queue: GroupQueue) -> list[Any]:
 
 
 def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     slow = Call("a", "a1", ready=False)
     for entry in (slow, Call("a", "a2"), Call("b", "b1")):
@@ -269,7 +275,7 @@ def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
 
 
 def test_a_cancelled_call_lets_those_behind_it_go() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     slow = Call("a", "a1", ready=False)
     mailbox.put(slow, queue)
@@ -291,7 +297,7 @@ class _Counted(Call):
 
 
 def test_calls_that_each_wait_for_the_one_before_take_few_steps() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     entries = [_Counted("a", number, ready=False) for number in range(2000)]
     for entry in entries:
@@ -304,7 +310,7 @@ def test_calls_that_each_wait_for_the_one_before_take_few_steps() -> None:
 
 
 def test_a_call_that_is_ready_lets_those_behind_it_go_up_to_the_next_that_is_not() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     first, second = (Call("a", payload, ready=False) for payload in ("a1", "a3"))
     behind = Call("a", "a2")
@@ -321,7 +327,7 @@ def test_a_call_that_is_ready_lets_those_behind_it_go_up_to_the_next_that_is_not
 
 
 def test_a_call_that_is_made_again_goes_before_those_that_wait_for_it() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     mailbox.put(Call("a", "a1", place=1), queue)
     user = Call("a", "a2", place=2, ready=False)
@@ -344,7 +350,7 @@ def test_a_call_that_is_made_again_goes_before_those_that_wait_for_it() -> None:
 
 
 def test_where_several_run_at_a_time_whatever_is_ready_runs() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     mailbox.configure({"": 2, "one": 1}, {"": 5}, reentrant=True, yielding=False)
     for queue, ran in (
         (mailbox.queues[""], ["a2"]),
@@ -362,7 +368,7 @@ def test_where_several_run_at_a_time_whatever_is_ready_runs() -> None:
 
 
 def test_loose_calls_overtake() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     slow = Call("a", "a1", ready=False, loose=True)
     mailbox.put(slow, queue)
@@ -373,7 +379,7 @@ def test_loose_calls_overtake() -> None:
 
 
 def test_priority_comes_first_and_arrival_second() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     for number, priority in enumerate([0, 1, 0, 7, 1, -3]):
         mailbox.put(Call(number, (priority, number), priority=priority), queue)
@@ -381,7 +387,7 @@ def test_priority_comes_first_and_arrival_second() -> None:
 
 
 def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     todo = mailbox.put(Call("a", "outer"), queue)
     assert todo is not None
@@ -401,7 +407,7 @@ def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
 
 
 def test_what_was_left_for_a_station_comes_back_in_order() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     mailbox.put(Call("a", "outer"), queue)
     slot = Seat(World(0, {"": 1}), queue)
@@ -415,7 +421,7 @@ def test_what_was_left_for_a_station_comes_back_in_order() -> None:
 
 
 def test_without_reentrancy_a_descendant_queues() -> None:
-    mailbox = Mailbox({"": 1}, reentrant=False)
+    mailbox = _configured({"": 1}, reentrant=False)
     queue = mailbox.queues[""]
     mailbox.put(Call("a", "outer"), queue)
     slot = Seat(World(0, {"": 1}), queue)
@@ -427,7 +433,7 @@ def test_without_reentrancy_a_descendant_queues() -> None:
 
 
 def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
-    mailbox = Mailbox({"": 1}, yielding=True)
+    mailbox = _configured({"": 1}, yielding=True)
     queue = mailbox.queues[""]
     mailbox.put(Call("a", 1), queue)
     mailbox.put(Call("a", 2), queue)
@@ -445,7 +451,7 @@ def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
 
 
 def test_a_closed_mailbox_takes_nothing_and_gives_everything_back() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     entries = [Call("a", 1), Call("b", 2, ready=False), Call("c", 3, priority=2)]
     for entry in entries:
@@ -457,7 +463,7 @@ def test_a_closed_mailbox_takes_nothing_and_gives_everything_back() -> None:
 
 
 def test_a_mailbox_closes_by_itself_only_where_nothing_waits_or_runs() -> None:
-    mailbox = Mailbox({"": 1})
+    mailbox = Mailbox()
     queue = mailbox.queues[""]
     mailbox.put(Call("a", 1), queue)
     assert not mailbox.close_if_idle()  # it waits
@@ -476,7 +482,7 @@ def test_a_mailbox_closes_by_itself_only_where_nothing_waits_or_runs() -> None:
 
 def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
     """One that reads what comes looks without having been woken, and gets what another one was woken for."""
-    mailbox = Mailbox({"": 3})
+    mailbox = _configured({"": 3})
     queue = mailbox.queues[""]
     first, second = object(), object()
     for runner in (first, second):
@@ -496,7 +502,7 @@ def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
 
 
 def test_a_glance_shows_the_one_that_has_waited_longest() -> None:
-    mailbox = Mailbox({"": 1, "io": 1})
+    mailbox = _configured({"": 1, "io": 1})
     queue = mailbox.queues[""]
     first, blocked, urgent = Call("a"), Call("b", ready=False), Call("c", priority=5)
     for entry in (first, blocked, urgent):

@@ -26,7 +26,7 @@ import actorrpc
 from actorrpc import CancelledError, Future, cancel, get, rpc
 from actorrpc._stacks import top_frames
 from actorrpc.actors.host import threads
-from actorrpc.actors.host.threads import ActorThread, Interrupted, bears_interruption
+from actorrpc.actors.host.threads import Interrupted, Runner, bears_interruption
 from actorrpc.actors.streams.producer import Producer
 from actorrpc.futures import INTERRUPTED
 from actorrpc.testing import InProcessCluster
@@ -113,15 +113,15 @@ class Drops:
 def test_a_thread_that_starts_when_its_actor_has_ended_ends_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held: list[ActorThread] = []
+    held: list[Runner] = []
     arrived = threading.Event()
 
-    def hold(runner: ActorThread) -> None:
+    def hold(runner: Runner) -> None:
         held.append(runner)
         arrived.set()
 
     with alone(tmp_path):
-        monkeypatch.setattr(ActorThread, "start", hold)
+        monkeypatch.setattr(Runner, "start", hold)
         actor = Idle.remote()
         assert arrived.wait(20)
         actor.kill()
@@ -140,7 +140,7 @@ def test_a_method_is_not_interrupted_while_it_starts_a_thread(
 ) -> None:
     # The new thread bears the id of the one that starts it until it runs: what is raised there would end the new one.
     starting, looked, start = threading.Event(), threading.Semaphore(0), threading.Thread.start
-    interrupt = ActorThread.interrupt
+    interrupt = Runner.interrupt
 
     def start_late(thread: threading.Thread) -> None:
         if threading.current_thread().name.startswith("actorrpc-actor-"):
@@ -149,7 +149,7 @@ def test_a_method_is_not_interrupted_while_it_starts_a_thread(
                 assert looked.acquire(timeout=20)
         start(thread)
 
-    def look(runner: ActorThread, *arguments: Any) -> None:
+    def look(runner: Runner, *arguments: Any) -> None:
         interrupt(runner, *arguments)
         looked.release()
 
@@ -157,7 +157,7 @@ def test_a_method_is_not_interrupted_while_it_starts_a_thread(
         actor = Starts.remote()
         get(actor.ready.remote())
         monkeypatch.setattr(threading.Thread, "start", start_late)
-        monkeypatch.setattr(ActorThread, "interrupt", look)
+        monkeypatch.setattr(Runner, "interrupt", look)
         ref = actor.starts.remote(tmp_path / "note")
         assert starting.wait(20)
         assert cancel(ref)
@@ -175,16 +175,16 @@ def test_an_interruption_is_not_lost_where_errors_are_ignored(
     """The interpreter prints and forgets what is raised there: the method would go on."""
     for event in (Dropped.dropping, Dropped.told):
         event.clear()
-    interrupt = ActorThread.interrupt
+    interrupt = Runner.interrupt
 
-    def look(runner: ActorThread, *arguments: Any) -> None:
+    def look(runner: Runner, *arguments: Any) -> None:
         interrupt(runner, *arguments)
         Dropped.looked.release()
 
     with alone(tmp_path):
         actor = Drops.remote()
         get(actor.ready.remote())
-        monkeypatch.setattr(ActorThread, "interrupt", look)
+        monkeypatch.setattr(Runner, "interrupt", look)
         ref = actor.drops.remote(drop)
         assert Dropped.dropping.wait(20)
         assert cancel(ref)
@@ -389,7 +389,7 @@ def test_a_call_that_becomes_a_stream_while_it_is_given_up(
             monkeypatch.setattr(Producer, "ticket", give_up_before)
         else:
             monkeypatch.setattr(Producer, "serves", give_up_behind)
-        monkeypatch.setattr(ActorThread, "interrupt", lambda *_: None)  # it would end the generator as well
+        monkeypatch.setattr(Runner, "interrupt", lambda *_: None)  # it would end the generator as well
         stream = actor.numbers.options(max_buffered_items=1).remote()
         assert len(list(itertools.islice(stream, 1000))) < 1000
         del actor, stream

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc import futures
 from actorrpc.actors.library.pool import ActorPool
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
+from tests.reports import LAST, Reports
 
 
 class _Actor:
@@ -315,36 +314,30 @@ def test_the_function_must_give_refs(pool: ActorPool[_Actor]) -> None:
     assert pool.has_free()
 
 
-def test_failures_that_are_fetched_are_not_reported(
-    actors: list[_Actor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reported: list[str] = []
-    monkeypatch.setattr(futures._reporter, "report", reported.append)
-    pool = ActorPool(actors)
-    pool.submit(_work, 1)
-    pool.submit(_work, 2)
-    for actor in actors:
-        actor.fail(ValueError("fetched"))
-    with pytest.raises(ValueError, match="fetched"):
-        pool.get_next()
-    with pytest.raises(ValueError, match="fetched"):
-        asyncio.run(pool.get_next_async())
-    del pool
-    gc.collect()
-    assert not [line for line in reported if "fetched" in line]  # those of earlier tests may come now
+@pytest.mark.prints(LAST)
+def test_failures_that_are_fetched_are_not_reported(actors: list[_Actor]) -> None:
+    with Reports() as reports:
+        pool = ActorPool(actors)
+        pool.submit(_work, 1)
+        pool.submit(_work, 2)
+        for actor in actors:
+            actor.fail(ValueError("fetched"))
+        with pytest.raises(ValueError, match="fetched"):
+            pool.get_next()
+        with pytest.raises(ValueError, match="fetched"):
+            asyncio.run(pool.get_next_async())
+        del pool
+        assert reports.so_far() == []
 
 
-def test_failures_that_nobody_fetches_are_reported(
-    actors: list[_Actor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reported: list[str] = []
-    monkeypatch.setattr(futures._reporter, "report", reported.append)
-    pool = ActorPool(actors)
-    pool.submit(_work, 1)
-    actors[1].fail(ValueError("unseen"))
-    del pool
-    gc.collect()
-    assert len([line for line in reported if "unseen" in line]) == 1  # those of earlier tests may come now
+@pytest.mark.prints(LAST, "nobody looked at the error: ValueError.'unseen'.")
+def test_failures_that_nobody_fetches_are_reported(actors: list[_Actor]) -> None:
+    with Reports() as reports:
+        pool = ActorPool(actors)
+        pool.submit(_work, 1)
+        actors[1].fail(ValueError("unseen"))
+        del pool
+        assert len(reports.so_far()) == 1
 
 
 # -- time ---------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def test_a_broken_promise_that_was_looked_at_is_forgotten(group: None) -> None:
     for _ in range(2):
         gc.collect()
         rrefs.runtime().collect()
-    assert not rrefs.runtime().table._values.entries
+    assert not rrefs.runtime().table._owned
 
 
 def test_a_promise_of_something_kept(group: None) -> None:
@@ -324,7 +324,7 @@ def test_one_failure_is_seen_by_one_look(first: bool) -> None:
 def test_references_that_never_end_are_given_up(group: None) -> None:
     rref: rpc.RRef[Any] = rpc.RRef(None)
     kept = StoredResult(rref)
-    step: Any = rrefs.runtime().table._values.entries[rref._handle.rref_id]
+    step: Any = rrefs.runtime().table._owned[rref._handle.rref_id]
     step.outcome = step.outcome.__class__(kept)
     with pytest.raises(errors.RRefError, match="without an end"):
         get(ObjectRef.of(kept))

@@ -22,7 +22,7 @@ from actorrpc import errors, rpc
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.refs.wait import GetTimeoutError, all_of, as_completed, get, wait
+from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, gather, get, wait
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.futures import Future, Progress
 from actorrpc.rpc.refcount.messages import RRefId
@@ -110,14 +110,14 @@ class _Fetched:
         _started(task)
 
 
-@pytest.mark.parametrize("wanted", [get, lambda refs: all_of(refs).wait()], ids=["get", "all_of"])
+@pytest.mark.parametrize("wanted", [get, lambda refs: gather(refs, "all").wait()], ids=["get", "gather"])
 def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fetched(wanted: Any) -> None:
     work, fetch = _Work(3), Future()
     found: list[Any] = []
     again = ObjectRef(work.futures[0])  # the same result, and a fetch of its own
     refs = [work.refs[0], work.refs[1], work.refs[0], again, work.refs[2]]
     thread = _started(lambda: found.append(wanted(refs)))
-    until(lambda: all(future._parked for future in work.futures))
+    until(lambda: all(future._parked or future.callbacks for future in work.futures))
     work.futures[0].set_result(StoredResult(_Fetched(fetch)))
     work.end(1, 2)
     until(lambda: bool(again._fetched) or found)
@@ -356,7 +356,7 @@ def test_a_fetch_for_a_get_that_has_failed_is_not_reported(reports: Reports) -> 
 @pytest.mark.prints(LAST)
 def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports: Reports) -> None:
     work = _Work(2)
-    values = all_of(work.refs)
+    values = gather(work.refs, "all")
     for number in (0, 1):
         work.futures[number].set_exception(ValueError(f"number {number}"))
     with pytest.raises(ValueError, match="number 0"):
@@ -485,9 +485,9 @@ def test_get_gives_values_or_the_first_failure(data: st.DataObject) -> None:
             assert isinstance(ref.future().exception(), LookupError)
 
 
-def test_all_of_completes_without_a_thread() -> None:
+def test_gather_completes_without_a_thread() -> None:
     work = _Work(2)
-    found, failing, none = all_of(work.refs), all_of(work.refs), all_of([])
+    found, failing, none = gather(work.refs, "two"), gather(work.refs, "two"), gather([], "none")
     assert none.wait() == []
     work.futures[1].set_result(_kept(2))
     assert not found.done()

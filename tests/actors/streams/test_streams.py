@@ -707,7 +707,7 @@ def test_closing_wakes_whoever_waits(runtime: Runtime) -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(list(stream)))
     thread.start()
-    while stream._consumer._signal is None:
+    while stream._consumer._arrival is None:
         threading.Event().wait(0.001)
     stream.close()
     thread.join()

@@ -19,11 +19,11 @@ from actorrpc.cluster import init
 from actorrpc.cluster.provisioners import fork_server
 from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.errors import PeerDiedError
-from tests.cluster.drive import cluster, script, until, workers
+from tests.cluster.drive import cluster, engine, script, until, workers
 
 
 def _server_pid() -> int:
-    server = cluster().server
+    server = engine().server
     assert server is not None
     return server.pid
 
@@ -33,7 +33,7 @@ def _server_pid() -> int:
 def test_the_death_of_the_server_ends_its_children_and_the_next_spawn_starts_another() -> None:
     with init():
         first = _server_pid()
-        names = [cluster().spawn(ProcessSpec(label="Counter")).wait(50).name for _ in range(2)]
+        names = [cluster().start(ProcessSpec(label="Counter")).wait(50).name for _ in range(2)]
         pids = [rpc.rpc_sync(name, os.getpid) for name in names]
         reports = [cluster().report(name) for name in names]
         os.kill(first, signal.SIGKILL)
@@ -48,7 +48,7 @@ def test_the_death_of_the_server_ends_its_children_and_the_next_spawn_starts_ano
 @pytest.mark.prints(r"the fork server \(pid \d+\) has ended")
 def test_a_spawn_fails_when_the_server_dies_meanwhile() -> None:
     with init():
-        future = cluster().spawn(ProcessSpec(label="Unlucky"))
+        future = cluster().start(ProcessSpec(label="Unlucky"))
         os.kill(_server_pid(), signal.SIGKILL)
         with pytest.raises(PeerDiedError, match="'Unlucky' could not be started: the fork server"):
             future.wait(20)
@@ -62,13 +62,13 @@ def test_a_server_that_cannot_import_says_why(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     says = r"(?s)'Unlucky' could not be started.*this is not torch"
     with init(), pytest.raises(PeerDiedError, match=says):
-        cluster().spawn(ProcessSpec(label="Unlucky")).wait(30)
+        cluster().start(ProcessSpec(label="Unlucky")).wait(30)
 
 
 _KEY = """
 with init():
     name = spawn()
-    key = serving.current().engine._hello["key"]
+    key = serving.current().reception.secret.encode()
     pids = [os.getpid(), serving.current().engine.server.pid, rpc.rpc_sync(name, os.getpid)]
     for pid in pids:
         for what in ("cmdline", "environ"):

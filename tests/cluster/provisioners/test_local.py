@@ -18,7 +18,7 @@ from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.cluster import init
 from actorrpc.errors import ConfigError, PeerDiedError, UnknownWorkerError
 from tests.cluster import remotes
-from tests.cluster.drive import cluster, until, workers
+from tests.cluster.drive import cluster, engine, until, workers
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -148,7 +148,7 @@ def test_variables_directory_and_threads(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_what_cannot_be_started_says_why(spec: dict[str, object], says: str) -> None:
-    future = cluster().spawn(ProcessSpec(label="Bad", **spec))  # type: ignore[arg-type]
+    future = cluster().start(ProcessSpec(label="Bad", **spec))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=says):
         future.wait(20)
 
@@ -157,21 +157,21 @@ def test_a_process_that_fails_on_its_way_says_why(tmp_path: Path) -> None:
     # A directory that cannot be entered is found out in the child only.
     closed = tmp_path / "closed"
     closed.mkdir()
-    cluster().spawn(ProcessSpec(label="Warm")).wait(20)
-    until(lambda: cluster().server is not None and cluster().server.is_ready)  # type: ignore[union-attr]
+    cluster().start(ProcessSpec(label="Warm")).wait(20)
+    until(lambda: engine().server is not None and engine().server.is_ready)  # type: ignore[union-attr]
     message = []
-    original = cluster()._prepare
+    original = engine()._prepare
 
     def spoil(process: object) -> None:
         original(process)  # type: ignore[arg-type]
         process.message["directory"] = str(tmp_path / "gone")  # type: ignore[attr-defined]
         message.append(process)
 
-    cluster()._prepare = spoil  # type: ignore[method-assign]
+    engine()._prepare = spoil  # type: ignore[method-assign]
     try:
-        future = cluster().spawn(ProcessSpec(label="Bad"))
+        future = cluster().start(ProcessSpec(label="Bad"))
     finally:
-        cluster()._prepare = original  # type: ignore[method-assign]
+        engine()._prepare = original  # type: ignore[method-assign]
     with pytest.raises(
         PeerDiedError, match=r"(?s)'Bad' could not be started.*exited with code 1.*FileNotFound"
     ):
@@ -250,8 +250,8 @@ def test_nobody_knows_of_strangers() -> None:
 
 
 def test_a_kill_before_the_start_is_over() -> None:
-    future = cluster().spawn(ProcessSpec(label="Early"))
-    name = next(name for name in cluster()._names if name.startswith("Early"))
+    future = cluster().start(ProcessSpec(label="Early"))
+    name = next(name for name in engine()._workers if name.startswith("Early"))
     report = cluster().report(name)
     cluster().kill(name)
     error = future.exception(20)  # it may just have joined

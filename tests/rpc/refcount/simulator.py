@@ -397,7 +397,7 @@ class World:
             ref = self.pick(worker)
             if ref is None or worker.table.failure(ref.handle) is not None:
                 continue
-            data = worker.table.fork(ref.handle, to, "Value")
+            data = worker.table.fork(ref.handle, to)
             token = self.token(data.rref_id, to, ref.token)
             token.fork_id = data.fork_id
             forks.append(data)

@@ -18,7 +18,7 @@ from actorrpc.autograd.messages import Discover, Gradient, Release, Run, Verdict
 from actorrpc.cluster import driver_rpc
 from actorrpc.compat.rpc import api as compat_api
 from actorrpc.group import group
-from actorrpc.rpc import modules, rref
+from actorrpc.rpc import rref
 from actorrpc.rpc.refcount import messages as forks
 from actorrpc.testing.messages.types import MESSAGES, Message, names_of, type_of_notice, type_of_request
 
@@ -43,7 +43,7 @@ def scripted(t):  # type: ignore[no-untyped-def]
         (rref._create, (RREF, FORK, operator.add, (1, 2), {}), ("remote", operator.add, RREF)),
         (rref._create, (RREF, FORK, rref._invoke_kept, (None, RREF, "m", (), {}), {}), ("remote", "m", RREF)),
         (rref._invoke, (RREF, "m", (), {}), ("call", "m", RREF)),
-        (modules._with_value, (RREF, operator.add, ()), ("call", operator.add, RREF)),
+        (rref._with_value, (RREF, operator.add, ()), ("call", operator.add, RREF)),
         (rref._fetch, (RREF,), ("to_here", None, RREF)),
         (rref._backward, (RREF, 1, False), ("autograd_backward", None, RREF)),
         (SERVE, GRADIENT, ("autograd_gradient", None, None)),
@@ -51,7 +51,7 @@ def scripted(t):  # type: ignore[no-untyped-def]
         (SERVE, DISCOVER, ("autograd_backward", None, None)),
         (supervisor.Supervisor.locate, (), ("actor_control", None, None)),
         (group._arrive, (0, "a"), ("group_control", None, None)),
-        (driver_rpc.register, (b"",), ("group_control", None, None)),
+        (driver_rpc.ask, ("register", b""), ("group_control", None, None)),
         (compat_api._by_name, ("x",), ("group_control", None, None)),
         (compat_api._run_packed, (b"", []), ("call", compat_api._run_packed, None)),
     ],

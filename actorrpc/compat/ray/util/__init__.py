@@ -37,7 +37,7 @@ __all__ = [
 
 
 def get_node_ip_address() -> str:
-    """Return the address of this machine; the loopback where there is no network."""
+    """Return the address of this machine; the loopback address without a network."""
     return own_address()
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from actorrpc import actors
-from actorrpc.compat.ray.exceptions import in_rays_words
-from actorrpc.compat.ray.object_ref import ObjectRef
-from actorrpc.errors import RpcError
+from actorrpc.compat.ray.exceptions import rays_words
+from actorrpc.compat.ray.object_ref import unwrap
 
 __all__ = ["ActorPool"]
 
@@ -26,9 +25,7 @@ class _PoolTask:
 
     def __call__(self, actor: Any, value: Any) -> Any:
         found = self._function(actor, value)
-        if isinstance(found, list):
-            return [each._ours if isinstance(each, ObjectRef) else each for each in found]
-        return found._ours if isinstance(found, ObjectRef) else found
+        return list(map(unwrap, found)) if isinstance(found, list) else unwrap(found)
 
 
 class ActorPool(actors.ActorPool[A], Generic[A]):
@@ -44,16 +41,10 @@ class ActorPool(actors.ActorPool[A], Generic[A]):
 
     def get_next(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
         """Return the result of the next task, in the order in which they were submitted; waits for it."""
-        try:
+        with rays_words:
             return super().get_next(timeout, ignore_if_timedout)
-        except RpcError as caught:
-            error = in_rays_words(caught)
-        raise error
 
     def get_next_unordered(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
-        """Return the result of the task that is over first; waits for one."""
-        try:
+        """Return the result of the first task that ends; waits for it."""
+        with rays_words:
             return super().get_next_unordered(timeout, ignore_if_timedout)
-        except RpcError as caught:
-            error = in_rays_words(caught)
-        raise error

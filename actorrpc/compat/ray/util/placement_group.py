@@ -1,4 +1,4 @@
-"""``ray.util.placement_group``: groups of places that are looked for together."""
+"""``ray.util.placement_group``: bundles of resources that are placed together."""
 
 from actorrpc.compat.ray.placement import (
     PlacementGroup,

@@ -7,10 +7,9 @@ from typing import Any, Generic, TypeVar
 
 from actorrpc import actors
 from actorrpc.actors import Empty, Full
-from actorrpc.compat.ray.exceptions import in_rays_words
-from actorrpc.compat.ray.object_ref import ObjectRef
+from actorrpc.compat.ray.exceptions import rays_words
+from actorrpc.compat.ray.object_ref import unwrap
 from actorrpc.compat.ray.options import Extras, for_actors
-from actorrpc.errors import RpcError
 
 __all__ = ["Empty", "Full", "Queue"]
 
@@ -30,21 +29,15 @@ class Queue(actors.Queue[T], Generic[T]):
         super().__init__(maxsize, options)
 
     def _call(self, name: str, *args: Any) -> actors.ObjectRef[Any]:
-        return super()._call(name, *[each._ours if isinstance(each, ObjectRef) else each for each in args])
+        return super()._call(name, *map(unwrap, args))
 
     def _wait(self, ref: actors.ObjectRef[Any], ticket: tuple[int, int]) -> Any:
-        try:
+        with rays_words:
             return super()._wait(ref, ticket)
-        except RpcError as caught:
-            error = in_rays_words(caught)
-        raise error
 
     async def _wait_async(self, ref: actors.ObjectRef[Any], ticket: tuple[int, int]) -> Any:
-        try:
+        with rays_words:
             return await super()._wait_async(ref, ticket)
-        except RpcError as caught:
-            error = in_rays_words(caught)
-        raise error
 
     def __repr__(self) -> str:
         return f"<ray.util.queue.Queue(maxsize={self.maxsize}) in {self.actor!r}>"

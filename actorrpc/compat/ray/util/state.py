@@ -1,6 +1,6 @@
-"""``ray.util.state``: what actors and machines there are, and what processes have printed.
+"""``ray.util.state``: the actors and machines of the cluster, and the output of processes, from :func:`actorrpc.state`.
 
-Made of what :func:`actorrpc.state` sees. Only what is there is said: objects have no jobs and no placement groups. Thread-safe.
+Rows have no jobs and no placement groups. Thread-safe.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Row:
         return getattr(self, name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field, or the default where there is none of that name."""
+        """Return a field, or the default if there is no such field."""
         try:
             return self[name]
         except KeyError:
@@ -85,10 +85,10 @@ class NodeRow(_Row):
 
 
 def _filtered(rows: list[Any], filters: Filters | None, limit: int) -> list[Any]:
-    """Return the rows that all conditions hold for.
+    """Return the rows for which all conditions hold.
 
     Raises:
-        ConfigError: a condition is none.
+        ConfigError: a condition cannot be read.
     """
     for each in filters or ():
         if len(each) != 3 or each[1] not in ("=", "!="):
@@ -132,7 +132,7 @@ def _actors(timeout: float) -> list[ActorRow]:
 def list_actors(
     *_address: Any, filters: Filters | None = None, limit: int = 100, timeout: float = 30, **_ignored: Any
 ) -> list[ActorRow]:
-    """Return the actors of the cluster, those that died lately, too.
+    """Return the actors of the cluster, including recently dead actors.
 
     Args:
         filters: ``(name, "=" or "!=", value)``; all of them must hold.
@@ -195,12 +195,12 @@ def get_log(
     suffix: str = "out",
     **_ignored: Any,
 ) -> Iterator[str]:
-    """Yield what a process has printed, line by line: the last 8 MiB of all processes of the cluster are kept.
+    """Yield the output of a process, line by line: the last 8 MiB of all processes of the cluster are kept.
 
     Args:
-        actor_id: the one that lives in the process; or ``pid``, its number.
-        follow: go on with what is printed from now on.
-        tail: so many lines at most; -1: all.
+        actor_id, pid: the actor in the process, or the process's number.
+        follow: continue with later output.
+        tail: the number of lines at most; -1: all.
         suffix: ``"out"`` for standard output, ``"err"`` for standard error.
         filename, task_id: refused: there are no files, and tasks share processes.
 

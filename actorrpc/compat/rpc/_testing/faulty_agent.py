@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from actorrpc.compat.rpc.agent import TensorPipeAgent
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.compat.translate import is_builtin
 from actorrpc.errors import ConfigError
+from actorrpc.rpc.refcount.tables import Recent
 from actorrpc.testing import Fault
 from actorrpc.testing.messages.types import Message
 
@@ -36,33 +36,30 @@ _REMEMBERED: Final = 10_000
 
 
 class _Scripts:
-    """Tells calls of script functions and operators from others, and RRefs to their results. Thread-safe.
+    """Recognises calls of script functions and operators, and RRefs to their results. Thread-safe.
 
-    RRefs that another worker has made count as others.
+    RRefs from other workers do not count as results of scripts.
     """
 
     def __init__(self) -> None:
-        # Guards the table; a leaf.
-        self._lock = threading.Lock()
-        self._rrefs: OrderedDict[Any, None] = OrderedDict()
+        self._lock = threading.Lock()  # guards the table; a leaf
+        self._rrefs: Recent[Any, None] = Recent(_REMEMBERED)
 
     def note(self, message: Message) -> bool:
         """Remember the RRefs whose values a script makes; say False."""
         if _is_script(message.called):
             with self._lock:
-                self._rrefs[message.subject] = None
-                if len(self._rrefs) > _REMEMBERED:
-                    self._rrefs.popitem(last=False)
+                self._rrefs.put(message.subject, None)
         return False
 
     def runs(self, message: Message) -> bool:
-        """Say whether a message is one for, or about the result of, a script."""
+        """Say whether a message calls a script, or is about the result of a script."""
         if message.type == "to_here":
             return message.subject in self._rrefs
         return _is_script(message.called)
 
     def runs_not(self, message: Message) -> bool:
-        """Say whether it is not."""
+        """Say the opposite of :meth:`runs`."""
         return not self.runs(message)
 
 
@@ -86,7 +83,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         messages_to_delay: names, and for how many seconds messages of this type are held up.
         num_fail_sends: how many tries of each message fail.
 
-    The other keywords are those of ``TensorPipeRpcBackendOptions``.
+    Other keywords as of ``TensorPipeRpcBackendOptions``.
 
     Raises:
         ConfigError: a value cannot be used, or there is no such type of message.
@@ -104,7 +101,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self.messages_to_fail = list(messages_to_fail)
         self.messages_to_delay = dict(messages_to_delay or {})
         self.num_fail_sends = num_fail_sends
-        self._faults()  # what is wrong with them shows here
+        self._faults()  # raises errors in the options
 
     def _faults(self) -> list[Fault]:
         _check(self.messages_to_fail)
@@ -121,7 +118,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
             found.append(Fault("delay", [kind], seconds=seconds, when=which[script], bounded=False))
         return found
 
-    def _ready(self, _worker: Worker) -> None:
+    def ready(self, _worker: Worker) -> None:
         for fault in self._faults():
             fault.start()
 

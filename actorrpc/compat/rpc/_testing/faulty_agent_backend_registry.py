@@ -27,7 +27,7 @@ def _make_agent(
         )
     made = backend_registry._make_agent(store, name, rank, world_size, rpc_backend_options)
     agent = FaultyTensorPipeAgent(made.agent, rpc_backend_options)
-    api._took_place(agent)
+    api._set_and_start_rpc_agent(agent)
     return agent
 
 
