@@ -95,7 +95,7 @@ class Probe:
     trail: tuple[str, ...]
 
     def past(self, what: str) -> Probe:
-        """Return the question with one more station in its trail."""
+        """Return the question with one more entry in its trail."""
         return replace(self, trail=(*self.trail, what))
 
     def began(self, runtime: Searched, hosted: HostedActor, what: int) -> bool:
