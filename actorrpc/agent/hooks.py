@@ -27,7 +27,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from types import MappingProxyType
@@ -343,8 +343,14 @@ def run_hooked(
         for each in ending:
             each(execution, None if isinstance(error, GeneratorExit) else error)
 
-    step: Callable[..., Any] = _stepped if is_generator else _stepped_async
-    return step(value, scopes, end)
+    if is_generator:
+        items = _stepped(value, scopes, end)
+        next(items)
+        return items
+    stream = _stepped_async(value, scopes, end)
+    with suppress(StopIteration):
+        stream.asend(None).send(None)
+    return stream
 
 
 @contextmanager
@@ -368,6 +374,7 @@ def _stepped(
 ) -> Generator[Any, Any, None]:
     error: BaseException | None = None
     try:
+        yield  # ``run_hooked`` comes as far as this, so that ``end`` runs even if nobody asks for an item
         while True:
             with _entered(scopes):
                 try:
@@ -392,6 +399,7 @@ async def _stepped_async(
 ) -> AsyncGenerator[Any, None]:
     error: BaseException | None = None
     try:
+        yield  # see ``_stepped``
         while True:
             with _entered(scopes):
                 try:

@@ -261,6 +261,18 @@ def test_context_managers_are_around_the_code_of_functions() -> None:
     assert log == ["end"] * 2
 
 
+def test_a_stream_that_is_closed_before_its_first_item_ends() -> None:
+    log: list[str] = []
+    _run(log, _generator).close()
+    assert log == ["end"]
+
+    async def close() -> None:
+        await _run(log, _async_generator).aclose()
+
+    asyncio.run(close())
+    assert log == ["end"] * 2
+
+
 # -- the hooks of a process ----------------------------------------------------------------------------------
 
 
