@@ -283,6 +283,7 @@ def test_a_call_that_cannot_be_sent_has_a_span_with_the_error() -> None:
     actorrpc.get(actorrpc.ready(node))
     with _tracer().start_as_current_span("root") as root, pytest.raises(SerializationError):
         node.add.remote(each for each in ())
+    until(lambda: len(_tree(root)) == 2)
     tree = _tree(root)
     (client,) = [each for each in tree.values() if each["kind"] == "CLIENT"]
     assert client["error"]
