@@ -393,14 +393,14 @@ class RRef(Generic[T]):
         if self._calls is not None:
             self._check()
             return self._calls(style, name, args, kwargs, timeout)
-        future: Future[Any] | None = None if style == "rpc_sync" else Future()
         if style != "remote":
+            future: Future[Any] | None = None if style == "rpc_sync" else Future()
             return self._call_owner(_invoke, (name, args, kwargs), seconds, name, future)
         self._check()
         handle = self._handle
         kept = (self, handle.rref_id[:], name, args, kwargs)
         peer = references.peer_of(handle.owner)
-        return references.create(peer, _invoke_kept, kept, {}, seconds, name, future=future)
+        return references.create(peer, _invoke_kept, kept, {}, seconds, name)
 
     def _to_future(self, fetch: Callable[..., Any] | None = None, more: tuple[Any, ...] = ()) -> Future[T]:
         """Start to fetch the value, as :meth:`to_here` does, without a time-out of its own. Never raises.
