@@ -72,6 +72,7 @@ if not _is_command():
             supervise,
             wait,
         )
+        from actorrpc.agent.hooks import CallHooks, add_hooks, remove_hooks
         from actorrpc.cluster import available_resources, cluster_resources, drain, init, nodes, scale
         from actorrpc.errors import (
             ActorDiedError,
@@ -131,6 +132,7 @@ __all__ = [
     "ActorPool",
     "ActorUnavailableError",
     "BackendType",
+    "CallHooks",
     "CancelledError",
     "CheckpointError",
     "Collective",
@@ -163,6 +165,7 @@ __all__ = [
     "WorkerState",
     "__version__",
     "actors",
+    "add_hooks",
     "as_completed",
     "autograd",
     "available_resources",
@@ -201,6 +204,7 @@ __all__ = [
     "put",
     "ready",
     "remote",
+    "remove_hooks",
     "rpc",
     "rpc_async",
     "rpc_sync",

@@ -1,8 +1,8 @@
 """The flight recorder: the last calls of a worker, each with its times.
 
 The recorder is always on, so that a user can still see after a fault which calls led to it. A ring of :data:`KEPT` records holds
-one record for each call that this worker made (:meth:`FlightRecorder.called`), one for each call that it executed
-(:meth:`FlightRecorder.executed`), and one for other things that take time (:meth:`FlightRecorder.noted`). The name of the caller,
+one record for each call that this worker made (:meth:`FlightRecorder.on_answer`), one for each call that it executed
+(:meth:`FlightRecorder.on_end`), and one for other things that take time (:meth:`FlightRecorder.noted`). The name of the caller,
 the name of the callee and the number of the call between them join the two records of a call.
 
 Times are seconds on this process's clock (``actorrpc._time``).
@@ -15,13 +15,9 @@ import struct
 import threading
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc.wire.frames import REPLY
-
-if TYPE_CHECKING:
-    from actorrpc.wire.frames import Frame
 
 __all__ = [
     "CALLED",
@@ -57,11 +53,18 @@ UNDER_WAY: Final = -1
 """The number of a record that is made on demand for a call that has not ended, and that is therefore not in the ring. Its end is
 the time of the request. An execution that is still queued has that time as ``begun`` as well. Thread 0: no thread runs it."""
 
-# Number + 1 (0: the slot is empty), kind, failed, waits; three names' numbers; three times; id, chain, thread; bytes out, in.
-_RECORD: Final = struct.Struct("<q B ? ? x 3i 3d 3Q 2q".replace(" ", ""))
-_SIZE: Final = _RECORD.size
-_pack: Final = _RECORD.pack_into
-_number_at: Final = struct.Struct("<q").unpack_from
+# All records begin with their number + 1 (0: the slot is empty) and their kind. Names are numbers.
+_HEAD: Final = struct.Struct("<qB")
+# failed, waits; callee, method; made, answered; id, chain, thread; bytes out, bytes in
+_CALLED: Final = struct.Struct("<q B ? ? x 2i 2d 3Q 2q".replace(" ", ""))
+# failed; caller, method, actor; arrived, begun, ended; id, chain, thread
+_EXECUTED: Final = struct.Struct("<q B ? 2x 3i 3d 3Q".replace(" ", ""))
+# kind, what; begun, ended; thread
+_NOTED: Final = struct.Struct("<q B 3x 2i 2d Q".replace(" ", ""))
+_SIZE: Final = max(_CALLED.size, _EXECUTED.size, _NOTED.size)
+_pack_called: Final = _CALLED.pack_into
+_pack_executed: Final = _EXECUTED.pack_into
+_head_at: Final = _HEAD.unpack_from
 
 _MODULES: Final = 4096  # modules whose functions are called; more are forgotten, and looked at again
 OWN: Final = "actorrpc."
@@ -139,7 +142,7 @@ class _Names:
 
 
 class FlightRecorder:
-    """The ring of one worker. Thread-safe.
+    """The ring of one worker. Thread-safe. It has two of the methods of ``CallHooks``, by which an agent's hooks call it.
 
     ``pack_into`` writes a record into a buffer in one atomic step. A record therefore adds no object that Python's garbage
     collector counts, and refers to no call, frame or argument. Records in the form of tuples provoked a full collection of 80 ms
@@ -158,23 +161,21 @@ class FlightRecorder:
         self._last = 0
         self._next: Callable[[], int] = itertools.count(1).__next__
 
-    def called(self, call: Any, reply: Frame | None) -> None:
-        """Record an agent's ``Call`` that has ended; ``reply``: its answer, or None if it got no answer."""
-        numbers, peer, label = self._names.numbers, call.peer.name, call.label
+    def on_answer(self, call: Any, error: BaseException | None) -> None:
+        """Record an agent's ``Call`` that is over."""
+        numbers, peer, label, reply = self._names.numbers, call.peer.name, call.label, call.outcome
         self._last = number = self._next()
-        _pack(
+        _pack_called(
             self._ring,
             (number & self._mask) * _SIZE,
             number,
             CALLED,
-            reply is None or reply[0] != REPLY,
+            error is not None,
             call.future is None,
             numbers.get(peer) or self._names.add(peer),
             numbers.get(label) or self._names.add(label),
-            0,
             call.made,
             _time.now(),
-            0.0,
             call.id,
             call.chain,
             call.thread,
@@ -182,21 +183,20 @@ class FlightRecorder:
             0 if reply is None else len(reply[6]),
         )
 
-    def executed(self, execution: Any, failed: bool) -> None:
-        """Record an agent's ``Execution`` that is answered."""
+    def on_end(self, execution: Any, error: BaseException | None) -> None:
+        """Record an agent's ``Execution`` that is over."""
         actor, what, peer = execution.actor, execution.what, execution.peer.name
         if type(what) is not str:
             what = name_of(what)
         numbers = self._names.numbers
         self._last = number = self._next()
         now = _time.now()
-        _pack(
+        _pack_executed(
             self._ring,
             (number & self._mask) * _SIZE,
             number,
             EXECUTED,
-            failed,
-            False,
+            error is not None,
             numbers.get(peer) or self._names.add(peer),
             numbers.get(what) or self._names.add(what),
             0 if actor is None else numbers.get(actor.title) or self._names.add(actor.title),
@@ -206,17 +206,14 @@ class FlightRecorder:
             execution.id,
             execution.chain,
             execution.thread,
-            0,
-            0,
         )
 
     def noted(self, begun: float, kind: str, what: str) -> None:
         """Record a restart, a stream, a backward pass or a copy, which began at ``begun`` and ends now, on this thread."""
-        names = self._names.add(kind), self._names.add(what), 0
-        times, ids = (begun, _time.now(), 0.0), (0, 0, threading.get_ident())
+        names = self._names.add(kind), self._names.add(what)
         self._last = number = self._next()
-        place = (number & self._mask) * _SIZE
-        _pack(self._ring, place, number, NOTED, False, False, *names, *times, *ids, 0, 0)
+        place, thread = (number & self._mask) * _SIZE, threading.get_ident()
+        _NOTED.pack_into(self._ring, place, number, NOTED, *names, begun, _time.now(), thread)
 
     @property
     def total(self) -> int:
@@ -235,22 +232,33 @@ class FlightRecorder:
         total = self.total
         found: list[tuple[Any, ...]] = []
         for number in range(max(first, total - self._mask - 1) + 1, total + 1):
-            row = _RECORD.unpack_from(self._ring, (number & self._mask) * _SIZE)
-            if row[0] == number:
-                found.append(self._record(row))
+            place = (number & self._mask) * _SIZE
+            record = self._record(bytes(self._ring[place : place + _SIZE]))
+            if record[0] == number - 1:
+                found.append(record)
                 if len(found) == most:
                     break
         return found
 
     def _at(self, number: int) -> int:
-        return int(_number_at(self._ring, (number & self._mask) * _SIZE)[0])
+        return int(_head_at(self._ring, (number & self._mask) * _SIZE)[0])
 
-    def _record(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
-        number, kind, failed, waits, *names, first, second, third, id, chain, thread, sent, received = row
-        peer, what, actor = map(self._names.text, names)
-        number -= 1
+    def _record(self, slot: bytes) -> tuple[Any, ...]:
+        text = self._names.text
+        number, kind = _head_at(slot)
         if kind == CALLED:
-            return number, CALLED, first, second, id, peer, chain, what, thread, failed, waits, sent, received
+            _, _, failed, waits, peer, what, made, answered, id, chain, thread, sent, received = (
+                _CALLED.unpack_from(slot)
+            )
+            return (
+                *(number - 1, CALLED, made, answered, id, text(peer), chain, text(what)),
+                *(thread, failed, waits, sent, received),
+            )
         if kind == EXECUTED:
-            return number, EXECUTED, first, second, third, id, peer, chain, what, thread, failed, actor
-        return number, NOTED, first, second, peer, what, thread
+            _, _, failed, peer, what, actor, *times, id, chain, thread = _EXECUTED.unpack_from(slot)
+            return (
+                *(number - 1, EXECUTED, *times, id, text(peer), chain, text(what)),
+                *(thread, failed, text(actor)),
+            )
+        _, _, peer, what, begun, ended, thread = _NOTED.unpack_from(slot)
+        return number - 1, NOTED, begun, ended, text(peer), text(what), thread

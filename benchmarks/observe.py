@@ -29,8 +29,10 @@ from typing import Any
 from actorrpc import rpc
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import current_worker
+from actorrpc.agent.hooks import HookSet
 from actorrpc.flight_recorder import FlightRecorder
 from actorrpc.rpc import spans
+from actorrpc.wire.frames import REPLY, Frame
 
 __all__ = ["main"]
 
@@ -38,25 +40,17 @@ _RESULTS = Path(__file__).parent / "results" / "observe.json"
 _WAYS = ("on", "off", "otel")
 _CALLS = {"pipelined": 1000, "sync": 500}
 
-_recorder: FlightRecorder | None = None
-_of_spans: dict[str, Any] = {}
+_hooks: dict[str, HookSet] = {}
 
 
 def _switch(way: str) -> float:
     """Have this worker's calls be measured in one way from here on; return the seconds of processor it has used."""
-    global _recorder
     worker = current_worker()
     assert worker is not None
     agent = worker.agent
-    if _recorder is None:
-        _recorder = agent.flights
-        _of_spans.update(call=vars(agent)["call"], ask=vars(agent)["ask"])
-    agent.flights = None if way == "off" else _recorder
-    for name, method in _of_spans.items():
-        # What a worker without spans has is found in its class, and is bound at each call: the same is done here.
-        vars(agent).pop(name, None)
-        if way == "otel":
-            vars(agent)[name] = method
+    if not _hooks:
+        _hooks.update(otel=agent.hooks, on=HookSet(agent.flights), off=HookSet())
+    agent.hooks = _hooks[way]
     return time.process_time()
 
 
@@ -89,42 +83,19 @@ def _measured(what: str, way: str) -> float:
 
 def _of_no_span() -> float:
     """Return what it takes to see that a call is no span, in microseconds."""
-
-    def send(
-        peer: Any,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        timeout: float,
-        *,
-        future: Any = None,
-        keep: Any = None,
-        label: Any = None,
-        mail: Any = None,
-        header: Any = None,
-    ) -> None:
-        pass
-
-    agent: Any = SimpleNamespace(call=send, ask=None)
-    client: Any = spans._SpanClient(agent, spans._OtelApi())
-    future = object()
-
-    def took(call: Callable[..., Any]) -> float:
-        return 10 * min(
-            timeit.repeat(lambda: call(None, None, (), {}, 0.0, future=future), number=100_000, repeat=7)
-        )
-
-    return took(client.call) - took(send)
+    client = spans._SpanClient(spans._OtelApi())
+    call: Any = None
+    return 10 * min(timeit.repeat(lambda: client.on_call(call, None, ()), number=100_000, repeat=7))
 
 
 def _of_a_record() -> dict[str, float]:
     """Return what it takes to write one record of each kind, in microseconds."""
     peer: Any = SimpleNamespace(name="w1")
-    agent: Any = SimpleNamespace(flights=None)
+    agent: Any = SimpleNamespace(hooks=HookSet())
     recorder = FlightRecorder()
     call = Call(agent, peer, "add", 1.0, 0.0, 1, None, 1.0)
     call.frame = bytes(60)
-    reply: Any = (3, 0, 1, 0.0, 1, b"", bytes(10))
+    call.outcome = Frame(REPLY, 0, 1, 0.0, 1, b"", bytes(10))
     execution = Execution(None, peer, 1, 1.0, 1, 1.0)
     execution.what = operator.add
 
@@ -133,8 +104,8 @@ def _of_a_record() -> dict[str, float]:
 
     empty = took(lambda: None)
     return {
-        "called": took(lambda: recorder.called(call, reply)) - empty,
-        "executed": took(lambda: recorder.executed(execution, False)) - empty,
+        "called": took(lambda: recorder.on_answer(call, None)) - empty,
+        "executed": took(lambda: recorder.on_end(execution, None)) - empty,
     }
 
 

@@ -28,7 +28,6 @@ from actorrpc.actors.spec.options import ActorOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.supervision.names import Names
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.executor import named
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
@@ -218,7 +217,7 @@ def exit_actor() -> NoReturn:
         raise RuntimeError("exit_actor() was called outside of an actor; from there it is kill(handle)")
     if execution.actor.spec is not None and execution.actor.spec.info.name == TASKS:
         raise RuntimeError(
-            f"exit_actor() was called in {named(execution)}, and not in an actor: a task ends by returning"
+            f"exit_actor() was called in {execution.label}, and not in an actor: a task ends by returning"
         )
     why = "exit_actor() was called in it"
     execution.actor.leave(execution, why)

@@ -1,8 +1,7 @@
 """The agent: one per worker. It connects connections, threads, clock and calls.
 
 The agent knows bytes, deadlines and waiting threads. Upper packages add RRefs, autograd contexts, traces and actors to calls:
-interceptors wrap executions and add to headers, ``on_notice`` handles one-way messages, and ``on_peer_end`` is called when a peer
-has ended.
+``hooks`` take part in calls, ``on_notice`` handles one-way messages, and ``on_peer_end`` is called when a peer has ended.
 
 Any thread may make calls. ``Inbox.control`` runs under a connection's read lock, on whichever thread reads; it is short and runs
 no user code. ``Inbox.deliver`` runs after the lock was released. No lock of this module is held while calling out.
@@ -30,7 +29,15 @@ from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Executor
-from actorrpc.agent.hooks import Interceptor, MessageFilter, MessageReferences, Recorder, recorded
+from actorrpc.agent.hooks import (
+    HookSet,
+    MessageReferences,
+    OutgoingMessage,
+    Recorder,
+    profiler,
+    recorded,
+    thread_is_profiled,
+)
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import MAX_PENDING, SETTLED_S, MessageContext, Peer, PeerTable
@@ -134,10 +141,9 @@ class Agent:
         )
         self.buffers = BufferPool(settings.recycle_bytes, on_return=self._trim_later)
         self.objects = self._object_store(key)
-        self.interceptors: list[Interceptor] = []
         self.recorder: Recorder = Recorder()
         self.flights = FlightRecorder() if settings.recorder else None
-        self.gate: MessageFilter | None = None
+        self.hooks = HookSet(self.flights)
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
         self.held: set[int] = set()  # threads whose calls a debugger holds
         self.on_failure: Callable[[Execution, Exception], None] | None = None
@@ -286,13 +292,13 @@ class Agent:
             header = {} if header is None else header
             header["path"] = current.path[:-1]
         encoded: codec.Encoded | bytes = b""
-        reserves = is_new and bool(call.awaits)
+        hooks, reserves = self.hooks, is_new and bool(call.awaits)
         try:
             if not reserves:
-                if self.interceptors:
-                    header = header or {}
-                    for interceptor in self.interceptors:
-                        interceptor.request_header(header, peer)
+                if hooks.on_call or (
+                    mail is None and (profiler._is_profiler_enabled or thread_is_profiled())
+                ):
+                    header = hooks.begin_call(call, function, args, header)
                 sent = function
                 if mail is None and type(function) is FunctionType and not by_value.modules:
                     sent = peer.functions.numbers.get(function)
@@ -325,13 +331,14 @@ class Agent:
                 call.future.source = call.future.label = call  # put into words only when they are needed
             if current is not None:
                 current.add_nested(call)
-            gate = None if reserves else self.gate  # read once: another thread may remove it
-            if gate is None or gate.request(call, function, args, encoded, header, mail, message):
+            if hooks.messages and not reserves:
+                self._offer(call, function, args, encoded, header, message)
+            else:
                 self._dispatch(call, encoded, header)
-            if gate is None and not (message.sent or message.objects or message.held):
-                peer.contexts.append(message)
-        except BaseException:
-            self._undo(call, message, is_new)
+                if not (message.sent or message.objects or message.held):
+                    peer.contexts.append(message)
+        except BaseException as error:
+            self._undo(call, message, is_new, error)
             raise
         if current is not None and current.given_up is not given_up:
             call.cancel(current.given_up[-1], current.late)  # it could not be cancelled before it was made
@@ -342,7 +349,34 @@ class Agent:
             self.flush()
             call.peer.window.wait_for_room(call.deadline, f"the call of {call.label}")
 
-    def _undo(self, call: Call, message: MessageContext, is_new: bool) -> None:
+    def _offer(
+        self,
+        call: Call,
+        function: Any,
+        args: tuple[Any, ...],
+        encoded: codec.Encoded | bytes,
+        header: Header | None,
+        message: MessageContext,
+    ) -> None:
+        """Send a packed call, unless hooks take it over."""
+        request = OutgoingMessage(
+            frames.REQUEST,
+            call.peer,
+            call.id,
+            encoded,
+            header,
+            call=call,
+            function=function,
+            args=args,
+            mail=call.mail,
+            name=call.label,
+            chain=call.chain,
+            flags=0 if call.mail is None else frames.MAIL,
+            context=message,
+        )
+        self.hooks.send(request, partial(self._dispatch, call, encoded, header))
+
+    def _undo(self, call: Call, message: MessageContext, is_new: bool, error: BaseException) -> None:
         """Undo what :meth:`_send` has begun; a call that is in the outbox or beyond it is cancelled."""
         if call.handed_over:
             call.cancel()  # a signal handler has raised, between chunks or since
@@ -352,6 +386,10 @@ class Agent:
             call.peer.window.release(call)
         if message.sent:
             self.references.roll_back(message)
+        if not call.done:
+            # The flight recorder, which is first, has no records of calls that were not sent.
+            for ended in call.ending[len(self.hooks.recorded) :]:
+                ended(call, error)
 
     def ask(
         self,
@@ -362,28 +400,35 @@ class Agent:
         timeout: float,
         keep: Any = None,
         label: str | None = None,
-        header: Header | None = None,
     ) -> Any:
         """Make a call as :meth:`call` does, and return its value or raise its error."""
         if QUEUED:
             run_queued_callbacks()
         call: Call | None = None
         try:
-            call = self.call(peer, function, args, kwargs, timeout, None, keep, label, None, header)
+            call = self.call(peer, function, args, kwargs, timeout, None, keep, label)
             while not call.done:
                 call.drive(None)
-        except BaseException:
+        except BaseException as error:
             if call is not None:
-                self._give_up(call)  # a signal handler has raised
+                self._give_up(call, error)  # a signal handler has raised
             raise
-        outcome, call.outcome = call.outcome, None
+        outcome = call.outcome
         if isinstance(outcome, BaseException):
+            call.outcome = None
             try:
                 raise outcome
             finally:
                 del outcome  # otherwise the error, its traceback and this frame would be a cycle
         assert outcome is not None
-        value = outbound.opened(self, call.conn, outcome, peer)
+        try:
+            value = outbound.opened(self, call.conn, outcome, peer)
+        except BaseException as error:
+            self._end_asked(call, error)
+            raise
+        for ended in call.ending:
+            ended(call, None)
+        call.outcome = None  # the execution that this call is nested in keeps the call
         if _interrupts.pending:
             checkpoint()
         return value
@@ -419,34 +464,65 @@ class Agent:
             if message.sent or message.objects:
                 header = self.announce(message, header)
             id, chain = next(peer.ids), 0 if current is None else current.chain
-            gate = self.gate
-            if gate is not None and not gate.post(peer, function, args, encoded, header, chain, message):
+            if not self.hooks.messages:
+                self._send_cast(peer, id, encoded, header, chain, label)
                 return
-            if peer.is_self:
-                self.loop_back(frames.REQUEST, id, encoded, header, INFINITE, chain, frames.POST)
-                return
-            conn = peer.conn
-            if conn is None or conn.state is CLOSED:
-                self.connector.connect(peer, INFINITE, label)
-                conn = peer.conn
-                assert conn is not None
-            outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
+            cast = OutgoingMessage(
+                frames.REQUEST,
+                peer,
+                id,
+                encoded,
+                header,
+                function=function,
+                args=args,
+                name=label,
+                chain=chain,
+                flags=frames.POST,
+                context=message,
+            )
+            self.hooks.send(cast, partial(self._send_cast, peer, id, encoded, header, chain, label))
         except BaseException:
             if message.sent:
                 self.references.roll_back(message)
             raise
+
+    def _send_cast(
+        self,
+        peer: Peer,
+        id: int,
+        encoded: codec.Encoded | bytes,
+        header: Header | None,
+        chain: int,
+        label: str,
+    ) -> None:
+        if peer.is_self:
+            self.loop_back(frames.REQUEST, id, encoded, header, INFINITE, chain, frames.POST)
+            return
+        conn = peer.conn
+        if conn is None or conn.state is CLOSED:
+            conn = self.connector.connect(peer, INFINITE, label)
+        outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
         conn.flush()
 
     @uninterruptible
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: Call, error: BaseException) -> None:
         """Cancel a call of :meth:`ask`; if its reply has come, discard the reply."""
         if call.cancel():
             return
         while not call.done:  # another thread is ending it right now
             _time.pause(0.0005)
-        outcome, call.outcome = call.outcome, None
+        outcome = call.outcome
         if isinstance(outcome, Frame):
+            self._end_asked(call, error)
             self.inbox.discard(call.conn, outcome)
+        call.outcome = None
+
+    @staticmethod
+    def _end_asked(call: Call, error: BaseException) -> None:
+        """Run ``on_answer`` for a call of :meth:`ask` whose reply has come, but gives no value."""
+        for ended in call.ending:
+            ended(call, error)
+        call.outcome = None
 
     @uninterruptible
     def _dispatch(self, call: Call, encoded: codec.Encoded | bytes, header: Header | None) -> None:
@@ -589,10 +665,11 @@ class Agent:
 
         ``lazily``: it may wait some milliseconds for other messages, to be sent with them.
         """
-        gate = self.gate
-        if gate is not None:
-            return gate.notice(peer, name, body)
-        return self.send_notice(peer, name, body, lazily)
+        if not self.hooks.messages:
+            return self.send_notice(peer, name, body, lazily)
+        notice = OutgoingMessage(frames.NOTICE, peer, 0, body, name=name)
+        sent = self.hooks.send(notice, partial(self.send_notice, peer, name, body, lazily))
+        return not notice.lost if sent is None else bool(sent)
 
     def notify_surely(
         self, peer: Peer, name: str, body: bytes, *, lazily: bool = False, attempt: int = 0
@@ -605,7 +682,7 @@ class Agent:
             self.clock.after(_RETRY_S * 1.5**attempt, partial(self.submit, again))
 
     def send_notice(self, peer: Peer, name: str, body: bytes, lazily: bool = False) -> bool:
-        """Do what :meth:`notify` does, without the message filter."""
+        """Do what :meth:`notify` does, without hooks."""
         if peer.is_self:
             handler = self.on_notice.get(name)
             if handler is not None:

@@ -16,12 +16,13 @@ copy their context, and no thread carries it from one call to the next.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from actorrpc import _time
+from actorrpc.agent.hooks import NO_NOTES
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError
 from actorrpc.futures import (
     INTERRUPTED,
@@ -40,11 +41,11 @@ from actorrpc.wire.frames import CANCEL, LATE, STOP, pack_frame
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
+    from actorrpc.agent.hooks import HookSet
     from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.peers import Peer
     from actorrpc.agent.threads import Pool
     from actorrpc.agent.timers import Clock
-    from actorrpc.flight_recorder import FlightRecorder
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
@@ -97,6 +98,9 @@ class Execution:
         actor: the actor that is called, or ``None`` for a plain call.
         what: the function, or the name of the actor's method, for messages.
         deferred: the function has returned a future, whose value will be the answer.
+        notes: see :class:`~actorrpc.agent.hooks.CallHooks`. ``ending``: the ``on_end`` methods of the hooks that take part in
+            this execution, or None: those of the agent.
+        convert: returns what is sent in place of the value that it gets, or None.
     """
 
     # Class attributes are the defaults: most calls set few of these, and one object is made for each call.
@@ -110,6 +114,9 @@ class Execution:
     actor: Any = None
     what: Any = None
     deferred = False
+    notes = NO_NOTES
+    ending: tuple[Callable[..., None], ...] | None = None
+    convert: Callable[[Any], Any] | None = None
 
     def __init__(
         self,
@@ -131,6 +138,20 @@ class Execution:
         self.nested: dict[Nested, None] = {}
         if chain >> MAILBOX_BIT:
             self.path = (chain,)
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields that came with it."""
+        return cast("Mapping[str, Any]", self.header or {})
+
+    @property
+    def label(self) -> str:
+        """What messages call what is executed."""
+        name = self.what if isinstance(self.what, str) else getattr(self.what, "__qualname__", None)
+        if name is None:
+            return "the call"
+        spec = getattr(self.actor, "spec", None)
+        return str(name) if spec is None else f"{spec.info.prefix}{str(name).rpartition('<locals>.')[2]}"
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
         """End the call for its caller; see :meth:`give_up`. Runs on a pool thread."""
@@ -179,9 +200,12 @@ class Execution:
 class _CallingAgent(Protocol):
     """The parts of an agent that a call needs."""
 
+    @property
+    def name(self) -> str: ...
+
     pool: Pool
     clock: Clock
-    flights: FlightRecorder | None
+    hooks: HookSet
     scheduler: Any
     executor: Any
 
@@ -204,6 +228,8 @@ class Call(Progress):
         introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
         keep: objects that are kept alive until the call ends.
         size: bytes of body and buffers if they are not in the frame alone. ``charge``: how many of them count as unread.
+        fields, notes: see :class:`~actorrpc.agent.hooks.CallHooks`; there are no fields before ``on_call``.
+        ending: the ``on_answer`` of the hooks that take part.
     """
 
     __slots__ = (
@@ -215,6 +241,8 @@ class Call(Progress):
         "conn",
         "deadline",
         "done",
+        "ending",
+        "fields",
         "frame",
         "future",
         "id",
@@ -224,6 +252,7 @@ class Call(Progress):
         "lock",
         "made",
         "mail",
+        "notes",
         "outcome",
         "peer",
         "polling",
@@ -270,6 +299,10 @@ class Call(Progress):
         self.size = 0
         self.keep: Any = None
         self.introduces: Any = None
+        self.ending = agent.hooks.on_answer
+        self.notes = NO_NOTES
+
+    fields: dict[str, Any]
 
     def __str__(self) -> str:
         return f"the call of {self.label} on {self.peer.name!r}"
@@ -285,9 +318,8 @@ class Call(Progress):
     def fail(self, error: BaseException, submit: Any = None) -> None:
         """End the call with an error that arose on this side."""
         self.peer.window.release(self)
-        flights = self.agent.flights
-        if flights is not None:
-            flights.called(self, None)
+        for ended in self.ending:
+            ended(self, error)
         future = self.future
         callbacks: list[Any] = []
         if future is not None:

@@ -12,6 +12,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import AsyncGeneratorType, GeneratorType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +21,7 @@ import torch
 from actorrpc._exception_text import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, MAILBOX_BIT, Execution
-from actorrpc.agent.hooks import RIDERS, answer_header, intercepted, recorded, riding
+from actorrpc.agent.hooks import OutgoingMessage, recorded, run_hooked
 from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import (
     CancelledError,
@@ -41,7 +42,7 @@ from actorrpc.wire.headers import Header, unpack_header
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
 
-__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "pack_error", "path_of"]
+__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "pack_error", "path_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
@@ -96,16 +97,6 @@ def future_of(value: Any, function: Any) -> Any:
     return value
 
 
-def named(execution: Execution) -> str:
-    """Return the name of the executed function or method, for messages."""
-    what = execution.what
-    name = what if isinstance(what, str) else getattr(what, "__qualname__", None)
-    if name is None:
-        return "the call"
-    spec = getattr(execution.actor, "spec", None)
-    return name if spec is None else f"{spec.info.prefix}{str(name).rpartition('<locals>.')[2]}"
-
-
 def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
     """Pack an error for the caller of a function that raised it: whole where that fits into a message, else shortened."""
     settings, dumps = agent.settings, codec.dumper(same_main)
@@ -153,7 +144,7 @@ class Executor:
                 try:
                     if frame[5]:
                         self._read_header(frame, execution)
-                    header = execution.header
+                    header, hooks = execution.header, agent.hooks
                     opened = outbound.opened(agent, conn, frame, peer, header, execution)
                     function, args, kwargs = opened
                     if type(function) is int:
@@ -165,8 +156,8 @@ class Executor:
                     elif type(function) is tuple:
                         function = self._learn(peer, function)
                     execution.what = function
-                    if agent.interceptors or (header and not RIDERS.keys().isdisjoint(header)):
-                        value = self._intercepted(execution, function, args, kwargs)
+                    if hooks.on_start or (header and not hooks.riders.keys().isdisjoint(header)):
+                        value = run_hooked(hooks, execution, function, args, kwargs)
                     else:
                         value = function(*args, **kwargs)
                     opened = args = kwargs = None  # shared memory goes back with the answer
@@ -179,8 +170,11 @@ class Executor:
                 else:
                     if agent.abandoned:
                         agent.end_fork("a call", None)
-                    if answered and not frame[1] & POST:
-                        self.answer(execution, value)
+                    if answered:
+                        if not frame[1] & POST:
+                            self.answer(execution, value)
+                        elif execution.ending is not None:
+                            self._end_post(execution, None)
                 finally:
                     CURRENT.reset(token)
                     if answered:
@@ -224,24 +218,27 @@ class Executor:
             self._agent.end_fork("a call", error)
         cut_frames(error, __file__)
         if frame.flags & POST:
+            if execution.ending is not None:
+                self._end_post(execution, error)
             if waiting and is_of_handler(error):
                 raise error
             report(_log, error, "what %r has posted here failed", execution.peer.name)
         else:
             self.fail(execution, error)
 
+    def _end_post(self, execution: Execution, error: BaseException | None) -> None:
+        """Run the hooks at the end of a post. The flight recorder has no records of posts."""
+        try:
+            for end in execution.ending or ():
+                if end not in self._agent.hooks.recorded:
+                    end(execution, error)
+        except Exception as raised:
+            report(_log, raised, "hooks at the end of what %r has posted here failed", execution.peer.name)
+
     def _learn(self, peer: Peer, introduced: tuple[Any, ...]) -> Any:
         if self._agent.record.data_only:
             raise RefusedError("this worker takes data only: functions have no numbers here")
         return peer.functions.learn(introduced)
-
-    def _intercepted(
-        self, execution: Execution, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if execution.header is None:
-            execution.header = {}
-        interceptors = riding(self._agent.interceptors, execution.header)
-        return intercepted(interceptors, execution, function, args, kwargs)()
 
     @staticmethod
     def _read_header(frame: Frame, execution: Execution) -> None:
@@ -296,20 +293,26 @@ class Executor:
     ) -> None:
         """Send a value back, or the error of packing it. ``keep(value, size, peer)`` may return a replacement for the value."""
         agent, conn = self._agent, execution.conn
-        if (
-            type(value) in _PLAIN
-            and conn is not None
-            and not agent.interceptors
-            and agent.gate is None
-            and execution.peer.same_main is not None
-        ):
-            conn.outbox.append(outbound.pack(agent, conn, REPLY, execution.id, _dumps(value, 5)))  # type: ignore[arg-type]
-            if agent.flights is not None:
-                agent.flights.executed(execution, False)
-            return
-        message = MessageContext(execution.peer)
+        hooks, stage = agent.hooks, "runs"
+        message: MessageContext | None = None
         try:
-            header = answer_header(agent.interceptors, execution) if agent.interceptors else None
+            if (
+                type(value) in _PLAIN
+                and conn is not None
+                and not hooks.messages
+                and execution.convert is None
+                and execution.peer.same_main is not None
+            ):
+                stage = "ends"
+                for end in hooks.on_end if execution.ending is None else execution.ending:
+                    end(execution, None)
+                stage = "ended"
+                conn.outbox.append(outbound.pack(agent, conn, REPLY, execution.id, _dumps(value, 5)))  # type: ignore[arg-type]
+                return
+            if execution.convert is not None:
+                value = execution.convert(value)
+            message = MessageContext(execution.peer)
+            header: Header | None = None
             encoded = agent.encode(value, message, answer=True)
             if keep is not None:
                 size = len(encoded) if isinstance(encoded, bytes) else encoded.nbytes
@@ -322,25 +325,39 @@ class Executor:
                 header = recorded(agent.recorder, header, encoded, execution.peer)
             if message.sent or message.objects:
                 header = agent.announce(message, header)
+            stage = "ends"
+            for end in hooks.on_end if execution.ending is None else execution.ending:
+                end(execution, None)
+            stage = "ended"
             if not self._send(conn, REPLY, execution.id, encoded, header, execution, message):
                 agent.references.roll_back(message)
-            if agent.flights is not None:
-                agent.flights.executed(execution, False)
         except BaseException as error:
-            agent.references.roll_back(message)
-            if is_a(error, SerializationError) or not is_a(error, RpcError):
+            if message is not None:
+                agent.references.roll_back(message)
+            if stage != "ends" and (is_a(error, SerializationError) or not is_a(error, RpcError)):
                 remedy = _OF_GENERATORS.get(type(value), "") if execution.actor is not None else ""
                 wrapped = SerializationError(
-                    f"the result of {named(execution)} cannot be sent: {say(error)}{remedy}"
+                    f"the result of {execution.label} cannot be sent: {say(error)}{remedy}"
                 )
                 wrapped.__cause__ = error
                 error = wrapped
             elif is_a(error, LimitError):
                 error.maybe_executed = True  # the result exceeds the limit
-            self.fail(execution, error)
+            if stage == "runs":
+                self.fail(execution, error)
+            else:
+                self._send_error(execution, error)
 
     def fail(self, execution: Execution, error: BaseException) -> None:
         """Send an error back. Never raises."""
+        try:
+            for end in self._agent.hooks.on_end if execution.ending is None else execution.ending:
+                end(execution, error)
+        except Exception as raised:  # by a user's hooks
+            error = raised
+        self._send_error(execution, error)
+
+    def _send_error(self, execution: Execution, error: BaseException) -> None:
         conn, id = execution.conn, execution.id
         try:
             name, shown = self._agent.name, getattr(execution.actor, "shown", "")
@@ -349,8 +366,6 @@ class Executor:
             )
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
-            if self._agent.flights is not None:
-                self._agent.flights.executed(execution, True)
         except (
             BaseException
         ) as failure:  # memory or descriptors have run out: a small message may still be sent
@@ -398,11 +413,18 @@ class Executor:
         header: Header | None,
         execution: Execution | None = None,
         message: MessageContext | None = None,
+        *,
+        offered: bool = False,
     ) -> bool:
         agent = self._agent
-        gate = agent.gate
-        if gate is not None and not gate.answer(conn, kind, id, encoded, header, execution, message):
-            return True
+        if agent.hooks.messages and not offered:
+            peer = agent.self_peer if conn is None else conn.peer
+            answer = OutgoingMessage(
+                kind, peer, id, encoded, header, execution=execution, conn=conn, context=message
+            )
+            send = partial(self._send, conn, kind, id, encoded, header, offered=True)
+            sent = agent.hooks.send(answer, send)
+            return sent is None or bool(sent)
         if conn is None:
             agent.loop_back(kind, id, encoded, header, _INFINITE, 0)
             return True

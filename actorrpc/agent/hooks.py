@@ -1,214 +1,490 @@
-"""What sees calls and messages pass without the agent knowing of it. An agent without hooks pays a look at one name for each.
+"""Hooks: what takes part in the calls of an agent without the agent knowing of it.
 
-:class:`Interceptor` puts fields into the headers of calls and answers, and wraps executions: traces, profiling. A
-:class:`Recorder` notes the tensors in messages: distributed autograd. A :class:`MessageFilter` sees every message before it
-leaves, and may keep it: tests lose and hold up messages on purpose (``actorrpc.testing``). *Points* are named moments in the
-life of a worker that are not messages, at which tests have it die, stop or fail; none of them is on the path of a call.
+A user or a module of this package derives a class from :class:`CallHooks`, overrides the moments that it needs, and adds an
+instance: to all workers of the process (:func:`add_hooks`), or to one agent (:class:`HookSet`). A moment for which no hooks
+were added costs a call one look at an empty tuple. The flight recorder, spans of OpenTelemetry, ranges and remote events of
+torch's profilers, and the faults of ``actorrpc.testing`` are such hooks.
+
+Three more interfaces are here, of which each agent has one instance or none. A :class:`Recorder` follows the tensors in messages
+(distributed autograd). :class:`MessageReferences` counts the references in messages (RRefs). *Points* are named moments in the
+life of a worker, at which tests make it die, stop or fail (:func:`reach`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+import inspect
+import logging
+import os
+import threading
+import weakref
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
+from functools import wraps
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+
+import torch
+
+from actorrpc.wire import frames
 
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Call, Execution
     from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.peers import MessageContext, Peer
+    from actorrpc.flight_recorder import FlightRecorder
     from actorrpc.serialization.codec import Encoded
+    from actorrpc.transport.connection import Connection
     from actorrpc.wire.headers import Header
 
 __all__ = [
+    "NO_NOTES",
     "POINTS",
     "RECEIPT",
-    "RIDERS",
-    "Interceptor",
-    "MessageFilter",
+    "CallHooks",
+    "HookSet",
     "MessageReferences",
+    "OutgoingMessage",
     "Recorder",
-    "answer_header",
-    "intercepted",
+    "add_hooks",
+    "is_profiled",
+    "profiler",
     "reach",
     "recorded",
-    "riding",
+    "remove_hooks",
+    "run_hooked",
+    "thread_is_profiled",
     "watch",
 ]
+
+_log = logging.getLogger("actorrpc")
+NO_NOTES: Final = cast("dict[Any, Any]", MappingProxyType({}))
+"""The notes of calls and executions in which no hooks take part."""
+
+#: The module of torch's profiler. Its ``_is_profiler_enabled`` says whether a profiler is on in any thread.
+profiler: Final[Any] = torch.autograd.profiler
+#: Says whether a profiler of torch is on in this thread.
+thread_is_profiled: Final[Callable[[], bool]] = vars(torch.autograd)["_profiler_enabled"]
 
 RECEIPT: Final = "receipt"
 """The notice of the protocol of reference counts: which references have arrived, and which are gone."""
 
 
-class Interceptor:
-    """Rides along with calls; by itself, it changes nothing. Methods run on the thread of the call; what they raise ends it."""
+def is_profiled() -> bool:
+    """Say whether hooks that take part in profiled calls take part in a call that this thread makes."""
+    return bool(profiler._is_profiler_enabled or thread_is_profiled())
 
-    def request_header(self, header: Header, peer: Peer) -> None:
-        """Put fields into the header of a call that is about to be packed."""
 
-    def reply_header(self, header: Header, execution: Execution) -> None:
-        """Put fields into the header of an answer that is about to be packed."""
+class CallHooks:
+    """Methods that run at the moments of calls. Derive a class, override what you need, and add an instance (:func:`add_hooks`).
 
-    def wrap(
-        self,
-        execution: Execution,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[[], Any],
-    ) -> Callable[[], Any]:
-        """Return what to run in place of ``call``; ``execution.header`` has the fields that came along."""
-        return call
+    Methods run on the thread of the call, on any number of threads at a time, and delay the call as long as they run. An
+    exception from ``on_call``, ``before_send`` or ``after_send`` is raised to the caller, one from ``on_start`` or ``on_end``
+    becomes the answer of the call, and one from ``on_answer`` is logged.
 
-    def reply_received(self, header: Header, peer: Peer, value: Any) -> Any:
-        """Return the value of a reply, or a replacement."""
+    A ``call`` is a call that this worker makes, and an ``execution`` one that this worker executes. Of both, ``peer.name`` is
+    the name of the other worker, ``label`` names the function or method, ``fields`` are the fields that travel with the call,
+    and ``notes`` is a dict in which hooks keep what they need until the end, with themselves as keys. A call that was under way
+    when the hooks were added may come with ``on_end`` or ``on_answer`` only.
+    """
+
+    #: Name of a field. Where it is given, the hooks take part only in executions that came with the field.
+    field: ClassVar[str] = ""
+    #: Take part only in calls that a thread makes while a profiler of torch is on in it.
+    profiled_only: ClassVar[bool] = False
+
+    def on_call(self, call: Call, function: Any, args: tuple[Any, ...]) -> None:
+        """Run when a call is made, before its arguments are packed. ``call.fields`` may get values that msgpack can pack.
+
+        Args:
+            function: the function. A call of an actor's method has None: see ``call.label``.
+        """
+
+    def before_send(self, message: OutgoingMessage) -> bool | None:
+        """Run before a packed message leaves. Return False to take the message over: then it is not sent, or sent later."""
+
+    def after_send(self, message: OutgoingMessage) -> None:
+        """Run when a message has been given to its connection. A connection may gather messages for a moment."""
+
+    def on_start(
+        self, execution: Execution, function: Any, args: tuple[Any, ...]
+    ) -> AbstractContextManager[Any] | None:
+        """Run before a function or method is executed.
+
+        Returns:
+            None, or a context manager. It is entered around the code of the function: of a coroutine, around the whole; of a
+            generator, around each step. It must be possible to enter it again.
+        """
+        return None
+
+    def on_end(self, execution: Execution, error: BaseException | None) -> None:
+        """Run when an execution is over: before its answer is sent, or after the last item of a stream."""
+
+    def on_answer(self, call: Call, error: BaseException | None) -> None:
+        """Run when a call is over, before the threads that wait for it go on. ``error``: why it has failed, or None."""
+
+
+_MOMENTS: Final = ("on_call", "before_send", "after_send", "on_start", "on_end", "on_answer")
+# Guards the changes of hook sets; nothing is called under it.
+_lock = threading.Lock()
+_of_process: list[CallHooks] = []  # by ``add_hooks``
+_sets: weakref.WeakSet[HookSet] = weakref.WeakSet()
+
+
+def add_hooks(hooks: CallHooks) -> None:
+    """Have hooks take part in the calls of every worker of this process, also of those that it becomes later.
+
+    Other processes need hooks of their own: add them in a module that all import, or by a call.
+    """
+    with _lock:
+        _of_process.append(hooks)
+        for each in list(_sets):
+            each._change((*each._hooks, hooks))
+
+
+def remove_hooks(hooks: CallHooks) -> None:
+    """Undo :func:`add_hooks`. Calls that are under way may still reach the hooks. Idempotent."""
+    with _lock:
+        _of_process[:] = [each for each in _of_process if each is not hooks]
+        for found in list(_sets):
+            found._change(tuple(each for each in found._hooks if each is not hooks))
+
+
+class HookSet:
+    """The hooks of one agent, sorted by moments. Thread-safe: a change replaces tuples.
+
+    Args:
+        recorder: the agent's flight recorder, which has two of the methods of :class:`CallHooks`. It takes part first.
+
+    Attributes:
+        active: there are hooks besides the recorder and those that take part only under conditions.
+        messages: there are hooks that see messages.
+        on_call, before_send, after_send, on_start, on_end, on_answer: the methods of the hooks without conditions.
+        riders: hooks that take part in executions with a header field, by the field.
+        profiled: hooks that take part in calls which are profiled.
+        recorded: the method by which the recorder sees executions.
+    """
+
+    on_call: tuple[Callable[..., None], ...]
+    before_send: tuple[Callable[..., bool | None], ...]
+    after_send: tuple[Callable[..., None], ...]
+    on_start: tuple[Callable[..., AbstractContextManager[Any] | None], ...]
+    on_end: tuple[Callable[..., None], ...]
+    on_answer: tuple[Callable[..., None], ...]
+
+    def __init__(self, recorder: FlightRecorder | None = None) -> None:
+        self.recorded: tuple[Callable[..., None], ...] = () if recorder is None else (recorder.on_end,)
+        self._answered: tuple[Callable[..., None], ...] = () if recorder is None else (recorder.on_answer,)
+        with _lock:
+            self._change(tuple(_of_process))
+            _sets.add(self)
+
+    def add(self, hooks: CallHooks) -> None:
+        """Have hooks take part. Idempotent."""
+        with _lock:
+            if hooks not in self._hooks:
+                self._change((*self._hooks, hooks))
+
+    def remove(self, hooks: CallHooks) -> None:
+        """Have hooks no longer take part. Idempotent."""
+        with _lock:
+            self._change(tuple(each for each in self._hooks if each is not hooks))
+
+    def _change(self, hooks: tuple[CallHooks, ...]) -> None:
+        self._hooks = hooks
+        self.riders = {each.field: each for each in hooks if each.field}
+        self.profiled = tuple(each for each in hooks if each.profiled_only)
+        always = [each for each in hooks if not each.field and not each.profiled_only]
+        for moment in _MOMENTS:
+            setattr(self, moment, tuple(method for each in always for method in _overridden(each, moment)))
+        self.on_end = (*self.recorded, *self.on_end)
+        self.on_answer = (*self._answered, *self.on_answer)
+        self.messages = bool(self.before_send or self.after_send)
+        self.active = bool(always)
+
+    def begin_call(
+        self, call: Call, function: Any, args: tuple[Any, ...], header: Header | None
+    ) -> Header | None:
+        """Run ``on_call`` for a call; return its header."""
+        fields = call.fields = {} if header is None else cast("dict[str, Any]", header)
+        call.notes = {}
+        methods = self.on_call
+        if call.mail is None and is_profiled():
+            methods = (*methods, *(each.on_call for each in self.profiled))
+            call.ending = (*call.ending, *(_logged(each.on_answer) for each in self.profiled))
+        for method in methods:
+            method(call, function, args)
+        return cast("Header", fields) if fields else None
+
+    def send(self, message: OutgoingMessage, send: Callable[[], Any]) -> Any:
+        """Have a message sent by ``send()``, unless hooks take it over.
+
+        Returns:
+            The result of ``send()``, which is False if the message was not sent; None if hooks have taken it over.
+        """
+        for before in self.before_send:
+            if before(message) is False:
+                return None
+        sent = send()
+        if sent is not False:
+            for after in self.after_send:
+                after(message)
+        return sent
+
+
+def _overridden(hooks: CallHooks, moment: str) -> tuple[Callable[..., Any], ...]:
+    method = getattr(hooks, moment)
+    if getattr(method, "__func__", None) is getattr(CallHooks, moment):
+        return ()
+    return (_logged(method) if moment == "on_answer" else method,)
+
+
+def _logged(method: Callable[..., None]) -> Callable[..., None]:
+    """Return ``on_answer`` of hooks so that an error in it does not disturb the thread that ends the call."""
+
+    @wraps(method)
+    def on_answer(call: Call, error: BaseException | None) -> None:
+        try:
+            method(call, error)
+        except Exception:
+            _log.exception("%r failed at the end of %s", method, call)
+
+    return on_answer
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingMessage:
+    """A packed message that is about to leave.
+
+    Attributes:
+        kind: ``frames.REQUEST``, ``REPLY``, ``FAILURE`` or ``NOTICE``.
+        peer: its receiver.
+        id: the number of the call that it makes or answers.
+        encoded: its body.
+        header: its header, or None.
+        call: the call that it makes; None for a request without an answer, and for other kinds.
+        execution: the execution that it answers, where that is known.
+        function, args: what a request calls, and what with; ``mail``: the header of a call of an actor.
+        name: what a request calls, in words; of a notice, its name.
+        chain, flags: see :class:`actorrpc.wire.frames.Frame`.
+        conn: the connection that an answer has to take.
+        context: what was registered for the message while it was packed.
+        lost: hooks that take a notice over set this where its sender is to learn that the notice was not sent.
+    """
+
+    kind: int
+    peer: Peer
+    id: int
+    encoded: Encoded | bytes
+    header: Header | None = None
+    _: KW_ONLY
+    call: Call | None = None
+    execution: Execution | None = None
+    function: Any = None
+    args: tuple[Any, ...] = ()
+    mail: MailHeader | None = None
+    name: str = ""
+    chain: int = 0
+    flags: int = 0
+    conn: Connection | None = None
+    context: MessageContext | None = None
+    lost: bool = False
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether it answers a call."""
+        return self.kind in (frames.REPLY, frames.FAILURE)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its body, with the memory of tensors and other buffers."""
+        return len(self.encoded) if isinstance(self.encoded, bytes) else self.encoded.nbytes
+
+
+# -- executions with hooks ---------------------------------------------------------------------------------
+
+
+def run_hooked(
+    hooks: HookSet, execution: Execution, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call ``function(*args, **kwargs)`` between ``on_start`` and ``on_end`` of hooks.
+
+    A coroutine or generator that it returns is returned in a form which enters the context managers of the hooks.
+    ``Executor.answer`` and ``Executor.fail`` run ``on_end``.
+    """
+    riders = [rider for field, rider in hooks.riders.items() if field in execution.fields]
+    execution.notes = {}
+    execution.ending = (*hooks.on_end, *(each.on_end for each in riders))
+    found = [
+        start(execution, function, args) for start in (*(each.on_start for each in riders), *hooks.on_start)
+    ]
+    scopes = [each for each in found if each is not None]
+    with _entered(scopes):
+        value = function(*args, **kwargs)
+    if inspect.iscoroutine(value):
+        return _awaited(value, scopes) if scopes else value
+    is_generator = inspect.isgenerator(value)
+    if not is_generator and not inspect.isasyncgen(value):
         return value
+    # A stream is answered before its first item: from then on it exists, which is what the flight recorder notes.
+    ending = [each for each in execution.ending if each not in hooks.recorded]
+    execution.ending = hooks.recorded
+
+    def end(error: BaseException | None) -> None:
+        for each in ending:
+            each(execution, None if isinstance(error, GeneratorExit) else error)
+
+    if is_generator:
+        items = _stepped(value, scopes, end)
+        next(items)
+        return items
+    stream = _stepped_async(value, scopes, end)
+    with suppress(StopIteration):
+        stream.asend(None).send(None)
+    return stream
 
 
-#: Interceptors that take part only in the calls that have their field in the header: others pay nothing for them. They wrap
-#: executions, and what they return is sent.
-RIDERS: Final[dict[str, Interceptor]] = {}
+@contextmanager
+def _entered(scopes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter context managers for a block, the first of them first."""
+    with ExitStack() as stack:
+        for each in scopes:
+            stack.enter_context(each)
+        yield
+
+
+async def _awaited(coroutine: Coroutine[Any, Any, Any], scopes: Sequence[AbstractContextManager[Any]]) -> Any:
+    with _entered(scopes):
+        return await coroutine
+
+
+def _stepped(
+    items: Generator[Any, Any, Any],
+    scopes: Sequence[AbstractContextManager[Any]],
+    end: Callable[[BaseException | None], None],
+) -> Generator[Any, Any, None]:
+    error: BaseException | None = None
+    try:
+        yield  # ``run_hooked`` comes as far as this, so that ``end`` runs even if nobody asks for an item
+        while True:
+            with _entered(scopes):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        try:
+            items.close()
+        finally:
+            end(error)
+
+
+async def _stepped_async(
+    items: AsyncGenerator[Any, Any],
+    scopes: Sequence[AbstractContextManager[Any]],
+    end: Callable[[BaseException | None], None],
+) -> AsyncGenerator[Any, None]:
+    error: BaseException | None = None
+    try:
+        yield  # see ``_stepped``
+        while True:
+            with _entered(scopes):
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            yield item
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        try:
+            await items.aclose()
+        finally:
+            end(error)
+
+
+# -- the other interfaces ------------------------------------------------------------------------------------
 
 
 class Recorder:
-    """Records the tensors in messages, to follow them from worker to worker; this one does not. One per agent. Thread-safe.
+    """Follows tensors from worker to worker. This base class records nothing. One per agent. Thread-safe.
 
     Attributes:
-        live: what messages could belong to; while that is empty, it is asked about tensors that require grad only.
+        live: the autograd contexts that messages may belong to. While there are none, :meth:`sent` is called only for messages
+            with tensors that require grad.
     """
 
     live: Collection[object] = ()
 
     def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
-        """See the plain tensors of what has been packed, on the thread that packs it.
+        """Record the plain tensors of a message that has been packed. Called on the thread that packs it.
 
         Args:
-            peer: to whom the message goes; None for something that is kept, to be opened later anywhere.
-            context: what it belongs to; by default what the calling code does.
+            peer: the receiver; None for a value that is kept, which any worker may open later.
+            context: the context that the message belongs to; by default that of the calling code.
 
         Returns:
-            What is to travel along (anything that msgpack can pack), or None.
+            A tag that travels with the message (a value that msgpack can pack), or None.
         """
 
     def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
-        """See the plain tensors of what has been opened, in the order in which they were packed.
+        """Record the plain tensors of a message that has been opened, in the order in which they were packed.
 
         Args:
-            tag: what :meth:`sent` has returned there, as it came over the wire.
-            peer: its sender; None for something that was kept.
+            tag: the result of :meth:`sent` on the other worker, as it came over the wire.
+            peer: the sender; None for a value that was kept.
 
         Raises:
-            ProtocolError: the tag makes no sense.
+            ProtocolError: the tag cannot be read.
         """
 
     def forwarded(self, tag: Any, peer: Peer) -> None:
-        """Hear that something kept goes to a worker."""
+        """Record that a kept value is sent to a worker."""
 
 
 class MessageReferences:
     """Counts the references in messages. One per agent; thread-safe. This base class serves agents without references."""
 
     def pack(self, sent: list[Any]) -> bytes:
-        """Return what the header says of the references in a message that has been packed."""
+        """Return the header field that lists the references in a message that has been packed."""
         return b""
 
     def roll_back(self, context: MessageContext) -> None:
         """Take back the references of a message that is not sent."""
 
     def arrived(self, context: MessageContext, packed: bytes) -> None:
-        """Take up the references of a message that is about to be opened."""
+        """Register the references of a message that is about to be opened."""
 
     def refuse(self, peer: Peer, packed: bytes) -> None:
-        """Give back the references of a message that will not be opened."""
+        """Release the references of a message that will not be opened."""
 
     def confirm(self, received: list[Any], execution: Execution) -> None:
-        """Have a call that is executed wait until the owners know of the references that it has received."""
+        """Delay a call that is executed until the owners know of the references that it has received."""
 
 
 def recorded(
     recorder: Recorder, header: Header | None, encoded: Encoded | bytes, peer: Peer
 ) -> Header | None:
-    """Return the header of a message that has been packed, with the recorder's tag where it gives one."""
+    """Return the header of a message that has been packed, with the recorder's tag if there is one."""
     tag = recorder.sent(() if isinstance(encoded, bytes) else encoded.tensors, peer)
     if tag is not None:
         header = {} if header is None else header
         header["tag"] = tag
     return header
-
-
-def riding(interceptors: Sequence[Interceptor], header: Header) -> Sequence[Interceptor]:
-    """Return what wraps the execution of a call with this header: its riders are the outermost."""
-    return [*(rider for name, rider in RIDERS.items() if name in header), *interceptors]
-
-
-def answer_header(interceptors: Sequence[Interceptor], execution: Execution) -> Header:
-    """Return the header of an answer, as the interceptors fill it."""
-    header: Header = {}
-    for interceptor in interceptors:
-        interceptor.reply_header(header, execution)
-    return header
-
-
-def intercepted(
-    interceptors: Sequence[Interceptor],
-    execution: Execution,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Callable[[], Any]:
-    """Return what to run in place of ``function(*args, **kwargs)``: the first interceptor is the outermost."""
-    call: Callable[[], Any] = lambda: function(*args, **kwargs)  # noqa: E731
-    for interceptor in reversed(interceptors):
-        call = interceptor.wrap(execution, function, args, kwargs, call)
-    return call
-
-
-class MessageFilter(Protocol):
-    """Decides of messages that are packed and about to leave. Called on the thread that sends; thread-safe.
-
-    Where a method returns False the gate has taken the message over: it sends it later, or ends the call that waits for it.
-    """
-
-    def request(
-        self,
-        call: Call,
-        function: Any,
-        args: tuple[Any, ...],
-        encoded: Encoded | bytes,
-        header: Header | None,
-        mail: MailHeader | None,
-        message: MessageContext,
-    ) -> bool:
-        """Say whether a call leaves now. It is in no table yet."""
-
-    def post(
-        self,
-        peer: Peer,
-        function: Any,
-        args: tuple[Any, ...],
-        encoded: Encoded | bytes,
-        header: Header | None,
-        chain: int,
-        message: MessageContext,
-    ) -> bool:
-        """Say whether a post leaves now.
-
-        Raises:
-            RpcError: it will not arrive.
-        """
-
-    def answer(
-        self,
-        conn: Any,
-        kind: int,
-        id: int,
-        encoded: Encoded | bytes,
-        header: Header | None,
-        execution: Execution | None,
-        message: MessageContext | None,
-    ) -> bool:
-        """Say whether the answer to a call leaves now. ``conn`` is None for one of this worker to itself."""
-
-    def notice(self, peer: Peer, name: str, body: bytes) -> bool:
-        """Send a notice, or keep it; return what :meth:`Agent.notify` is to return."""
 
 
 POINTS: Final[Mapping[str, str]] = {
@@ -227,18 +503,27 @@ POINTS: Final[Mapping[str, str]] = {
     "actor.checkpointed": "the supervisor has the checkpoint; the answer has not been sent yet",
     "actor.ending": "an actor has ended; on_stop() comes next",
 }
-"""Every point that is no message's, and when it is reached."""
+"""Every point that does not belong to a message, and when it is reached."""
 
 _watcher: Callable[[str, str], None] | None = None
 
 
 def watch(watcher: Callable[[str, str], None] | None) -> None:
-    """Have ``watcher(point, worker)`` called at every point from now on; None: nobody. It may raise."""
+    """Call ``watcher(point, worker)`` at every point from now on; None: call nothing. The watcher may raise."""
     global _watcher
     _watcher = watcher
 
 
 def reach(point: str, worker: str = "") -> None:
-    """Be at a point. ``worker``: the one that is, where the process has no agent yet."""
+    """Call the watcher, if there is one. ``worker``: this worker's name, where the process has no agent yet."""
     if _watcher is not None:
         _watcher(point, worker)
+
+
+def _after_fork() -> None:
+    """In a child: another thread may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -236,11 +236,8 @@ class Inbox:
             peer.functions.numbers[call.introduces[1]] = call.introduces[0]
         call.keep = None
         agent, future = self._agent, call.future
-        if agent.flights is not None:
-            agent.flights.called(call, frame)
-        if future is None:
-            call.outcome = frame
-        else:
+        call.outcome = frame
+        if future is not None:
             value: Any = None
             error: BaseException | None = None
             try:
@@ -248,6 +245,9 @@ class Inbox:
             except BaseException as caught:
                 error = caught
                 error.__traceback__ = None
+            for ended in call.ending:
+                ended(call, error)
+            call.outcome = None
             if future.claim():
                 # Callbacks never run here, since they may wait for a reply of this batch. A pool thread runs them itself after
                 # the batch.

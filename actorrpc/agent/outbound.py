@@ -31,7 +31,7 @@ from actorrpc.wire.headers import Header, pack_header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Execution
-    from actorrpc.agent.hooks import Interceptor, MessageReferences, Recorder
+    from actorrpc.agent.hooks import MessageReferences, Recorder
     from actorrpc.agent.scheduler import Scheduler
     from actorrpc.config import Settings
     from actorrpc.flight_recorder import FlightRecorder
@@ -141,7 +141,6 @@ class _SendingAgent(Protocol):
 class _OpeningAgent(Protocol):
     """The parts of an agent that opening a message needs."""
 
-    interceptors: list[Interceptor]
     recorder: Recorder
     scheduler: Scheduler
     references: MessageReferences
@@ -391,7 +390,7 @@ def opened(
             frame[0] == frames.REQUEST
             and (header is None or ("references" not in header and "tag" not in header))
         )
-        or (frame[0] == frames.REPLY and not frame[5] and not agent.interceptors)
+        or (frame[0] == frames.REPLY and not frame[5])
     ):
         body = frame[6]
         if body[-1] != _STOP:
@@ -439,9 +438,6 @@ def _open_whole(
             agent.scheduler.soon(conn, frame.id)
         if message.received:
             agent.references.confirm(message.received, execution)
-    if frame.kind == frames.REPLY:
-        for interceptor in agent.interceptors:
-            value = interceptor.reply_received(header, peer, value)
     return value
 
 

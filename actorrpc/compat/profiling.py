@@ -33,11 +33,8 @@ from actorrpc.autograd.local_pass import LocalPass
 from actorrpc.autograd.messages import Gradient
 from actorrpc.autograd.participant import Participant
 from actorrpc.autograd.startup import participant
-from actorrpc.compat.translate import Future
 from actorrpc.rpc.profiling import (
     Collector,
-    Profiled,
-    ProfiledSpan,
     ProfilerSettings,
     Row,
     collect,
@@ -49,7 +46,7 @@ from actorrpc.rpc.profiling import (
 )
 from actorrpc.wire.identity import WorkerKey
 
-__all__ = ["TorchProfiledFuture", "patches", "profiled_pass"]
+__all__ = ["patches", "profiled_pass"]
 
 _NAME: Final = "torch::distributed::autograd::"
 _lock = threading.Lock()  # guards _wanted; nothing is called under it
@@ -112,16 +109,6 @@ def _note(node: int, part: LocalPass, name: str, began: int) -> None:
 _log = logging.getLogger("actorrpc")
 _legacy: Final[Any] = profiler_legacy
 _COLLECTOR: Final = "_actorrpc_collector"  # the attribute of a modern profile
-
-
-class TorchProfiledFuture(Profiled, Future[Any]):
-    """The future of a call that is profiled."""
-
-    __slots__ = ("span",)
-
-    def __init__(self, *, devices: Any = None) -> None:
-        super().__init__(devices=devices)
-        self.span: ProfiledSpan | None = None
 
 
 class _Records(list[Any]):

@@ -20,7 +20,6 @@ from actorrpc.actors.host.executor import ActorExecutor
 from actorrpc.actors.host.threads import bears_interruption
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.context import Worker, current_worker
-from actorrpc.agent.executor import named
 from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.agent.timers import Tick
@@ -123,7 +122,7 @@ class Debugger:
         if execution is None:
             title = f"thread {threading.current_thread().name!r}"
         elif execution.actor is None or execution.actor.spec is None:
-            title = f"{named(execution)}()"
+            title = f"{execution.label}()"
         else:
             title = f"{execution.actor.title}.{execution.what}()"
         return DebugSession(self, execution, title, why)

@@ -231,6 +231,12 @@ def _process(worker: Worker) -> dict[str, Any]:
             "limit": objects.limit_bytes,
         },
     }
+    return found | _subsystems(worker, now)
+
+
+def _subsystems(worker: Worker, now: float) -> dict[str, Any]:
+    """Return what a worker says of the parts that not every worker has."""
+    found: dict[str, Any] = {}
     if worker.group is not None:
         found["waits"] = [
             {

@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -260,62 +260,91 @@ def look(
     """
     begun = time.monotonic()
     until = begun + timeout
-    wanted = [*parts, "members"] if everybody else parts
-    seen: set[bytes] = set()  # records of members: each worker sends those of all
-    answers: dict[str, Answer] = {}
-    asked: set[str] = set()
-    descended: set[str] = (
-        set()
-    )  # of the drivers that have not answered at once, whose children were looked for
     own = (
         ThreadPoolExecutor(_AT_ONCE, "observe")
         if kept is None
         else contextlib.nullcontext(kept.pool(_AT_ONCE))
     )
     with own as pool:
-        running: dict[Future[dict[str, Any] | Silent], Target] = {}
 
-        def ask(target: Target) -> None:
-            name = target.record.incarnation if target.record is not None else repr(target.addresses)
-            if name not in asked:
-                asked.add(name)
-                running[pool.submit(_ask, target, wanted, begin, until, silence, kept)] = target
+        def ask(target: Target, wanted: list[str]) -> Future[dict[str, Any] | Silent]:
+            return pool.submit(_ask, target, wanted, begin, until, silence, kept)
 
-        def descend(target: Target) -> None:
-            """Ask the children of a driver: it does not say who is there."""
-            record = target.record
-            if everybody and record is not None and record.rank == 0 and target.local_pid:
-                if record.incarnation not in descended:
-                    descended.add(record.incarnation)
-                    for each in _children(target):
-                        ask(each)
-
+        search = _Search(ask, parts, everybody)
         for target in group.targets:
-            ask(target)
-        while running:
-            done, late = wait(running, _SOON_S, FIRST_COMPLETED)
+            search.ask(target)
+        while search.running:
+            done, late = wait(search.running, _SOON_S, FIRST_COMPLETED)
             if time.monotonic() - begun >= _SOON_S:
                 for future in late:
-                    descend(running[future])
+                    search.ask_children(search.running[future])
             for future in done:
-                target, found = running.pop(future), future.result()
-                record = target.record or _record_of(target, found)
-                if record is None:
-                    continue
-                known = answers.get(record.incarnation)
-                if known is None or isinstance(known[1], Silent):
-                    answers[record.incarnation] = record, found
-                asked.add(record.incarnation)
-                if isinstance(found, Silent):
-                    descend(target)
-                elif everybody:
-                    if found.get("members_all") is True:
-                        wanted = parts  # nobody else need say who is there
-                    for member in _members(found, seen):
-                        ask(Target.of(member, group.key, target.settings))
+                search.take(search.running.pop(future), future.result(), group.key)
     if kept is not None:
-        kept.keep_only(answers)
-    return GroupLook(group, answers, time.monotonic() - begun)
+        kept.keep_only(search.answers)
+    return GroupLook(group, search.answers, time.monotonic() - begun)
+
+
+class _Search:
+    """Asks workers, and those that they know of, each once.
+
+    Args:
+        ask: begins to ask a worker about some parts.
+        parts: what is asked about.
+        everybody: also ask the workers that others know of.
+
+    Attributes:
+        running: the workers that have not answered.
+        answers: what the others have said, by incarnation.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Target, list[str]], Future[dict[str, Any] | Silent]],
+        parts: list[str],
+        everybody: bool,
+    ) -> None:
+        self._begin = ask
+        self._parts = parts
+        self._wanted = [*parts, "members"] if everybody else parts
+        self._everybody = everybody
+        self._asked: set[str] = set()
+        self._descended: set[str] = set()  # silent drivers whose children have been asked
+        self._seen: set[bytes] = set()  # records of members: each worker sends those of all
+        self.running: dict[Future[dict[str, Any] | Silent], Target] = {}
+        self.answers: dict[str, Answer] = {}
+
+    def ask(self, target: Target) -> None:
+        name = target.record.incarnation if target.record is not None else repr(target.addresses)
+        if name not in self._asked:
+            self._asked.add(name)
+            self.running[self._begin(target, self._wanted)] = target
+
+    def ask_children(self, target: Target) -> None:
+        """Ask the children of a driver, which has not said which workers there are."""
+        record = target.record
+        if self._everybody and record is not None and record.rank == 0 and target.local_pid:
+            if record.incarnation not in self._descended:
+                self._descended.add(record.incarnation)
+                for each in _children(target):
+                    self.ask(each)
+
+    def take(self, target: Target, found: dict[str, Any] | Silent, key: Any) -> None:
+        """Take an answer, and ask the members that it names."""
+        record = target.record or _record_of(target, found)
+        if record is None:
+            return
+        known = self.answers.get(record.incarnation)
+        if known is None or isinstance(known[1], Silent):
+            self.answers[record.incarnation] = record, found
+        self._asked.add(record.incarnation)
+        if isinstance(found, Silent):
+            self.ask_children(target)
+        elif self._everybody:
+            if found.get("members_all") is True:
+                self._wanted = self._parts  # no other worker needs to send the members
+            for member in _members(found, self._seen):
+                self.ask(Target.of(member, key, target.settings))
 
 
 @functools.lru_cache(1024)

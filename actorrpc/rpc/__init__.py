@@ -6,7 +6,8 @@ defaults and error types are torch's; errors say more, waits heed Ctrl-C, and no
 
 from actorrpc.futures import Future
 from actorrpc.rpc import functions
-from actorrpc.rpc import spans as _wiring
+from actorrpc.rpc import profiling as _profiling
+from actorrpc.rpc import spans as _spans
 from actorrpc.rpc.api import (
     WorkerState,
     get_rpc_timeout,
@@ -53,4 +54,4 @@ __all__ = [
     "workers",
 ]
 
-_wired = _wiring.start  # what the import above is for
+_wired = _spans.start, _profiling.collect  # these modules add hooks

@@ -43,7 +43,6 @@ from actorrpc.rpc.options import (
     check_timeout,
     options_of,
 )
-from actorrpc.rpc.profiling import ProfiledFuture, calling, modern, profiled
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import torchscript
@@ -519,9 +518,6 @@ def rpc_sync(
         UnknownWorkerError: there is no such worker.
     """
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    if modern._is_profiler_enabled or profiled():
-        with calling("sync", func, agent, peer):
-            return agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
     return agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
 
 
@@ -539,11 +535,6 @@ def rpc_async(
     that are not sent through shared memory have been sent when this returns. Arguments and errors as for
     :func:`rpc_sync`.
     """
-    if modern._is_profiler_enabled or profiled():
-        seen: ProfiledFuture[T] = ProfiledFuture()
-        with calling("async", func, _require().agent, to) as seen.span:
-            send(seen, to, func, args, kwargs, timeout)
-        return seen
     future: Future[T] = Future()
     send(future, to, func, args, kwargs, timeout)
     return future
@@ -580,14 +571,7 @@ def remote(
         # Connect here, where Ctrl-C can interrupt the wait: creating the reference is uninterruptible.
         agent.connector.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
     references = _require().references
-    rref: RRef[T]
-    if not (modern._is_profiler_enabled or profiled()):
-        rref = references.create(peer, func, args, kwargs, seconds, label)
-        return rref
-    future: Future[Any] = Future()
-    with calling("remote", func, agent, peer) as span:
-        rref = references.create(peer, func, args, kwargs, seconds, label, future=future)
-    future.add_done_callback(lambda _: span.close())
+    rref: RRef[T] = references.create(peer, func, args, kwargs, seconds, label)
     return rref
 
 

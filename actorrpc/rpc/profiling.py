@@ -1,27 +1,30 @@
 """Calls in the profiles of torch: a range for each call that a profiled thread makes, and what ran for it elsewhere.
 
-While a profiler of torch is on (``torch.profiler``, ``torch.autograd.profiler``, or the old one), a call shows as
-``rpc_sync#fn(src -> dst)``, ``rpc_async#...`` or ``rpc_remote#...``: from its start to the moment in which its outcome is
-here, on whichever thread that is. Its execution shows as ``...#execution`` in the profile of the process that executes it,
-if that one profiles all its threads. Where somebody collects (:class:`Collector`: the floors above), that process is asked
-to profile the execution, and the operators come back with the answer. A call that fails brings none.
+While a profiler of torch is on (``torch.profiler``, ``torch.autograd.profiler``, or the old one), a call has a range
+``rpc_sync#fn(src -> dst)``, ``rpc_async#...`` or ``rpc_remote#...``, which begins when the call is made, and ends when the value
+or error is there, on any thread. The execution has a range ``...#execution`` in the profile of the process that executes it,
+if that process profiles all its threads. Where a :class:`Collector` is in force (the drop-in sets it), the worker that is called
+profiles the execution, and sends the operators back with the answer. The answer of a call that fails has none.
 
-Nothing here runs in a call while no profiler is on. Ranges may end on any thread; the tables that threads share (``_open``,
-``_asked``) are changed in atomic steps, and no lock is held while a range ends.
+All of it is done by two :class:`~actorrpc.agent.hooks.CallHooks`. They take part only while a profiler is on, and in executions
+whose call has the field ``profile``. The tables that threads share (``_open``, ``_asked``) are changed in atomic steps, and no
+lock is held while a range ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
-from types import TracebackType
-from typing import Any, Final, NamedTuple, TypeVar
+from types import FunctionType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C._profiler import ActiveProfilerType
@@ -29,42 +32,32 @@ from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import MEMORY_EVENT_NAME, FunctionEvent
 
 from actorrpc._exception_text import is_of_handler
-from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import Execution
-from actorrpc.agent.executor import ASYNC_MARK, Later
-from actorrpc.agent.hooks import RIDERS, Interceptor
-from actorrpc.agent.peers import Peer
-from actorrpc.futures import Future
+from actorrpc.agent.calls import Call, Execution
+from actorrpc.agent.hooks import CallHooks, add_hooks, is_profiled, profiler, thread_is_profiled
+from actorrpc.flight_recorder import OWN
+from actorrpc.rpc import rref
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.wire.headers import Header
 
 __all__ = [
     "Collector",
-    "Profiled",
-    "ProfiledFuture",
+    "Observation",
     "ProfiledSpan",
     "ProfilerSettings",
     "Row",
-    "calling",
     "collect",
     "collected",
     "collector",
-    "intercept",
     "modern",
     "name_of",
-    "observe",
     "profiled",
     "unobserve",
 ]
 
-T = TypeVar("T")
 _Reader = Callable[[list[FunctionEvent]], Any]
 
 _autograd: Final[Any] = torch.autograd
-#: torch's module of the modern profiler, whose ``_is_profiler_enabled`` says whether one is on in any thread.
-modern: Final[Any] = torch.autograd.profiler
-#: Says whether a profiler is on in this thread.
-profiled: Final[Callable[[], bool]] = _autograd._profiler_enabled
+modern: Final = profiler
+profiled: Final = thread_is_profiled
 
 _log: Final = logging.getLogger("actorrpc")
 _REMOTE: Final = "#remote_op: "
@@ -142,7 +135,6 @@ class _Here(threading.local):
     """What goes on in this thread."""
 
     collector: Collector | None = None
-    calling: ProfiledSpan | None = None  # the range of the call that is being made
     readers: list[_Reader] | None = None  # of the execution that is observed
 
 
@@ -294,113 +286,51 @@ def name_of(function: Any) -> str:
     return _find_builtin(function) or getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-@uninterruptible
-class calling:
-    """``with calling("async", fn, agent, to) as span:`` opens the range of the call that is made in the block.
-
-    An error in the block ends the range, and so does the block's end where the mode is ``sync``; otherwise the one that sees to
-    the outcome does.
-
-    Args:
-        mode: ``sync``, ``async`` or ``remote``.
-        function: what is called; see :func:`name_of`.
-        to: the worker's peer, name, rank or WorkerInfo.
-
-    Raises:
-        UnknownWorkerError: there is no such worker.
-    """
-
-    __slots__ = ("_agent", "_before", "_key", "_mode", "_node", "_span")
-
-    def __init__(self, mode: str, function: Any, agent: Agent, to: Any) -> None:
-        peer = to if isinstance(to, Peer) else agent.peer(to)
-        self._agent = agent
-        self._mode = mode
-        self._key = f"rpc_{mode}#{name_of(function)}({agent.name} -> {peer.name})"
-        self._node = peer.record.rank
-
-    def __enter__(self) -> ProfiledSpan:
-        self._span = ProfiledSpan(self._key, self._node)
-        self._before, _here.calling = _here.calling, self._span
-        _ride(self._agent, 1)
-        return self._span
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _ride(self._agent, -1)
-        _here.calling = self._before
-        if kind is not None or self._mode == "sync":
-            self._span.close()
+# Functions of these modules are called as users' functions are; others of this package make no range.
+_SHOWN: Final = ("actorrpc.compat.", "actorrpc.nn.", "actorrpc.optim.")
 
 
-class Profiled:
-    """Has futures of a class end the range ``span`` when they complete, before the thread that waits for them goes on."""
-
-    __slots__ = ()
-    span: ProfiledSpan | None
-
-    def conclude(
-        self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
-    ) -> None:
-        if self.span is not None:
-            self.span.close()
-        super().conclude(value, error, submit)  # type: ignore[misc]
-
-
-class ProfiledFuture(Profiled, Future[T]):
-    """The future of a call that is profiled."""
-
-    __slots__ = ("span",)
-
-    def __init__(self, *, devices: Any = None) -> None:
-        super().__init__(devices=devices)
-        self.span = None
+def _called(call: Call, function: Any, args: tuple[Any, ...]) -> tuple[str, Any] | None:
+    """Return how a call was made, and what it calls; None for a call that this package makes for itself."""
+    if function is rref._create:
+        return "remote", args[3][2] if args[2] is rref._invoke_kept else args[2]
+    mode = "sync" if call.future is None else "async"
+    if function is rref._invoke:
+        return mode, args[1]
+    module = function.__module__ if type(function) is FunctionType else None
+    if type(module) is str and module.startswith(OWN) and not module.startswith(_SHOWN):
+        return None
+    return mode, function
 
 
-# -- with the call, and back with the answer ----------------------------------------------------------------
+class _Ranges(CallHooks):
+    """Opens a range for each profiled call, and tells the worker that is called what to record."""
 
+    profiled_only = True
 
-class _Rider(Interceptor):
-    """Tells the worker that is called what the call is called and what is to be recorded.
+    def on_call(self, call: Call, function: Any, args: tuple[Any, ...]) -> None:
+        made = _called(call, function, args)
+        if made is None:
+            return
+        key = f"rpc_{made[0]}#{name_of(made[1])}({call.agent.name} -> {call.peer.name})"
+        span = call.notes[self] = ProfiledSpan(key, call.peer.record.rank)
+        settings = () if span.collector is None else map(bool, span.collector.settings)
+        call.fields["profile"] = [span.number, key, *settings]
 
-    What comes back does not come in the answer's header: rows may be more than one takes.
-    """
-
-    def request_header(self, header: Header, peer: Peer) -> None:
-        span, _here.calling = _here.calling, None  # calls that making it takes are none of the program's
+    def on_answer(self, call: Call, error: BaseException | None) -> None:
+        span = call.notes.get(self)
         if span is not None:
-            settings = () if span.collector is None else map(bool, span.collector.settings)
-            header["profile"] = [span.number, span.key, *settings]
+            span.close()
 
 
-_rider: Final = _Rider()
-# Guards _riding and changes of agents' lists of interceptors; nothing is called under it.
-_lock = threading.Lock()
-_riding = 0
-
-
-def _ride(agent: Agent, more: int) -> None:
-    """Have calls be seen while any thread makes one that is profiled."""
-    global _riding
-    with _lock:
-        _riding += more
-        _intercept(agent, _rider, _riding > 0)
-
-
-def intercept(agent: Agent, interceptor: Interceptor, on: bool) -> None:
-    """Have an interceptor take part in an agent's calls, or no more. For the floors above. Thread-safe."""
-    with _lock:
-        _intercept(agent, interceptor, on)
-
-
-def _intercept(agent: Agent, interceptor: Interceptor, on: bool) -> None:
-    others = [each for each in agent.interceptors if each is not interceptor]
-    agent.interceptors = [*others, interceptor] if on else others
+# -- where a profiled call is executed ----------------------------------------------------------------------
 
 
 class _Answer:
-    """A value with rows. What the caller opens is the value; the rows are filed meanwhile."""
+    """A value with rows. The caller opens only the value; unpickling files the rows.
+
+    An answer's header has no room for the rows of a long profile.
+    """
 
     __slots__ = ("number", "rows", "value")
 
@@ -420,102 +350,98 @@ def _opened(value: Any, number: int, rows: list[Any]) -> Any:
     return value
 
 
-class _Host(_Rider):
+class _Host(CallHooks):
     """Records what the call of a profiled thread does here."""
 
-    def wrap(
-        self,
-        execution: Execution,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[[], Any],
-    ) -> Callable[[], Any]:
-        """Return what runs the call and records it."""
-        assert execution.header is not None
-        number, key, *settings = execution.header["profile"]
+    field = "profile"
+
+    def on_start(
+        self, execution: Execution, function: Any, args: tuple[Any, ...]
+    ) -> AbstractContextManager[Any] | None:
+        number, key, *settings = execution.fields["profile"]
         if settings:
-            later = getattr(function, ASYNC_MARK, None) is not None
-            return lambda: _record(call, number, ProfilerSettings(*settings), later)
-        return lambda: _mark(call, key)
+            return _Recording(execution, number, ProfilerSettings(*settings))
+        return modern.record_function(f"{key}#execution") if is_profiled() else None
 
 
-RIDERS["profile"] = _Host()
+class _Recording:
+    """Records what an execution does in the block, and puts it into the answer."""
+
+    def __init__(self, execution: Execution, number: int, settings: ProfilerSettings) -> None:
+        self._number = number
+        self._found = Collector(settings, native=False)
+        self._observing = Observation(settings, lambda events: self._found.rows.extend(map(_row, events)))
+        execution.convert = self._answer
+
+    def __enter__(self) -> None:
+        collect(self._found)
+        self._observing.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._observing.__exit__()
+        _here.collector, self._found._before = self._found._before, None
+        if kind is not None:
+            self._found.settle()
+
+    def _answer(self, value: Any) -> _Answer:
+        self._found.settle()
+        return _Answer(value, self._number, self._found.rows)
 
 
-def _mark(call: Callable[[], Any], key: str) -> Any:
-    if not (modern._is_profiler_enabled or profiled()):
-        return call()
-    with modern.record_function(f"{key}#execution"):
-        return call()
-
-
-def _record(call: Callable[[], Any], number: int, settings: ProfilerSettings, later: bool) -> Any:
-    """Run a call and put what it did into its answer. ``later``: what it returns is a future of the answer."""
-    mine = Collector(settings, native=False)
-    collect(mine)
-    try:
-        value = observe(call, settings, lambda events: mine.rows.extend(map(_row, events)))
-    except BaseException:
-        mine.settle()
-        raise
-    finally:
-        _here.collector, mine._before = mine._before, None
-    if type(value) is not Later and not later:
-        mine.settle()
-        return _Answer(value, number, mine.rows)
-    future = value.future if type(value) is Later else value
-    if not isinstance(future, torch._C.Future):
-        return value  # the executor says what is wrong with it
-    answer: Future[Any] = Future()
-
-    def ready(done: Any) -> None:
-        mine.settle()
-        try:
-            result = done.value()
-        except BaseException as error:
-            answer.set_exception(error)
-            answer.acknowledge()  # by the executor
-        else:
-            answer.set_result(_Answer(result, number, mine.rows))
-
-    future.add_done_callback(ready)
-    return Later(answer)
+add_hooks(_Ranges())
+add_hooks(_Host())
 
 
 # -- profiles of executions --------------------------------------------------------------------------------
 
 
-def observe(call: Callable[[], T], settings: ProfilerSettings, reader: _Reader) -> T:
-    """Run a call under a profiler and return what it returns; the reader gets the events, even if the call raises.
+def _is_in_task() -> bool:
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:  # no event loop runs on this thread
+        return False
+
+
+class Observation:
+    """A context manager that profiles this thread in the block, and gives the events to ``reader``, even if the block raises.
 
     Where this thread is being observed already, the reader gets all of that, when it is over. Where a profile of the
-    program's own is on, it gets nothing: torch has one profile a thread.
+    program's own is on, the reader gets nothing, because torch has one profile a thread. The same holds in a task of an event
+    loop, because other tasks run on the thread meanwhile.
     """
-    if _here.readers is not None:
-        _here.readers.append(reader)
-        return call()
-    if profiled():
-        return call()
-    profile = legacy.profile(
-        record_shapes=settings.shapes,
-        profile_memory=settings.memory,
-        with_stack=settings.stack,
-        with_flops=settings.flops,
-        with_modules=settings.modules,
-    )
-    try:
-        _autograd._enable_profiler_legacy(profile.config())
-    except Exception as error:
-        if is_of_handler(error):
-            raise
-        _log.warning("a call is not in the profile of its caller: torch's profiler does not start: %s", error)
-        return call()
-    readers = _here.readers = [reader]
-    try:
-        return call()
-    finally:
-        if _here.readers is readers:
+
+    def __init__(self, settings: ProfilerSettings, reader: _Reader) -> None:
+        self._settings = settings
+        self._reader = reader
+        self._readers: list[_Reader] | None = None  # while this is what observes the thread
+
+    def __enter__(self) -> None:
+        if _here.readers is not None:
+            _here.readers.append(self._reader)
+            return
+        if profiled() or _is_in_task():
+            return
+        profile = legacy.profile(
+            record_shapes=self._settings.shapes,
+            profile_memory=self._settings.memory,
+            with_stack=self._settings.stack,
+            with_flops=self._settings.flops,
+            with_modules=self._settings.modules,
+        )
+        try:
+            _autograd._enable_profiler_legacy(profile.config())
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            _log.warning(
+                "a call is not in the profile of its caller: torch's profiler does not start: %s", error
+            )
+            return
+        self._readers = _here.readers = [self._reader]
+
+    def __exit__(self, *_: object) -> None:
+        readers, self._readers = self._readers, None
+        if readers is not None and _here.readers is readers:
             unobserve()
 
 
@@ -586,11 +512,9 @@ def _row(event: FunctionEvent) -> Row:
 
 def _after_fork() -> None:
     """In a child: what the parent's threads have begun is none of its own."""
-    global _lock, _riding
-    _lock, _riding = threading.Lock(), 0
     _open.clear()
     _asked.clear()
-    _here.collector = _here.calling = _here.readers = None
+    _here.collector = _here.readers = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -20,6 +20,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
+from actorrpc.agent.hooks import is_profiled
 from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import (
     NotInitializedError,
@@ -30,7 +31,6 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from actorrpc.rpc.profiling import calling, modern, profiled
 from actorrpc.rpc.refcount.messages import ForkData, ForkId, RRefId
 from actorrpc.rpc.refcount.protocol import Handle, Outcome
 from actorrpc.rpc.refcount.runtime import References
@@ -393,32 +393,14 @@ class RRef(Generic[T]):
         if self._calls is not None:
             self._check()
             return self._calls(style, name, args, kwargs, timeout)
-        future: Future[Any] | None = None if style == "rpc_sync" else Future()
-        if not (modern._is_profiler_enabled or profiled()):
-            return self._send_method(style, name, args, kwargs, seconds, future)
-        agent, peer = references.agent, references.peer_of(self._handle.owner)
-        with calling(style.removeprefix("rpc_"), name, agent, peer) as span:
-            made = self._send_method(style, name, args, kwargs, seconds, future)
-        if future is not None:
-            future.add_done_callback(lambda _: span.close())
-        return made
-
-    def _send_method(
-        self,
-        style: Style,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seconds: float,
-        future: Future[Any] | None,
-    ) -> Any:
         if style != "remote":
+            future: Future[Any] | None = None if style == "rpc_sync" else Future()
             return self._call_owner(_invoke, (name, args, kwargs), seconds, name, future)
         self._check()
-        references, handle = self._references, self._handle
+        handle = self._handle
         kept = (self, handle.rref_id[:], name, args, kwargs)
         peer = references.peer_of(handle.owner)
-        return references.create(peer, _invoke_kept, kept, {}, seconds, name, future=future)
+        return references.create(peer, _invoke_kept, kept, {}, seconds, name)
 
     def _to_future(self, fetch: Callable[..., Any] | None = None, more: tuple[Any, ...] = ()) -> Future[T]:
         """Start to fetch the value, as :meth:`to_here` does, without a time-out of its own. Never raises.
@@ -668,7 +650,7 @@ def call_with_value(
 
 
 def value_here(rref: RRef[Any]) -> Any:
-    """Return the value if it is on this worker and no profiler, test or interceptor observes calls; otherwise None.
+    """Return the value if it is on this worker and no profiler, test or hooks observe calls; otherwise None.
 
     None, too, where a call of a method would be refused: that call raises the reason.
     """
@@ -676,7 +658,7 @@ def value_here(rref: RRef[Any]) -> Any:
     agent = references.agent
     if agent.closed_down or (execution is not None and execution.cancelled):
         return None
-    if agent.interceptors or agent.gate is not None or modern._is_profiler_enabled or profiled():
+    if agent.hooks.active or is_profiled():
         return None
     known = references.table.known_outcome(rref._handle.rref_id) if rref.is_owner() else None
     return None if known is None else known.value

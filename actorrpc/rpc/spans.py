@@ -6,41 +6,32 @@ OpenTelemetry's conventions for RPC, https://opentelemetry.io/docs/specs/semconv
 span is current, or it is not sampled, nothing of OpenTelemetry is called, nothing travels, and the worker that executes does not
 look for anything.
 
-It stands in the place of the agent's ``call`` and ``ask``; an agent that is not told to has its own, and no look at anything.
-A call that waits until its actor lives is sent in a copy of its caller's context, and so within the caller's span; one that is
-sent again is a span each time. Calls that this package makes for itself are none. Only the API of OpenTelemetry is used: without
-an SDK in the process, spans of other processes are handed on.
+The spans are made by hooks (:class:`~actorrpc.agent.hooks.CallHooks`) of the agent. A call that waits until its actor lives is
+sent in a copy of its caller's context, and so within the caller's span. A call that is sent again is a span each time. Calls
+that this package makes for itself have no spans. Only the API of OpenTelemetry is used: without an SDK in the process, spans of
+other processes are handed on.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import struct
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._exception_text import format_error, say, type_name
-from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
-from actorrpc.agent.executor import ASYNC_MARK, Later
-from actorrpc.agent.hooks import RIDERS, Interceptor
+from actorrpc.agent.hooks import CallHooks
 from actorrpc.errors import ConfigError
 from actorrpc.flight_recorder import method_of, name_of
-from actorrpc.futures import Future
 from actorrpc.rpc import api
-from actorrpc.wire.headers import Header
-
-if TYPE_CHECKING:
-    from actorrpc.agent.mail import MailHeader
-    from actorrpc.agent.peers import Peer
 
 __all__ = ["start"]
 
@@ -106,15 +97,6 @@ class _OtelApi:
             pass
         return self.trace.get_current_span  # type: ignore[no-any-return]
 
-    @contextmanager
-    def within(self, context: Any) -> Iterator[None]:
-        """Have a context be the current one for a block."""
-        token = self.context.attach(context)
-        try:
-            yield
-        finally:
-            self.context.detach(token)
-
     def end(self, span: Any, error: BaseException | None, ended: int) -> None:
         """End a span; ``ended`` is nanoseconds since the epoch."""
         if error is not None:
@@ -133,117 +115,78 @@ class _OtelApi:
         span.end(ended)
 
 
-class _SpanClient:
-    """Makes spans of the calls of one agent: its methods stand in the place of the agent's. Thread-safe."""
+class _Within:
+    """Makes a context of OpenTelemetry the current one in the block. May be entered again, after it was left."""
 
-    def __init__(self, agent: Agent, otel: _OtelApi) -> None:
+    def __init__(self, api: Any, context: Any) -> None:
+        self._api = api
+        self._context = context
+        self._token: Any = None
+
+    def __enter__(self) -> None:
+        self._token = self._api.attach(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        self._api.detach(self._token)
+
+
+class _SpanClient(CallHooks):
+    """Makes spans of the calls of one agent."""
+
+    def __init__(self, otel: _OtelApi) -> None:
         self._otel = otel
-        self._current = otel.current
-        self._call = agent.call
-        self._ask = agent.ask
 
-    def _sampled(self, span: Any) -> bool:
-        return bool(span.get_span_context().trace_flags & _SAMPLED)
-
-    def _begin(self, name: str, peer: Peer) -> tuple[Any, Header | None]:
-        """Begin the span of a call; return it with what is to travel along."""
-        span = self._otel.tracer.start_span(
+    def on_call(self, call: Call, function: Any, args: tuple[Any, ...]) -> None:
+        """Begin the span of a call, where the caller is within a span which is sampled."""
+        current = self._otel.current()
+        if current is None or not current.get_span_context().trace_flags & _SAMPLED:
+            return
+        name = ""
+        if call.mail is None:
+            name = _of_call(function, args)
+        elif "creates" not in call.mail.header:
+            name = method_of("", call.label or call.mail.header.get("method", ""))
+        if not name:
+            return
+        span = call.notes[self] = self._otel.tracer.start_span(
             name,
             kind=self._otel.trace.SpanKind.CLIENT,
             attributes={
                 "rpc.system.name": "actorrpc",
                 "rpc.method": name,
-                "actorrpc.worker": peer.name,
+                "actorrpc.worker": call.peer.name,
             },
         )
         context = span.get_span_context()
-        if not context.is_valid or not context.trace_flags & _SAMPLED:
-            return span, None
-        high, low = context.trace_id >> 64, context.trace_id & _HALF
-        return span, {"trace": _IDS.pack(high, low, context.span_id, context.trace_flags)}
+        if context.is_valid and context.trace_flags & _SAMPLED:
+            high, low = context.trace_id >> 64, context.trace_id & _HALF
+            call.fields["trace"] = _IDS.pack(high, low, context.span_id, context.trace_flags)
 
-    def call(
-        self,
-        peer: Peer,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-        future: Future[Any] | None = None,
-        keep: Any = None,
-        label: str | None = None,
-        mail: MailHeader | None = None,
-        header: Header | None = None,
-        awaits: Sequence[Future[Any]] = (),
-        place: Call | None = None,
-    ) -> Call:
-        """Do what :meth:`Agent.call` does. The span of a call that reserves its place begins when its message is sent."""
-        current = self._current()
-        name = ""
-        if current is not None and future is not None and not awaits and self._sampled(current):
-            if mail is None:
-                name = _of_call(function, args)
-            elif "creates" not in mail.header:
-                name = method_of("", label or mail.header.get("method", ""))
-        span = None
-        if name and future is not None:
-            span, header = self._begin(name, peer)
-            self._watch(future, span)
-        try:
-            return self._call(
-                peer, function, args, kwargs, timeout, future, keep, label, mail, header, awaits, place
-            )
-        except BaseException as error:
-            if span is not None and vars(future).pop("conclude", None) is not None:
-                self._otel.end(span, error, time.time_ns())
-            raise
-
-    def _watch(self, future: Future[Any], span: Any) -> None:
-        """Have a span end when the call of a future does, which may go on with another one then."""
-
-        def finish(value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None) -> None:
-            if vars(future).pop("conclude", None) is not None:
-                end = partial(self._otel.end, span, error, time.time_ns())
-                # What exports spans may take its time: not on the thread that reads a connection.
-                end() if submit is None else submit(end)
-            future.conclude(value, error, submit)
-
-        vars(future)["conclude"] = finish
-
-    def ask(
-        self,
-        peer: Peer,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-        keep: Any = None,
-        label: str | None = None,
-    ) -> Any:
-        """Do what :meth:`Agent.ask` does."""
-        current = self._current()
-        name = "" if current is None or not self._sampled(current) else _of_call(function, args)
-        if not name:
-            return self._ask(peer, function, args, kwargs, timeout, keep, label)
-        span, header = self._begin(name, peer)
-        try:
-            value = self._ask(peer, function, args, kwargs, timeout, keep, label, header)
-        except BaseException as error:
-            self._otel.end(span, error, time.time_ns())
-            raise
-        self._otel.end(span, None, time.time_ns())
-        return value
+    def on_answer(self, call: Call, error: BaseException | None) -> None:
+        """End the span of a call."""
+        span = call.notes.get(self)
+        if span is None:
+            return
+        end = partial(self._otel.end, span, error, time.time_ns())
+        if call.future is None:
+            end()
+        else:  # the thread may be reading a connection, and exporting a span takes time
+            call.agent.pool.submit(end)
 
 
-class _SpanServer(Interceptor):
+class _SpanServer(CallHooks):
     """Makes spans of executions whose calls belong to a trace; what they run is within them."""
+
+    field = "trace"
 
     def __init__(self, otel: _OtelApi) -> None:
         self._otel = otel
 
-    def _begin(self, execution: Execution, function: Any, args: tuple[Any, ...]) -> Any:
-        """Begin the span of an execution; None where what came along makes no sense, or it is one of this package's own."""
-        trace, packed = self._otel.trace, (execution.header or {}).get("trace")
+    def on_start(
+        self, execution: Execution, function: Any, args: tuple[Any, ...]
+    ) -> AbstractContextManager[Any] | None:
+        """Begin the span of an execution, unless the field makes no sense, or the function is one of this package."""
+        trace, packed = self._otel.trace, execution.fields["trace"]
         if type(packed) is not bytes or len(packed) != _IDS.size:
             return None
         high, low, span_id, flags = _IDS.unpack(packed)
@@ -263,7 +206,7 @@ class _SpanServer(Interceptor):
         if actor is not None:
             attributes["actorrpc.actor"] = actor.title
             attributes["actorrpc.mailbox.wait"] = waited
-        span = self._otel.tracer.start_span(
+        span = execution.notes[self] = self._otel.tracer.start_span(
             name,
             context=trace.set_span_in_context(trace.NonRecordingSpan(parent)),
             kind=trace.SpanKind.SERVER,
@@ -272,126 +215,32 @@ class _SpanServer(Interceptor):
         )
         if actor is not None:
             span.add_event("actorrpc.mailbox.left", timestamp=begun)
-        return span
+        return _Within(self._otel.context, trace.set_span_in_context(span))
 
-    def wrap(
-        self,
-        execution: Execution,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[[], Any],
-    ) -> Callable[[], Any]:
-        """Return what runs the call within its span."""
-
-        def run() -> Any:
-            span = self._begin(execution, function, args)
-            if span is None:
-                return call()
-            within = self._otel.trace.set_span_in_context(span)
-            try:
-                with self._otel.within(within):
-                    value = call()
-            except BaseException as error:
-                self._otel.end(span, error, time.time_ns())
-                raise
-            if inspect.iscoroutine(value):
-                return self._awaited(value, span, within)
-            if inspect.isgenerator(value):
-                return self._stepped(value, span, within)
-            if inspect.isasyncgen(value):
-                return self._astepped(value, span, within)
-            later = value.future if type(value) is Later else None
-            if later is None and getattr(function, ASYNC_MARK, None) is not None:
-                later = value
-            if isinstance(later, Future):
-                later.add_done_callback(lambda done: self._otel.end(span, done.error, time.time_ns()))
-            else:
-                self._otel.end(span, None, time.time_ns())
-            return value
-
-        return run
-
-    async def _awaited(self, coroutine: Coroutine[Any, Any, Any], span: Any, within: Any) -> Any:
-        """Run a coroutine within a span, which ends with it. Its task has a context of its own."""
-        error: BaseException | None = None
-        with self._otel.within(within):
-            try:
-                return await coroutine
-            except BaseException as caught:
-                error = caught
-                raise
-            finally:
-                self._otel.end(span, error, time.time_ns())
-
-    def _stepped(self, items: Generator[Any, Any, Any], span: Any, within: Any) -> Generator[Any, Any, None]:
-        """Run a generator within a span: its steps are, and what its thread does between them is not."""
-        error: BaseException | None = None
-        try:
-            while True:
-                with self._otel.within(within):
-                    try:
-                        item = next(items)
-                    except StopIteration:
-                        return
-                yield item
-        except BaseException as caught:
-            error = None if isinstance(caught, GeneratorExit) else caught
-            raise
-        finally:
-            try:
-                items.close()
-            finally:
-                self._otel.end(span, error, time.time_ns())
-
-    async def _astepped(
-        self, items: AsyncGenerator[Any, Any], span: Any, within: Any
-    ) -> AsyncGenerator[Any, None]:
-        """Do as :meth:`_stepped` does, for one of an event loop."""
-        error: BaseException | None = None
-        try:
-            while True:
-                with self._otel.within(within):
-                    try:
-                        item = await anext(items)
-                    except StopAsyncIteration:
-                        return
-                yield item
-        except BaseException as caught:
-            error = None if isinstance(caught, GeneratorExit) else caught
-            raise
-        finally:
-            try:
-                await items.aclose()
-            finally:
-                self._otel.end(span, error, time.time_ns())
-
-
-_switched_on: Final[list[Agent]] = []
+    def on_end(self, execution: Execution, error: BaseException | None) -> None:
+        """End the span of an execution."""
+        span = execution.notes.get(self)
+        if span is not None:
+            self._otel.end(span, error, time.time_ns())
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Have a worker make spans, if it is told to; returns what ends that. Before the floors above, which keep ``agent.call``.
+    """Have a worker make spans, if it is told to; returns what ends that.
 
     Raises:
         ConfigError: it is told to, and OpenTelemetry's API is not installed.
     """
-    agent = worker.agent
-    if not agent.settings.otel:
+    hooks = worker.agent.hooks
+    if not worker.agent.settings.otel:
         return lambda _graceful: None
     otel = _OtelApi()
-    client = _SpanClient(agent, otel)
-    vars(agent).update(call=client.call, ask=client.ask)
-    _switched_on.append(agent)
-    RIDERS["trace"] = _SpanServer(otel)
+    ours = _SpanClient(otel), _SpanServer(otel)
+    for each in ours:
+        hooks.add(each)
 
     def end(_graceful: bool) -> None:
-        vars(agent).pop("call", None)
-        vars(agent).pop("ask", None)
-        if agent in _switched_on:
-            _switched_on.remove(agent)
-        if not _switched_on:
-            RIDERS.pop("trace", None)
+        for each in ours:
+            hooks.remove(each)
 
     return end
 

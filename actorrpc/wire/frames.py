@@ -7,7 +7,7 @@ Every frame is a fixed prefix of 32 bytes and ``length`` more bytes::
 
 ``id`` names the call (or the stream, for a chunk); ``remaining`` is what is left of its time in seconds
 (infinity where it has no bound); ``chain`` names the chain of nested calls that it belongs to; ``extra`` is a
-msgpack map, there only when something has to be said (sizes of raw buffers, what interceptors add). Large
+msgpack map, there only when something has to be said (sizes of raw buffers, fields of hooks). Large
 memory never sits in a frame: it travels through shared memory or as CHUNK frames of at most ``Limits.chunk``
 bytes, which other frames may overtake.
 

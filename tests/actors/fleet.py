@@ -30,7 +30,7 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import Worker as WorkerInForce
 from actorrpc.agent.context import set_worker
 from actorrpc.agent.executor import Later
-from actorrpc.agent.hooks import Recorder
+from actorrpc.agent.hooks import HookSet, Recorder
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
 from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec, exceptions
@@ -150,9 +150,9 @@ class FakeAgent:
         self.buffers = BufferPool(0)
         self.on_peer_end: list[Callable[[Any], None]] = []
         self.closed_down = False
-        self.interceptors: list[Any] = []
         self.recorder = Recorder()
         self.flights = None
+        self.hooks = HookSet()
         self.next_chain = itertools.count(1).__next__
         self.peers: dict[int, FakePeer] = {}
 

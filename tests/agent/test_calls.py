@@ -13,6 +13,7 @@ import torch
 
 from actorrpc import _time, rpc
 from actorrpc.agent.calls import Call
+from actorrpc.agent.hooks import HookSet
 from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import WAITING, Future
 from actorrpc.testing import InProcessCluster
@@ -21,7 +22,12 @@ from tests.agent.agents import agents
 
 @pytest.mark.limit(10)
 def test_a_wait_ends_with_the_future_and_does_not_spin_until_the_call_is_over() -> None:
-    agent = cast(Any, SimpleNamespace(scheduler=SimpleNamespace(corked={}), pool=SimpleNamespace(queue=[])))
+    agent = cast(
+        Any,
+        SimpleNamespace(
+            hooks=HookSet(), scheduler=SimpleNamespace(corked={}), pool=SimpleNamespace(queue=[])
+        ),
+    )
     future: Future[int] = Future()
     call = Call(agent, cast(Any, None), "add", float("inf"), 0.0, 1, future)
     future.set_result(3)  # whoever does that ends the call next, as soon as it is let run

@@ -1,45 +1,304 @@
-"""Interceptors: who wraps the execution of a call, and in which order."""
+"""Hooks: at which moments of calls they run, in which order, and what their errors do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import operator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 
+import actorrpc
+from actorrpc import rpc
 from actorrpc.agent import hooks
+from actorrpc.agent.calls import Call, Execution
+from actorrpc.agent.hooks import CallHooks, OutgoingMessage
+from actorrpc.errors import SerializationError
+from actorrpc.futures import Future
+from tests.agent.agents import agents
+from tests.ranks import rpc_group
+
+_where: ContextVar[str] = ContextVar("where", default="outside")
 
 
-class Wrapper:
-    """Notes its name around the call."""
+class Log(CallHooks):
+    """Notes the moments, with its name."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name = name
+    def __init__(self, log: list[str], name: str = "") -> None:
         self.log = log
+        self.name = name
 
-    def wrap(self, execution: Any, function: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
-        def wrapped() -> Any:
-            self.log.append(self.name)
-            return call()
+    def note(self, text: str, error: BaseException | None = None) -> None:
+        failed = "" if error is None else f" {type(error).__name__}"
+        self.log.append(f"{self.name}{text}{failed}")
 
-        return wrapped
+    def on_call(self, call: Call, function: Any, args: tuple[Any, ...]) -> None:
+        self.note(f"call {call.label}")
+
+    def before_send(self, message: OutgoingMessage) -> None:
+        self.note("before answer" if message.is_answer else f"before {message.name}")
+
+    def after_send(self, message: OutgoingMessage) -> None:
+        self.note("after answer" if message.is_answer else f"after {message.name}")
+
+    def on_start(
+        self, execution: Execution, function: Any, args: tuple[Any, ...]
+    ) -> AbstractContextManager[Any] | None:
+        self.note(f"start {execution.label}")
+        return None
+
+    def on_end(self, execution: Execution, error: BaseException | None) -> None:
+        self.note("end", error)
+
+    def on_answer(self, call: Call, error: BaseException | None) -> None:
+        self.note(f"answer {call.label}", error)
 
 
-@pytest.mark.parametrize(
-    ("header", "order"),
-    [
-        ({"a": 1}, ["rider of a", "first", "second"]),
-        ({"b": None, "z": 1}, ["rider of b", "first", "second"]),
-        ({"z": 1}, ["first", "second"]),
-    ],
-)
-def test_riders_take_part_where_their_field_is(
-    header: dict[str, Any], order: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fail() -> None:
+    raise LookupError("as asked")
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_the_moments_of_a_call(way: str) -> None:
+    caller: list[str] = []
+    callee: list[str] = []
+    with agents(2) as (a, b):
+        a.hooks.add(Log(caller))
+        b.hooks.add(Log(callee))
+        for function, args, failed in ((operator.add, (1, 1), ""), (fail, (), " LookupError")):
+            caller.clear()
+            callee.clear()
+            future: Future[Any] = Future()
+            try:
+                if way == "sync":
+                    a.ask(a.peer("a1"), function, args, {}, 20)
+                else:
+                    a.call(a.peer("a1"), function, args, {}, 20, future)
+                    future.result(20)
+            except LookupError:
+                assert failed
+            name = function.__name__
+            assert caller[:3] == [f"call {name}", f"before {name}", f"after {name}"]
+            assert len(caller) == 4
+            assert caller[3].startswith(f"answer {name} " if failed else f"answer {name}")
+            assert callee[:3] == [f"start {name}", f"end{failed}", "before answer"]
+
+
+def test_a_call_that_is_not_sent_ends_with_its_error() -> None:
     log: list[str] = []
-    monkeypatch.setattr(hooks, "RIDERS", {name: Wrapper(f"rider of {name}", log) for name in "ab"})
-    everywhere: Any = [Wrapper(name, log) for name in ("first", "second")]
-    who = hooks.riding(everywhere, header)
-    execution: Any = None
-    assert hooks.intercepted(who, execution, max, (1, 2), {})() == 2
-    assert log == order
+    with agents(2) as (a, _):
+        a.hooks.add(Log(log))
+        with pytest.raises(SerializationError):
+            a.ask(a.peer("a1"), operator.neg, ((each for each in ()),), {}, 20)
+        assert log == ["call neg", "answer neg SerializationError"]
+
+
+def test_header_fields_and_notes_last_as_long_as_the_call() -> None:
+    found: list[Any] = []
+
+    class Caller(CallHooks):
+        def on_call(self, call: Call, function: Any, args: tuple[Any, ...]) -> None:
+            call.fields["color"] = "red"
+            call.notes[self] = function, args
+
+        def on_answer(self, call: Call, error: BaseException | None) -> None:
+            found.append(call.notes[self])
+
+    class Callee(CallHooks):
+        field = "color"
+
+        def on_start(self, execution: Execution, function: Any, args: tuple[Any, ...]) -> None:
+            execution.notes[self] = execution.fields["color"]
+
+        def on_end(self, execution: Execution, error: BaseException | None) -> None:
+            found.append((execution.notes[self], execution.peer.name))
+
+    with agents(2) as (a, b):
+        caller = Caller()
+        a.hooks.add(caller)
+        b.hooks.add(Callee())
+        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+        assert found == [("red", "a0"), (operator.add, (1, 1))]
+        a.hooks.remove(caller)
+        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+        assert len(found) == 2
+
+
+def test_errors_of_hooks() -> None:
+    class Fails(CallHooks):
+        def __init__(self, moment: str) -> None:
+            def refuse(*_: Any) -> Any:
+                raise ZeroDivisionError(moment)
+
+            setattr(self, moment, refuse)
+
+    with agents(2) as (a, b):
+        for agent, moment in ((a, "on_call"), (a, "before_send"), (b, "on_start"), (b, "on_end")):
+            bad = Fails(moment)
+            agent.hooks.add(bad)
+            for function, args in ((operator.add, (1, 1)), (operator.add, ([], []))):
+                with pytest.raises(ZeroDivisionError, match=moment):
+                    a.ask(a.peer("a1"), function, args, {}, 20)
+            agent.hooks.remove(bad)
+        assert not a.peer("a1").pending
+        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+
+
+@pytest.mark.prints("failed at the end of the call of add")
+def test_an_error_at_the_answer_is_logged_only() -> None:
+    class Fails(CallHooks):
+        def on_answer(self, call: Call, error: BaseException | None) -> None:
+            raise ZeroDivisionError
+
+    with agents(2) as (a, _):
+        a.hooks.add(Fails())
+        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+        future: Future[int] = Future()
+        a.call(a.peer("a1"), operator.add, (1, 1), {}, 20, future)
+        assert future.result(20) == 2
+
+
+def test_hooks_may_take_messages_over() -> None:
+    taken: list[OutgoingMessage] = []
+
+    class Takes(CallHooks):
+        def before_send(self, message: OutgoingMessage) -> bool:
+            taken.append(message)
+            return message.size > 1000
+
+    with agents(2) as (a, _):
+        a.hooks.add(Takes())
+        future: Future[int] = Future()
+        a.call(a.peer("a1"), len, (bytes(1000),), {}, 20, future)
+        assert future.result(20) == 1000
+        unsent: Future[int] = Future()
+        a.call(a.peer("a1"), len, (b"",), {}, 20, unsent)
+        assert not unsent.done()
+        assert [each.name for each in taken] == ["len", "len"]
+
+
+# -- executions ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _within(name: str) -> Iterator[None]:
+    token = _where.set(name)
+    try:
+        yield
+    finally:
+        _where.reset(token)
+
+
+class _Within:
+    """A context manager that may be entered again."""
+
+    def __enter__(self) -> None:
+        self._block = _within("inside")
+        self._block.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._block.__exit__(None, None, None)
+
+
+class Around(Log):
+    def on_start(
+        self, execution: Execution, function: Any, args: tuple[Any, ...]
+    ) -> AbstractContextManager[Any] | None:
+        return _Within()
+
+
+def _plain() -> str:
+    return _where.get()
+
+
+async def _coroutine() -> str:
+    await asyncio.sleep(0)
+    return _where.get()
+
+
+def _generator() -> Iterator[str]:
+    yield _where.get()
+    yield _where.get()
+    raise LookupError("at the end")
+
+
+async def _async_generator() -> AsyncIterator[str]:
+    for item in (_where.get(), _where.get()):
+        yield item
+
+
+def _run(log: list[str], function: Any) -> Any:
+    peer: Any = None
+    found = hooks.HookSet()
+    found.add(Around(log))
+    return hooks.run_hooked(found, Execution(None, peer, 1, 20.0, 1), function, (), {})
+
+
+def test_context_managers_are_around_the_code_of_functions() -> None:
+    log: list[str] = []
+    assert _run(log, _plain) == "inside"
+    assert asyncio.run(_run(log, _coroutine)) == "inside"
+    assert not log  # ``on_end`` comes with the answer
+    items = _run(log, _generator)
+    assert [next(items), _where.get(), next(items)] == ["inside", "outside", "inside"]
+    assert not log
+    with pytest.raises(LookupError):
+        next(items)
+    assert log == ["end LookupError"]
+    log.clear()
+    items = _run(log, _generator)
+    next(items)
+    items.close()
+    assert log == ["end"]
+
+    async def take() -> list[str]:
+        return [f"{item} {_where.get()}" async for item in _run(log, _async_generator)]
+
+    assert asyncio.run(take()) == ["inside outside"] * 2
+    assert log == ["end"] * 2
+
+
+def test_a_stream_that_is_closed_before_its_first_item_ends() -> None:
+    log: list[str] = []
+    _run(log, _generator).close()
+    assert log == ["end"]
+
+    async def close() -> None:
+        await _run(log, _async_generator).aclose()
+
+    asyncio.run(close())
+    assert log == ["end"] * 2
+
+
+# -- the hooks of a process ----------------------------------------------------------------------------------
+
+
+class Counts(CallHooks):
+    def __init__(self) -> None:
+        self.labels: list[str] = []
+
+    def on_answer(self, call: Call, error: BaseException | None) -> None:
+        self.labels.append(call.label)
+
+
+def _of_a_process(rank: int, _: int) -> list[str]:
+    later, counts = Counts(), Counts()
+    if rank == 0:
+        actorrpc.add_hooks(counts)
+        rpc.rpc_sync("worker1", operator.add, (1, 2))
+        actorrpc.add_hooks(later)
+        rpc.rpc_sync("worker1", operator.mul, (1, 2))
+        actorrpc.remove_hooks(counts)
+        rpc.rpc_sync("worker1", operator.sub, (1, 2))
+        actorrpc.remove_hooks(later)
+        actorrpc.remove_hooks(later)
+        rpc.rpc_sync("worker1", operator.neg, (1,))
+    own = [[each for each in found.labels if not each.startswith("actorrpc.")] for found in (counts, later)]
+    return [" ".join(each) for each in own]
+
+
+def test_hooks_of_a_process() -> None:
+    assert rpc_group(_of_a_process, 2)[0] == ["add mul", "mul sub"]

@@ -47,8 +47,8 @@ def names(found: Any) -> list[list[str]]:
     return [[event.name for event in each if "aten" in event.name] for each in events]
 
 
-def interceptors() -> int:
-    return len(api.group().agent.interceptors)
+def is_observed() -> bool:
+    return api.group().agent.hooks.active
 
 
 def _calls(rank: int, size: int, path: str) -> None:
@@ -76,7 +76,7 @@ def _calls(rank: int, size: int, path: str) -> None:
         assert [each for each in inside if each] == [["aten::neg"]] * 6
         assert [each[0] for each in outside if each] == ["aten::neg"] * 7 + ["aten::abs"]
         assert "aten::abs" in outer.rpc_sync().key_averages().table()
-        assert rpc.rpc_sync("worker1", interceptors) == 0
+        assert not rpc.rpc_sync("worker1", is_observed)
         with pytest.raises(RuntimeError, match="not reentrant"):
             outer.rpc_sync().__enter__()
 

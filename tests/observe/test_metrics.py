@@ -42,16 +42,16 @@ def _write(
     flights: FlightRecorder, method: str, seconds: float, *, failed: bool = False, actor: str | None = None
 ) -> None:
     """Record a call of a function, or an execution of an actor's method, that took so long."""
-    peer = SimpleNamespace(name="w1")
+    peer, error = SimpleNamespace(name="w1"), ValueError() if failed else None
     # The recorder's clock only: with another time, the clock thread of a cluster that runs here would sleep for hours.
     clock = SimpleNamespace(now=lambda: 5.0 + seconds)
     with mock.patch.object(flight_recorder, "_time", clock):
         if actor is None:
             reply = Frame(FAILURE if failed else REPLY, 0, 1, 0.0, 1, b"", bytes(10))
             call = SimpleNamespace(
-                peer=peer, label=method, made=5.0, id=1, chain=1, thread=1, size=100, future=None
+                peer=peer, label=method, made=5.0, id=1, chain=1, thread=1, size=100, future=None, reply=reply
             )
-            flights.called(call, reply)
+            flights.on_answer(call, error)
         else:
             execution = SimpleNamespace(
                 peer=peer,
@@ -63,7 +63,7 @@ def _write(
                 chain=1,
                 thread=1,
             )
-            flights.executed(execution, failed)
+            flights.on_end(execution, error)
 
 
 @pytest.mark.parametrize(

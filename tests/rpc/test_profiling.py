@@ -18,7 +18,7 @@ from torch.autograd.profiler import emit_itt
 from actorrpc import rpc
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerError
-from actorrpc.rpc import api, profiling
+from actorrpc.rpc import profiling
 from tests.announced import PROFILER
 from tests.ranks import rpc_group
 
@@ -45,7 +45,7 @@ def names_of(found: Any) -> list[str]:
 
 def left_over() -> list[Any]:
     """What profiled calls must not leave behind."""
-    return [*profiling._open, *profiling._asked.values(), profiling._riding, *api.group().agent.interceptors]
+    return [*profiling._open, *profiling._asked.values()]
 
 
 # -- what runs on workers ---------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _every_way(rank: int, _: int, kind: str) -> Any:
         counter.rpc_sync().add(1)
         counter.rpc_async().add(2).wait()
         assert counter.remote().add(3).to_here() == 6
-    assert left_over() == [0]
+    assert not left_over()
     return names_of(found), [event.is_remote for event in events_of(found) if event.is_remote]
 
 
@@ -211,7 +211,7 @@ def test_calls_that_fail(kind: str) -> None:
         "rpc_sync#fail",
         "rpc_sync#wait_at_gate",
     ]
-    assert left == [0]
+    assert not left
 
 
 def _headers(rank: int, _: int) -> Any:
@@ -285,7 +285,7 @@ def _threads(rank: int, _: int) -> Any:
         thread.start()
     for thread in threads:
         thread.join()
-    assert left_over() == [0]
+    assert not left_over()
     return names
 
 
@@ -302,7 +302,7 @@ def _forked(rank: int, _: int) -> Any:
         future = rpc.rpc_async("worker1", wait_at_gate)
         child = os.fork()
         if not child:
-            os._exit(len(profiling._open) + len(profiling._asked) + profiling._riding)
+            os._exit(len(profiling._open) + len(profiling._asked))
         _, status = os.waitpid(child, 0)
         rpc.rpc_sync("worker1", open_gate)
         future.wait()
@@ -347,11 +347,13 @@ def test_observing_a_call() -> None:
         read.append([event.name for event in events if event.name == "aten::neg"])
 
     def inner() -> int:
-        profiling.observe(lambda: torch.neg(torch.ones(1)), profiling.ProfilerSettings(), reader)
+        with profiling.Observation(profiling.ProfilerSettings(), reader):
+            torch.neg(torch.ones(1))
         torch.neg(torch.ones(1))
         return 7
 
-    assert profiling.observe(inner, profiling.ProfilerSettings(memory=True), reader) == 7
+    with profiling.Observation(profiling.ProfilerSettings(memory=True), reader):
+        assert inner() == 7
     assert read == [["aten::neg"] * 2] * 2  # both see all of it, and no events of memory
     assert not profiling.profiled()
 
@@ -360,11 +362,12 @@ def test_observing_a_call_that_raises() -> None:
     read: list[Any] = []
 
     def call() -> None:
-        torch.neg(torch.ones(1))
-        raise LookupError("no")
+        with profiling.Observation(profiling.ProfilerSettings(), read.extend):
+            torch.neg(torch.ones(1))
+            raise LookupError("no")
 
     with pytest.raises(LookupError, match="no"):
-        profiling.observe(call, profiling.ProfilerSettings(), read.extend)
+        call()
     assert "aten::neg" in [event.name for event in read]
     assert not profiling.profiled()
 
@@ -372,7 +375,8 @@ def test_observing_a_call_that_raises() -> None:
 def test_a_profile_of_the_programs_own_is_left_alone() -> None:
     read: list[Any] = []
     with profile("old") as found:
-        assert profiling.observe(lambda: 7, profiling.ProfilerSettings(), read.extend) == 7
+        with profiling.Observation(profiling.ProfilerSettings(), read.extend):
+            pass
         torch.neg(torch.ones(1))
     assert not read
     assert "aten::neg" in [event.name for event in found.function_events]

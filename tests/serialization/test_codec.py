@@ -564,7 +564,7 @@ def _touch() -> None:
 def _open(body: bytes) -> Any:
     """Open a message of another worker that is nothing but its body."""
     agent, peer = (
-        types.SimpleNamespace(interceptors=()),
+        types.SimpleNamespace(),
         types.SimpleNamespace(name="worker7", definitions=None),
     )
     frame = Frame(REPLY, 0, 1, math.inf, 0, b"", body)

@@ -64,7 +64,7 @@ def calls(rank: int, world_size: int) -> None:
             assert rpc.rpc_sync(to, operator.add, (1, 2)) == 3
         assert lost.counts == {"call": 2}
     assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
-    assert api.group().agent.gate is None
+    assert not api.group().agent.hooks.active
 
 
 def rrefs(rank: int, world_size: int) -> None:

@@ -32,9 +32,10 @@ from actorrpc.actors.spec.options import CallOptions
 from actorrpc.actors.streams.consumer import Again, ObjectRefGenerator
 from actorrpc.actors.streams.spread import spread
 from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.hooks import profiler, thread_is_profiled
 from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded, SerializationError
 from actorrpc.futures import INTERRUPTED, Future, InnerFuture, interruption_point
-from actorrpc.rpc.profiling import ProfiledSpan, modern, profiled
+from actorrpc.rpc.profiling import ProfiledSpan
 from actorrpc.serialization import exceptions
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class Route:
         future = (ResultFuture if refs else RpcFuture)(self, template)
         seconds = template.seconds if timeout is None else timeout
         unresolved = False
-        span = self._span(template, future) if modern._is_profiler_enabled or profiled() else None
+        span = self._span(template, future) if profiler._is_profiler_enabled or thread_is_profiled() else None
         try:
             if ObjectRef in map(type, args) or (kwargs and has_refs(args, kwargs)):
                 packed = _packed(future, args, kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from threading import get_ident
 from traceback import walk_tb
@@ -31,8 +31,8 @@ from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exi
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CALLER_BIT, CURRENT, MAILBOX_BIT
-from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
-from actorrpc.agent.hooks import RIDERS, Interceptor, intercepted, riding
+from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
+from actorrpc.agent.hooks import run_hooked
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 
@@ -213,16 +213,12 @@ class ActorExecutor:
         args, kwargs = self.arguments(entry)
         self.hosted.calls += 1
         method, kind = self._method(name)
-        if (
-            kind == "sync"
-            and "window" not in header
-            and "trace" not in header
-            and not self.agent.interceptors
-        ):
-            return self._returned(entry, method, method(*args, **kwargs), runner)
-        call = self._intercepted(entry, method, args, kwargs)
+        hooks = self.agent.hooks
+        call = method
+        if hooks.on_start or not hooks.riders.keys().isdisjoint(header):
+            call = partial(self._run_hooked, entry, method)
         if kind == "generator" or ("window" in header and kind == "sync"):
-            items = call()
+            items = call(*args, **kwargs)
             if isinstance(items, AsyncGenerator):
                 items.aclose().close()
                 raise TypeError(
@@ -239,16 +235,13 @@ class ActorExecutor:
         if kind.startswith("async"):
             # The actor has no event loop, so its async method is run by a thread.
             raise TypeError(f"{self.hosted.title}.{name} is async and cannot be run here")
-        return self._returned(entry, method, call(), runner)
+        return self._returned(entry, method, call(*args, **kwargs), runner)
 
-    def _intercepted(
-        self, entry: Envelope, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[], Any]:
-        """Return what to run in place of ``method(*args, **kwargs)``: spans are the outermost."""
-        interceptors: Sequence[Interceptor] = self.agent.interceptors
-        if not RIDERS.keys().isdisjoint(entry.header):
-            interceptors = riding(interceptors, entry.header)
-        return intercepted(interceptors, entry, method, args, kwargs)
+    def _run_hooked(self, entry: Envelope, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+        hooks = self.agent.hooks
+        if hooks.on_start or not hooks.riders.keys().isdisjoint(entry.header):
+            return run_hooked(hooks, entry, method, args, kwargs)
+        return method(*args, **kwargs)
 
     def _returned(self, entry: Envelope, method: Any, value: Any, runner: Runner | None) -> Any:
         """Return the result of a call; ``_NOTHING``: the answer comes later.
@@ -468,9 +461,8 @@ class ActorExecutor:
             args, kwargs = self.arguments(entry)
             self.hosted.calls += 1
             method, kind = self._method(entry.header["method"])
-            call = self._intercepted(entry, method, args, kwargs)
             if kind != "async":
-                items = call()
+                items = self._run_hooked(entry, method, *args, **kwargs)
                 generator = items if isinstance(items, AsyncGenerator) else _stepwise(items)
                 producer = self._open_stream(entry)
                 if producer is None:
@@ -479,7 +471,7 @@ class ActorExecutor:
                     kept = self.checkpoints.behind_async(generator)
                     await aproduce(kept, producer, partial(self._end_of_stream, entry))
                 return
-            value = await call()
+            value = await self._run_hooked(entry, method, *args, **kwargs)
             if self.agent.abandoned:  # before its state is kept, which is the parent's
                 self.agent.end_fork(self.label(entry), None)
             answer: Callable[[], object] = partial(self.answer, entry, value)
@@ -519,7 +511,7 @@ class ActorExecutor:
 
     def _split(self, entry: Envelope, value: Any, count: int) -> list[Any]:
         """Return the parts of a result, each packed by itself: the caller's references share no object."""
-        name = named(entry)
+        name = entry.label
         try:
             values = list(value)
         except TypeError:

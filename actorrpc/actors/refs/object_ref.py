@@ -24,7 +24,6 @@ from actorrpc.actors.refs.host_copies import CopyOnHost, HostCopies
 from actorrpc.actors.refs.results import ATOMS, StoredResult, of_promise, readable, replace
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.executor import named
 from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import (
     CancelledError,
@@ -78,7 +77,7 @@ def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
         return value
     execution = CURRENT.get()
     snapshot = Snapshot.of(
-        value, label="a result" if execution is None else f"the result of {named(execution)}"
+        value, label="a result" if execution is None else f"the result of {execution.label}"
     )
     return snapshot if shared else StoredResult(RRef(snapshot))
 

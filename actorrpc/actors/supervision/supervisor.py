@@ -230,7 +230,7 @@ class Supervisor:
             place is None
             or place == "turn"
             or CURRENT.get() is not None
-            or agent.interceptors
+            or agent.hooks.active
             or agent.recorder.live
         ):
             return None

@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 import torch
 
 from actorrpc import _time
-from actorrpc.compat.profiling import TorchProfiledFuture
 from actorrpc.compat.rpc.agent import TensorPipeAgent
 from actorrpc.compat.rpc.constants import (
     DEFAULT_RPC_TIMEOUT_SEC,
@@ -40,7 +39,6 @@ from actorrpc.errors import (
     UnknownWorkerError,
 )
 from actorrpc.rpc import api as core
-from actorrpc.rpc.profiling import calling, modern, profiled
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire.identity import WorkerInfo
 
@@ -195,15 +193,10 @@ def rpc_async(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
     """As :func:`actorrpc.rpc_async`."""
-    in_profile = modern._is_profiler_enabled or profiled()
-    future: Any = TorchProfiledFuture() if in_profile else Future()
+    future: Any = Future()
     future.function = func
     try:
-        if in_profile:
-            with calling("async", func, core.group().agent, _checked(to)) as future.span:
-                core.send(future, to, *_packed(func, args, kwargs), timeout)
-        else:
-            core.send(future, _checked(to), *_packed(func, args, kwargs), timeout)
+        core.send(future, _checked(to), *_packed(func, args, kwargs), timeout)
     except (BackpressureError, PeerDiedError, RpcTimeoutError, ShutdownError) as error:
         # As in torch, ``wait()`` raises the error, not ``rpc_async()``.
         future.try_fail(error.with_traceback(None))

@@ -11,12 +11,11 @@ from typing import Any, Literal, NoReturn, TypeVar
 from torch.autograd.profiler import record_function
 
 from actorrpc import futures
-from actorrpc.compat.profiling import TorchProfiledFuture
 from actorrpc.compat.translate import Future, reword
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, RRefError
 from actorrpc.rpc import api, rref
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
-from actorrpc.rpc.profiling import calling, modern, profiled
+from actorrpc.rpc.profiling import profiled
 from actorrpc.rpc.rref import RRefProxy
 
 __all__ = ["RRef"]
@@ -123,11 +122,6 @@ class RRef(rref.RRef[T]):
             if self.is_owner():
                 future = Future()
                 future.set_result(_rref_typeof_on_owner(self))
-            elif modern._is_profiler_enabled or profiled():
-                future = seen = TorchProfiledFuture()
-                agent = self._references.agent
-                with calling("async", _rref_typeof_on_owner, agent, self.owner()) as seen.span:
-                    api.send(future, self.owner(), _rref_typeof_on_owner, (self,), timeout=timeout)
             else:
                 future = Future()
                 api.send(future, self.owner(), _rref_typeof_on_owner, (self,), timeout=timeout)

@@ -6,24 +6,21 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch.autograd.profiler_legacy import profile
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
-from actorrpc.agent.context import Worker
-from actorrpc.agent.hooks import Interceptor
-from actorrpc.rpc import api
-from actorrpc.rpc.profiling import ProfilerSettings, intercept, observe
+from actorrpc.agent.hooks import CallHooks, add_hooks, remove_hooks
+from actorrpc.rpc.profiling import Observation, ProfilerSettings
 
 __all__: list[str] = []
 
-_lock = threading.Lock()  # guards what follows; above that of rpc.profiling
+_lock = threading.Lock()  # guards what follows, and is taken before the lock of agent.hooks
 _entered: tuple[_server_process_global_profile, ...] = ()
-_agent: Agent | None = None
 
 
 class _server_process_global_profile(profile):
@@ -73,23 +70,17 @@ class _server_process_global_profile(profile):
         )
 
 
-class _Observer(Interceptor):
-    """Profiles executions while a profile is entered. An interceptor."""
+class _Observer(CallHooks):
+    """Profiles executions while profiles are entered, and hands the events to those that are still entered at the end."""
 
-    def wrap(
-        self,
-        execution: Execution,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[[], Any],
-    ) -> Callable[[], Any]:
-        """Return a function that runs the call, and gives its events to the profiles that are entered at both times."""
+    def on_start(
+        self, execution: Execution, function: Any, args: tuple[Any, ...]
+    ) -> AbstractContextManager[Any] | None:
         entered = _entered
         if not entered:
-            return call
+            return None
         merged = ProfilerSettings(*map(any, zip(*(each._settings() for each in entered), strict=True)))
-        return lambda: observe(call, merged, partial(_hand_out, entered))
+        return Observation(merged, partial(_hand_out, entered))
 
 
 _observer = _Observer()
@@ -112,21 +103,6 @@ def _own(event: FunctionEvent) -> FunctionEvent:
 def _change(how: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
     global _entered
     with _lock:
-        _entered = how(_entered)
-        if _agent is not None:
-            intercept(_agent, _observer, bool(_entered))
-
-
-def _started(worker: Worker) -> Callable[[bool], None]:
-    global _agent
-    _agent = worker.agent
-    _change(lambda entered: entered)
-
-    def end(_graceful: bool) -> None:
-        global _agent
-        _agent = None
-
-    return end
-
-
-api.on_start.append(_started)
+        before, _entered = _entered, how(_entered)
+        if bool(before) != bool(_entered):
+            (add_hooks if _entered else remove_hooks)(_observer)

@@ -302,16 +302,22 @@ def events_of(
             key = f"{pid}-{number}"
             yield from profile.shown(each.worker, each.pid, pid, numbers_of_torch, begun - each.offset, key)
     if counts is not None:
-        counts |= totals
-        counts["profiles"] = sum(not profile.is_empty() for each in there for profile in each.profiles)
-        counts["workers"] = len(there)
-        counts["missing"] = {each.worker: each.why for each in found if each.why}
-        counts["unfinished"] = sum(row[0] == UNDER_WAY for each in there for row in each.records)
-        counts["unseen"] = sum(each.unseen for each in there)
-        counts["dropped"] = sum(each.dropped for each in there)
-        counts["seconds"] = max(moments, default=0.0) - begun
-        counts["clock_error"] = max((each.error for each in there if each.error is not None), default=0.0)
-        counts["uncompared"] = tuple(each.worker for each in there if each.error is None)
+        counts |= totals | _counts_of(found) | {"seconds": max(moments, default=0.0) - begun}
+
+
+def _counts_of(recordings: list[Recording]) -> dict[str, Any]:
+    """Return the fields of a :class:`TraceSummary` that recordings alone tell."""
+    there = [each for each in recordings if not each.why]
+    return {
+        "profiles": sum(not profile.is_empty() for each in there for profile in each.profiles),
+        "workers": len(there),
+        "missing": {each.worker: each.why for each in recordings if each.why},
+        "unfinished": sum(row[0] == UNDER_WAY for each in there for row in each.records),
+        "unseen": sum(each.unseen for each in there),
+        "dropped": sum(each.dropped for each in there),
+        "clock_error": max((each.error for each in there if each.error is not None), default=0.0),
+        "uncompared": tuple(each.worker for each in there if each.error is None),
+    }
 
 
 def _pids(recordings: list[Recording]) -> list[int]:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from actorrpc.testing.messages.active import Injection, InjectionOptions
-from actorrpc.testing.messages.types import ANSWER, CONTROL, Message, types_named
+from actorrpc.testing.messages.types import Message, types_named
 from actorrpc.validation import flag, integer, number, option
 
 __all__ = ["Fault", "delay", "drop"]
@@ -93,11 +93,6 @@ class Fault(Injection):
             return self._held
 
     # -- for the gate ------------------------------------------------------------------------------
-
-    @property
-    def takes_answers(self) -> bool:
-        """Whether it has to know which question an answer is the answer of."""
-        return ANSWER in self.types or CONTROL in self.types
 
     def takes(self, message: Message) -> bool:
         """Say whether it takes a message, and count it if so."""

@@ -1,44 +1,41 @@
-"""The gate that faults stand at: it sees every message of an agent before it leaves, and asks the faults about it.
+"""The hooks by which faults see each message of an agent before it leaves, lose it, or hold it up.
 
-Only an agent for which a fault is in force has one. What a message is, is in ``types.py``;
-here is how each kind of message is lost, and how it is sent later.
+They are added to the agent while a fault is in force. The types of messages are in ``types.py``. Messages that are held up wait
+in a :class:`WaitingRoom`, and leave one after the other when their time has come.
 
 ``_lock`` guards the lists of faults and rooms; the locks of rooms and faults are leaves, not taken under it. Messages are
 sent, and messages rolled back, with no lock held.
-
-Messages that are held up wait in a :class:`WaitingRoom`, and leave one after the other when their time has come.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc.agent import outbound
-from actorrpc.agent.hooks import RECEIPT, Interceptor
+from actorrpc.agent import hooks, outbound
+from actorrpc.agent.hooks import RECEIPT, CallHooks
 from actorrpc.autograd import transport
-from actorrpc.errors import RpcError, RpcTimeoutError, ShutdownError
+from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError, ShutdownError
 from actorrpc.serialization import codec, exceptions
 from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.testing.messages.faults import Fault
-from actorrpc.testing.messages.kill_points import KillPoint, finishing
+from actorrpc.testing.messages.kill_points import KillPoint
 from actorrpc.testing.messages.types import ANSWER, CONTROL, Message, type_of_notice, type_of_request
 from actorrpc.transport.connection_state import CLOSED, OPEN
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
-from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.calls import Call, Execution
-    from actorrpc.agent.mail import MailHeader
-    from actorrpc.agent.peers import MessageContext, Peer
+    from actorrpc.agent.peers import Peer
     from actorrpc.testing.messages.active import Injection
     from actorrpc.transport.connection import Connection
 
@@ -55,30 +52,21 @@ def copied(encoded: Any) -> Any:
     return encoded
 
 
+@dataclass(slots=True, eq=False)
 class HeldMessage:
     """A message that waits.
 
-    Args:
+    Attributes:
         fault: what holds it up.
         send: sends it; called on a pool thread, with no lock held.
         discard: gives back what is in it, where it will not be sent.
         in_line: no message that is in line may overtake another one.
     """
 
-    __slots__ = ("discard", "fault", "in_line", "send")
-
-    def __init__(
-        self,
-        fault: Fault,
-        send: Callable[[], None],
-        discard: Callable[[], None],
-        *,
-        in_line: bool = False,
-    ) -> None:
-        self.fault = fault
-        self.send = send
-        self.discard = discard
-        self.in_line = in_line
+    fault: Fault
+    send: Callable[[], None]
+    discard: Callable[[], None]
+    in_line: bool = field(default=False, kw_only=True)
 
 
 class WaitingRoom:
@@ -184,12 +172,11 @@ class WaitingRoom:
 
 _INFINITE: Final = float("inf")
 _AGAIN_S: Final = 1.0  # a held notice that cannot be sent is tried again after this time
-_EXECUTIONS: Final = 1 << 16  # of so many is it known what they were asked
 _WATCHED: Final = (RECEIPT, transport.NOTICE)
 
 
-class FaultGate:
-    """The faults of one agent, at work. Thread-safe. Implements :class:`actorrpc.agent.hooks.MessageFilter`."""
+class FaultGate(CallHooks):
+    """The faults of one agent, at work. Thread-safe."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -199,9 +186,8 @@ class FaultGate:
         self._kills: tuple[KillPoint, ...] = ()
         self._idle: list[Injection] = []  # they are for other workers
         self._rooms: dict[Peer, WaitingRoom] = {}
-        self._lost: dict[bytes, tuple[Fault, Peer, str, bytes]] = {}  # notices that did not get through yet
-        self._questions = _Questions()
-        self._executions = _Executions(lambda: self._kills)
+        # Notices that were dropped and have not been sent since, by their contents.
+        self._lost: dict[bytes, tuple[Fault, hooks.OutgoingMessage]] = {}
         self._handlers: dict[str, Callable[[Peer, bytes], None]] = {}
         self._closed = False
 
@@ -233,8 +219,8 @@ class FaultGate:
             if isinstance(fault, Fault):
                 room.hasten(fault)
             self._agent.submit(room.release)
-        for _, peer, name, body in lost.values():
-            self._agent.submit(partial(self._agent.send_notice, peer, name, body))
+        for _, notice in lost.values():
+            self._agent.submit(partial(self._send_notice, notice))
         with self._lock:
             self._look()
 
@@ -258,28 +244,12 @@ class FaultGate:
             self._look()
 
     def _look(self) -> None:
-        """Be at the agent's gate for as long as there is anything to do there. Under the lock."""
+        """Take part in the agent's calls for as long as there is anything to do. Under the lock."""
         agent = self._agent
         if self._faults or self._kills or any(not room.empty for room in self._rooms.values()):
-            agent.gate = self
-        elif agent.gate is self:
-            agent.gate = None
-        self._stand()
-        asks = any(fault.takes_answers for fault in self._faults)
-        asks = asks or any(kill.wants("sending", "sent") for kill in self._kills)
-        if asks and self._questions not in agent.interceptors:
-            agent.interceptors.append(self._questions)
-        elif not asks and self._questions in agent.interceptors:
-            agent.interceptors.remove(self._questions)
-
-    def _stand(self) -> None:
-        """Wrap executions and handlers for as long as anybody wants to be there. Under the lock."""
-        agent = self._agent
-        executes = any(kill.wants("starting", "finished") for kill in self._kills)
-        if executes and self._executions not in agent.interceptors:
-            agent.interceptors.append(self._executions)
-        elif not executes and self._executions in agent.interceptors:
-            agent.interceptors.remove(self._executions)
+            agent.hooks.add(self)
+        else:
+            agent.hooks.remove(self)
         handles = any(kill.wants("arrived", "handled") for kill in self._kills)
         if handles and not self._handlers:
             self._handlers = {name: agent.on_notice[name] for name in _WATCHED if name in agent.on_notice}
@@ -301,9 +271,6 @@ class FaultGate:
             for kill in self._kills:
                 kill.reach(f"{message.type}.{stage}", message)
 
-    def _waits_until_sent(self, message: Message) -> bool:
-        return any(f"{message.type}.sent" in kill.points for kill in self._kills)
-
     def _emptied(self) -> None:
         with self._lock:
             self._look()
@@ -321,49 +288,115 @@ class FaultGate:
                 room = self._rooms[peer] = WaitingRoom(self._agent, self._emptied)
             return room
 
-    # -- calls ---------------------------------------------------------------------------------------
+    # -- executions ----------------------------------------------------------------------------------
+
+    def on_start(self, execution: Execution, function: Any, args: tuple[Any, ...]) -> None:
+        """Reach the point before an execution, and note what its answer will be the answer of."""
+        type, called, _ = type_of_request(function, args, None, "")
+        execution.notes[self] = Message(type, execution.peer, called)
+        self._reach("starting", self._executed(execution))
+
+    def on_end(self, execution: Execution, error: BaseException | None) -> None:
+        """Reach the point after an execution, unless it has failed."""
+        if error is None:
+            self._reach("finished", self._executed(execution))
+
+    def _executed(self, execution: Execution) -> Message | None:
+        message: Message | None = execution.notes.get(self)
+        if message is None or execution.actor is None:
+            return message
+        return Message("actor_call", message.peer, message.called)
+
+    # -- messages ------------------------------------------------------------------------------------
+
+    def _described(self, sent: hooks.OutgoingMessage) -> Message | None:
+        """Return a message as faults see it; None for a notice that has no type."""
+        if sent.kind == frames.NOTICE:
+            assert isinstance(sent.encoded, bytes)
+            notice = type_of_notice(sent.name, sent.encoded)
+            return None if notice is None else Message(notice, sent.peer, None, (sent.encoded,))
+        parts = _contents(sent.encoded)
+        if sent.is_answer:
+            asked = None if sent.execution is None else sent.execution.notes.get(self)
+            called = None if asked is None else asked.called
+            is_control = asked is not None and asked.type == CONTROL
+            return Message(CONTROL if is_control else ANSWER, sent.peer, called, parts)
+        type, called, subject = type_of_request(sent.function, sent.args, sent.mail, sent.name)
+        parts = parts if sent.mail is None else [sent.mail.packed, *parts]
+        return Message(type, sent.peer, called, parts, subject)
 
     @uninterruptible
-    def request(
-        self,
-        call: Call,
-        function: Any,
-        args: tuple[Any, ...],
-        encoded: Any,
-        header: Header | None,
-        mail: MailHeader | None,
-        context: MessageContext,
-    ) -> bool:
-        """See :class:`actorrpc.agent.hooks.MessageFilter`."""
-        peer = call.peer
-        type, called, subject = type_of_request(function, args, mail, call.label)
-        parts = _contents(encoded) if mail is None else [mail.packed, *_contents(encoded)]
-        message = Message(type, peer, called, parts, subject)
+    def before_send(self, sent: hooks.OutgoingMessage) -> bool:
+        """Lose a message or hold it up, where a fault takes it."""
+        message = self._described(sent)
+        if message is None:
+            return True
         self._reach("sending", message)
         fault = self._fault_for(message)
-        make = partial(self._hold_call, call, encoded, header, mail, context)
         if fault is None:
-            room = None if mail is None else self._rooms.get(peer)
+            if self._lost:
+                with self._lock:
+                    self._lost.pop(message.key(), None)
+            # A call of an actor may not overtake those that are held up.
+            room = None if sent.mail is None else self._rooms.get(sent.peer)
             ahead = None if room is None else room.line_held_by()
-            if room is None or ahead is None:
-                if not self._waits_until_sent(message):
-                    return True
-                self._agent._dispatch(call, encoded, header)
-                _hand_over(call.conn)
-                self._reach("sent", message)
+            if room is not None and ahead is not None:
+                room.put_behind(self._held(sent, ahead))
                 return False
-            room.put_behind(make(ahead))
-            return False
+            return True
         if fault.action == "delay":
-            self._room(peer).put(make(fault), fault.seconds)
+            self._room(sent.peer).put(self._held(sent, fault), fault.seconds)
             return False
-        self._agent.references.roll_back(context)
-        self._expect(call)
-        if fault.at_once or call.deadline == _INFINITE:
-            if peer.pending.pop(call.id, None) is not None:
-                # An RRef knows of its loss before it can be used. Nobody else can have a callback there yet.
-                call.fail(_loss(str(call), peer, fault), None if type == "remote" else self._agent.submit)
+        if sent.kind == frames.NOTICE:
+            with self._lock:
+                if fault not in self._faults:
+                    return True  # it has ended in this moment
+                self._lost[message.key()] = fault, sent
+            sent.lost = True
+            return False
+        self._roll_back(sent)
+        self._lose(sent, message, fault)
         return False
+
+    def after_send(self, sent: hooks.OutgoingMessage) -> None:
+        """Reach the point after a message has been handed to the kernel."""
+        if not any(kill.wants("sent") for kill in self._kills):
+            return
+        message = self._described(sent)
+        if message is None or not any(f"{message.type}.sent" in kill.points for kill in self._kills):
+            return
+        _hand_over(sent.conn or (sent.peer.conn if sent.call is None else sent.call.conn))
+        self._reach("sent", message)
+
+    def _roll_back(self, sent: hooks.OutgoingMessage) -> None:
+        if sent.context is not None:
+            self._agent.references.roll_back(sent.context)
+
+    def _lose(self, sent: hooks.OutgoingMessage, message: Message, fault: Fault) -> None:
+        """End the call that waits for a message which is dropped, where nothing else would end it, or at once.
+
+        Raises:
+            RpcTimeoutError: it is a message without an answer.
+        """
+        call, agent = sent.call, self._agent
+        if call is not None:
+            self._expect(call)
+            if fault.at_once or call.deadline == _INFINITE:
+                if sent.peer.pending.pop(call.id, None) is not None:
+                    # An RRef knows of its loss before it can be used. Nobody else can have a callback there yet.
+                    submit = None if message.type == "remote" else agent.submit
+                    call.fail(_loss(str(call), sent.peer, fault), submit)
+        elif sent.is_answer:
+            if fault.at_once or sent.execution is None or sent.execution.deadline == _INFINITE:
+                error = _loss("the answer of a call", sent.peer, fault)
+                sent.encoded = exceptions.dump(
+                    error, worker=agent.name, dumps=codec.dumper(sent.peer.same_main)
+                )
+                sent.kind, sent.header, sent.context = frames.FAILURE, None, None
+                with contextlib.suppress(RpcError):
+                    self._transmit(sent, _INFINITE)
+        else:
+            raise _loss(f"a message of type {message.type}", sent.peer, fault)
 
     def _expect(self, call: Call) -> None:
         """Have a call that is not sent, but that its caller takes for sent, end as others do.
@@ -379,226 +412,85 @@ class FaultGate:
             raise ShutdownError(f"worker {agent.name!r} has shut down", maybe_executed=True)
         agent.scheduler.watch(call)
 
-    def _hold_call(
-        self,
-        call: Call,
-        encoded: Any,
-        header: Header | None,
-        mail: MailHeader | None,
-        context: MessageContext,
-        fault: Fault,
-    ) -> HeldMessage:
-        self._expect(call)
-        whole = copied(encoded)
-        size = len(whole) if isinstance(whole, bytes) else whole.nbytes
-        if size >= outbound.CHARGED:
-            call.peer.window.charge(call, size)
-        left = call.deadline - self._agent.clock.now() if fault.bounded else _INFINITE
-        if mail is not None:
-            header = {**(header or {}), **mail.header}
-        flags = 0 if mail is None else frames.MAIL
-        send = partial(self._send_call, call, whole, header, context, left, flags)
-        return HeldMessage(
-            fault, send, partial(self._agent.references.roll_back, context), in_line=mail is not None
-        )
+    # -- messages that are held up ---------------------------------------------------------------------
 
-    def _send_call(
-        self,
-        call: Call,
-        whole: Any,
-        header: Header | None,
-        context: MessageContext,
-        left: float,
-        flags: int,
-    ) -> None:
-        """Send a call that was held up, whether or not its caller still waits for it."""
-        peer = call.peer
-        if not call.done and call.deadline <= self._agent.clock.now():
-            call.expire()  # nobody has come to it: what is said to the worker then would overtake the call
-        if peer.is_self:
-            peer.cancelled.pop(call.id, None)  # that it was given up would have come behind it
+    def _held(self, sent: hooks.OutgoingMessage, fault: Fault) -> HeldMessage:
+        call, left = sent.call, _INFINITE
+        if call is not None:
+            self._expect(call)
+        sent.function, sent.args = None, ()
+        copied(sent.encoded)
+        if call is not None:
+            if sent.size >= outbound.CHARGED:
+                sent.peer.window.charge(call, sent.size)
+            if fault.bounded:
+                left = call.deadline - self._agent.clock.now()
+        if sent.mail is not None:
+            sent.header = {**(sent.header or {}), **sent.mail.header}
+        send, discard = partial(self._send, sent, left, fault), partial(self._roll_back, sent)
+        return HeldMessage(fault, send, discard, in_line=sent.mail is not None)
+
+    def _send(self, sent: hooks.OutgoingMessage, left: float, fault: Fault) -> None:
+        """Send a message that was held up, whether or not a caller still waits for it."""
+        agent, call, peer = self._agent, sent.call, sent.peer
+        if sent.kind == frames.NOTICE:
+            if not self._send_notice(sent) and peer.state == "alive" and not agent.closed_down:
+                self._room(peer).put(self._held(sent, fault), _AGAIN_S)
+            return
+        if call is not None:
+            if not call.done and call.deadline <= agent.clock.now():
+                call.expire()  # nobody has come to it: what is said to the worker then would overtake the call
+            if peer.is_self:
+                peer.cancelled.pop(call.id, None)  # that it was given up would have come behind it
         try:
-            self._send_request(peer, call.id, whole, header, left, call.chain, flags, call.label, call)
+            self._transmit(sent, left)
         except RpcError as error:
-            self._agent.references.roll_back(context)
-            if peer.pending.pop(call.id, None) is not None:
-                call.fail(error, self._agent.submit)
+            self._roll_back(sent)
+            if call is not None and peer.pending.pop(call.id, None) is not None:
+                call.fail(error, agent.submit)
 
-    def _send_request(
-        self,
-        peer: Peer,
-        id: int,
-        whole: Any,
-        header: Header | None,
-        left: float,
-        chain: int,
-        flags: int,
-        label: str,
-        call: Call | None = None,
-    ) -> None:
-        """Send a request.
+    def _send_notice(self, sent: hooks.OutgoingMessage) -> bool:
+        assert isinstance(sent.encoded, bytes)
+        return self._agent.send_notice(sent.peer, sent.name, sent.encoded)
+
+    def _transmit(self, sent: hooks.OutgoingMessage, left: float) -> None:
+        """Send a request or an answer.
+
+        Args:
+            left: seconds until the deadline of a request.
 
         Raises:
             RpcError: it was not sent.
         """
-        agent = self._agent
+        agent, peer, call = self._agent, sent.peer, sent.call
         if agent.closed_down:
             raise ShutdownError(f"worker {agent.name!r} has shut down", maybe_executed=False)
         if peer.is_self:
-            agent.loop_back(frames.REQUEST, id, whole, header, agent.clock.now() + left, chain, flags)
+            deadline = agent.clock.now() + left
+            agent.loop_back(sent.kind, sent.id, sent.encoded, sent.header, deadline, sent.chain, sent.flags)
             return
-        peer.check_alive(f"cannot call {label}")
-        conn = peer.conn
-        if conn is None or conn.state is CLOSED:
-            conn = agent.connector.connect(peer, _INFINITE, label)
+        conn = sent.conn
+        if conn is None:
+            peer.check_alive(f"cannot call {sent.name}")
+            conn = peer.conn
+            if conn is None or conn.state is CLOSED:
+                conn = agent.connector.connect(peer, _INFINITE, sent.name)
+        elif conn.state is CLOSED:
+            raise PeerDiedError("the connection was closed", maybe_executed=True)
         if call is not None and not call.done:
             call.conn = conn  # from now on, a caller that gives the call up says so over there
         outbound.send(
-            agent, conn, frames.REQUEST, id, whole, remaining=left, chain=chain, header=header, flags=flags
+            agent,
+            conn,
+            sent.kind,
+            sent.id,
+            sent.encoded,
+            sent.header,
+            remaining=left,
+            chain=sent.chain,
+            flags=sent.flags,
         )
         conn.flush()
-
-    # -- posts and notices ---------------------------------------------------------------------------
-
-    @uninterruptible
-    def post(
-        self,
-        peer: Peer,
-        function: Any,
-        args: tuple[Any, ...],
-        encoded: Any,
-        header: Header | None,
-        chain: int,
-        context: MessageContext,
-    ) -> bool:
-        """See :class:`actorrpc.agent.hooks.MessageFilter`."""
-        type, called, subject = type_of_request(function, args, None, "")
-        message = Message(type, peer, called, _contents(encoded), subject)
-        self._reach("sending", message)
-        fault = self._fault_for(message)
-        if fault is None:
-            if not self._waits_until_sent(message):
-                return True
-            self._send_post(peer, encoded, header, chain, context, type)
-            _hand_over(peer.conn)
-            self._reach("sent", message)
-            return False
-        if fault.action == "drop":
-            self._agent.references.roll_back(context)
-            raise _loss(f"a message of type {type}", peer, fault)
-        send = partial(self._send_post, peer, copied(encoded), header, chain, context, type)
-        held = HeldMessage(fault, send, partial(self._agent.references.roll_back, context))
-        self._room(peer).put(held, fault.seconds)
-        return False
-
-    def _send_post(
-        self,
-        peer: Peer,
-        whole: Any,
-        header: Header | None,
-        chain: int,
-        context: MessageContext,
-        type: str,
-    ) -> None:
-        try:
-            self._send_request(peer, next(peer.ids), whole, header, _INFINITE, chain, frames.POST, type)
-        except RpcError:
-            self._agent.references.roll_back(context)  # the peer is dead: others are told
-
-    def notice(self, peer: Peer, name: str, body: bytes) -> bool:
-        """See :class:`actorrpc.agent.hooks.MessageFilter`."""
-        type = type_of_notice(name, body)
-        if type is None:
-            return self._agent.send_notice(peer, name, body)
-        message = Message(type, peer, None, (body,))
-        self._reach("sending", message)
-        fault = self._fault_for(message)
-        if fault is None:
-            if self._lost:
-                with self._lock:
-                    self._lost.pop(message.key(), None)
-            sent = self._agent.send_notice(peer, name, body)
-            if sent and self._waits_until_sent(message):
-                _hand_over(peer.conn)
-                self._reach("sent", message)
-            return sent
-        if fault.action == "drop":
-            with self._lock:
-                if fault in self._faults:
-                    self._lost[message.key()] = fault, peer, name, body
-                    return False
-            return self._agent.send_notice(peer, name, body)  # it has ended in this moment
-        send = partial(self._send_notice, fault, peer, name, body)
-        self._room(peer).put(HeldMessage(fault, send, _nothing), fault.seconds)
-        return True
-
-    def _send_notice(self, fault: Fault, peer: Peer, name: str, body: bytes) -> None:
-        agent = self._agent
-        if agent.send_notice(peer, name, body) or peer.state != "alive" or agent.closed_down:
-            return
-        again = partial(self._send_notice, fault, peer, name, body)
-        self._room(peer).put(HeldMessage(fault, again, _nothing), _AGAIN_S)
-
-    # -- answers -------------------------------------------------------------------------------------
-
-    def answer(
-        self,
-        conn: Any,
-        kind: int,
-        id: int,
-        encoded: Any,
-        header: Header | None,
-        execution: Execution | None,
-        context: MessageContext | None,
-    ) -> bool:
-        """See :class:`actorrpc.agent.hooks.MessageFilter`."""
-        agent = self._agent
-        peer = agent.self_peer if conn is None else conn.peer
-        asked, called = self._questions.pop(peer, id)
-        type = asked if asked == CONTROL else ANSWER
-        message = Message(type, peer, called, _contents(encoded))
-        self._reach("sending", message)
-        fault = self._fault_for(message)
-        discard = _nothing if context is None else partial(agent.references.roll_back, context)
-        if fault is None:
-            if not self._waits_until_sent(message):
-                return True
-            self._send_answer(conn, kind, id, encoded, header, discard)
-            _hand_over(conn)
-            self._reach("sent", message)
-            return False
-        if fault.action == "delay":
-            send = partial(self._send_answer, conn, kind, id, copied(encoded), header, discard)
-            self._room(peer).put(HeldMessage(fault, send, discard), fault.seconds)
-            return False
-        discard()
-        if fault.at_once or execution is None or execution.deadline == _INFINITE:
-            error = _loss("the answer of a call", peer, fault)
-            data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(peer.same_main))
-            self._send_answer(conn, frames.FAILURE, id, data, None, _nothing)
-        return False
-
-    def _send_answer(
-        self,
-        conn: Any,
-        kind: int,
-        id: int,
-        encoded: Any,
-        header: Header | None,
-        discard: Callable[[], None],
-    ) -> None:
-        agent = self._agent
-        if agent.closed_down or (conn is not None and conn.state is CLOSED):
-            discard()
-        elif conn is None:
-            agent.loop_back(kind, id, encoded, header, _INFINITE, 0)
-        else:
-            try:
-                outbound.send(agent, conn, kind, id, encoded, header)
-            except RpcError:
-                discard()
-            else:
-                conn.flush()
 
 
 def _hand_over(conn: Connection | None) -> None:
@@ -609,64 +501,6 @@ def _hand_over(conn: Connection | None) -> None:
             return
 
 
-class _Questions(Interceptor):
-    """What calls that are executed here have asked for, for as long as they have no answer. An interceptor."""
-
-    def __init__(self) -> None:
-        # Guards the table; a leaf.
-        self._lock = threading.Lock()
-        self._asked: OrderedDict[tuple[Peer, int], tuple[str, Any]] = OrderedDict()
-
-    def pop(self, peer: Peer, id: int) -> tuple[str, Any]:
-        """Return the type of the call that is answered now, and what it has called, if that is known."""
-        if not self._asked:
-            return "", None
-        with self._lock:
-            return self._asked.pop((peer, id), ("", None))
-
-    def wrap(
-        self,
-        execution: Execution,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[[], Any],
-    ) -> Callable[[], Any]:
-        """Note what is about to be called."""
-        type, called, _ = type_of_request(function, args, None, "")
-        with self._lock:
-            self._asked[execution.peer, execution.id] = type, called
-            if len(self._asked) > _EXECUTIONS:  # posts, and calls that were given up
-                self._asked.popitem(last=False)
-        return call
-
-
-class _Executions(Interceptor):
-    """Tells kill points when calls are executed here. An interceptor."""
-
-    def __init__(self, kills: Callable[[], tuple[KillPoint, ...]]) -> None:
-        self._kills = kills
-
-    def wrap(
-        self,
-        execution: Execution,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[[], Any],
-    ) -> Callable[[], Any]:
-        """Be there before and after the call."""
-        type, called, _ = type_of_request(function, args, None, "")
-        message = Message("actor_call" if execution.actor is not None else type, execution.peer, called)
-
-        def run() -> Any:
-            for kill in self._kills():
-                kill.reach(f"{message.type}.starting", message)
-            return finishing(self._kills(), message, call())
-
-        return run
-
-
 def _contents(encoded: Any) -> list[bytes]:
     if isinstance(encoded, bytes):
         return [encoded]
@@ -675,10 +509,6 @@ def _contents(encoded: Any) -> list[bytes]:
     ):  # the same as those that are mere bytes: which it is depends on what was packed before
         return [encoded.body]
     return [encoded.body, repr([span.nbytes for span in encoded.spans]).encode()]
-
-
-def _nothing() -> None:
-    """Give back nothing."""
 
 
 def _loss(what: str, peer: Peer, fault: Fault) -> RpcTimeoutError:

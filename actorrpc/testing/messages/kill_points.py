@@ -10,7 +10,6 @@ call.sent nth=3 on=worker1"``.
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import threading
@@ -27,7 +26,7 @@ from actorrpc.testing.messages import active
 from actorrpc.testing.messages.types import ANSWER, MESSAGES, NOTICES, Message
 from actorrpc.validation import choice, integer, number, option
 
-__all__ = ["POINTS", "KillPoint", "KillPointError", "finishing", "kill_at"]
+__all__ = ["POINTS", "KillPoint", "KillPointError", "kill_at"]
 
 _REQUEST_STAGES: Final = {
     "sending": "before it is sent",
@@ -95,7 +94,7 @@ class KillPoint(active.Injection):
 
     def _enforce(self) -> None:
         if not self.points.isdisjoint(hooks.POINTS):
-            _states.add(self)
+            _stand(self, True)
         if self.points - hooks.POINTS.keys():
             super()._enforce()
 
@@ -109,7 +108,7 @@ class KillPoint(active.Injection):
 
     def ended(self) -> None:
         """Note that it stands nowhere any more."""
-        _states.remove(self)
+        _stand(self, False)
         super().ended()
 
     def wants(self, *stages: str) -> bool:
@@ -202,58 +201,31 @@ def _points_named(pattern: Any) -> frozenset[str]:
 # -- points that are no message's ------------------------------------------------------------------------
 
 
-class _States:
-    """Who stands at points that are no message's, in this process."""
-
-    def __init__(self) -> None:
-        # Guards the list; a leaf. Nobody acts under it.
-        self._lock = threading.Lock()
-        self._standing: list[KillPoint] = []
-
-    def add(self, kill: KillPoint) -> None:
-        with self._lock:
-            self._standing.append(kill)
-            hooks.watch(self._reached)
-
-    def remove(self, kill: KillPoint) -> None:
-        with self._lock:
-            self._standing = [each for each in self._standing if each is not kill]
-            if not self._standing:
-                hooks.watch(None)
-
-    def _reached(self, point: str, worker: str) -> None:
-        for kill in list(self._standing):
-            if kill.is_for(worker or active.worker()):
-                kill.reach(point)
-
-    def forget(self) -> None:
-        """In a forked child."""
-        self._lock = threading.Lock()
-        self._standing = []
-        hooks.watch(None)
+# Guards changes of the kill points below; a leaf. Nothing acts under it.
+_lock = threading.Lock()
+_standing: tuple[KillPoint, ...] = ()
 
 
-_states = _States()
-os.register_at_fork(after_in_child=_states.forget)
+def _stand(kill: KillPoint, stands: bool) -> None:
+    """Have a kill point stand at the points of this process that are no message's, or not any longer."""
+    global _standing
+    with _lock:
+        _standing = (*(each for each in _standing if each is not kill), *([kill] if stands else []))
+        hooks.watch(_reached if _standing else None)
 
 
-# -- points of executions and of notices that arrive -------------------------------------------------------
+def _reached(point: str, worker: str) -> None:
+    for kill in _standing:
+        if kill.is_for(worker or active.worker()):
+            kill.reach(point)
 
 
-def finishing(kills: tuple[KillPoint, ...], message: Message, value: Any) -> Any:
-    """Be at the end of an execution; of an async one, when it has been awaited."""
-    if inspect.iscoroutine(value):
-
-        async def awaited() -> Any:
-            result = await value
-            _all(kills, "finished", message)
-            return result
-
-        return awaited()
-    _all(kills, "finished", message)
-    return value
+def _forget() -> None:
+    """In a forked child: another thread may have held the lock."""
+    global _lock, _standing
+    _lock = threading.Lock()
+    _standing = ()
+    hooks.watch(None)
 
 
-def _all(kills: tuple[KillPoint, ...], stage: str, message: Message) -> None:
-    for kill in kills:
-        kill.reach(f"{message.type}.{stage}", message)
+os.register_at_fork(after_in_child=_forget)

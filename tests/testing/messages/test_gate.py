@@ -59,7 +59,7 @@ def gates(pair: list[Agent]) -> Iterator[list[FaultGate]]:
     yield made
     for gate in made:
         gate.close(True)
-    until(lambda: [agent.gate for agent in pair] == [None, None])
+    until(lambda: not any(agent.hooks.active for agent in pair))
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -160,7 +160,7 @@ def test_a_call_that_is_held_up_arrives_as_it_was_made(elements: int, lane: bool
             assert fault.held == 0
             assert fault.count == 1
             gate.close(True)
-            until(lambda: both[0].gate is None)
+            until(lambda: not both[0].hooks.active)
             arrived.clear()
         assert all(not peer.window.charged for peer in both[0].peers())
 
@@ -275,7 +275,7 @@ def test_a_lost_answer(pair: list[Agent], gates: list[FaultGate], to: str) -> No
     assert fault.counts == {"answer": 3}
     there.remove(fault)
     assert sync(pair[0], to, note, 4, timeout=60) == 4
-    assert not any(agent.interceptors for agent in pair)
+    assert not any(agent.hooks.active for agent in pair)
 
 
 def fail() -> None:
@@ -381,7 +381,7 @@ def test_the_one_that_was_started_first_has_it(pair: list[Agent], gates: list[Fa
 def test_only_on_workers_that_are_meant(pair: list[Agent], gates: list[FaultGate]) -> None:
     for gate in gates:
         gate.add(drop("call", on="a1", at_once=True))
-    assert pair[0].gate is None
+    assert not pair[0].hooks.active
     assert sync(pair[0], "a1", operator.add, 1, 2) == 3
     with pytest.raises(RpcTimeoutError):
         sync(pair[1], "a0", operator.add, 1, 2)

@@ -329,7 +329,7 @@ def raised(rank: int, world_size: int) -> None:
         assert time.monotonic() - begun >= 0.1
         rpc.rpc_sync(to, _disarm)
     agent = api.group().agent
-    assert agent.gate is None
+    assert not agent.hooks.active
     assert agent.on_notice == handlers
     with testing.drop("call", function="add", total=1), kill_at("call.sent", nth=_NEVER) as kill:
         with pytest.raises(RpcTimeoutError):
