@@ -62,7 +62,11 @@ class Inbox:
         elif peer is None:
             raise ProtocolError("the peer did not introduce itself")
         elif kind == frames.REQUEST or kind in _REPLIES or kind == frames.CHUNK:
-            whole = self._chunk(conn, frame) if kind == frames.CHUNK else self._message(conn, peer, frame)
+            whole: Frame | None = frame
+            if kind == frames.CHUNK:
+                whole = self._chunk(conn, frame)
+            elif frame.flags & (frames.OBJECTS | outbound.STREAM):
+                whole = self._message(conn, peer, frame)
             if whole is None or not whole.flags & frames.MAIL:
                 return whole
             self.deliver_mail(conn, peer, whole)
@@ -132,9 +136,8 @@ class Inbox:
     def deliver_mail(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """Give mail to the router of mailboxes. ``conn`` is None for mail of this worker to itself."""
         router, is_reserved = self.mail_router, frame.flags & frames.RESERVED
-        if (
-            is_reserved and not frame.body and not frame.buffers
-        ):  # the reservation of a place, whose mail follows
+        if is_reserved and not frame.body and not frame.buffers:
+            # It reserves the place of mail that follows.
             if router is not None and frame.id not in peer.begun and frame.id not in peer.running:
                 router.announce(conn, peer, frame._replace(flags=frames.MAIL))
         elif not peer.begun.first(frame.id):
