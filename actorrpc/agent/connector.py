@@ -46,10 +46,11 @@ from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED, SUSPENDED
 from actorrpc.transport.failure_detector import process_state, set_up_tcp
+from actorrpc.transport.sealed import SealedStream
 from actorrpc.transport.session import ReliableStream
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
-from actorrpc.transport.stream import SEND, SealedStream, SocketStream, Stream, receive_exactly, send_all
+from actorrpc.transport.stream import SEND, SocketStream, Stream, receive_exactly, send_all
 from actorrpc.transport.tls import Tls, connect, explain, shake_hands
 from actorrpc.wire.frames import GOODBYE, INTRO, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session

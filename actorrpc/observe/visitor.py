@@ -26,7 +26,8 @@ from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, merge, pack, unpack
 from actorrpc.observe.tracing.trace import CLOCK, compare_clocks
 from actorrpc.transport.failure_detector import process_state
-from actorrpc.transport.stream import RECEIVE, SealedStream, SocketStream, Stream, send_all
+from actorrpc.transport.sealed import SealedStream
+from actorrpc.transport.stream import RECEIVE, SocketStream, Stream, send_all
 from actorrpc.transport.tls import Tls, connect, explain, shake_hands
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame

@@ -9,7 +9,6 @@ for the deadline, for signal handlers and at the end of the connection.
 
 from __future__ import annotations
 
-import logging
 import select
 from collections import deque
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from actorrpc import _time
+from actorrpc.transport.blocked_sends import BlockedSends
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.transport.stream import SEND
@@ -25,45 +25,11 @@ from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
-__all__ = ["SILENT_S", "BlockedSends", "Sendable", "Writer"]
-
-_log = logging.getLogger("actorrpc.calls")
+__all__ = ["Sendable", "Writer"]
 
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _RESUMED_S: Final = 0.01  # how often it is looked whether a connection can go on
-
-
-SILENT_S: Final = 2.0
-"""A wait that takes longer is logged."""
-_QUIET_S: Final = 60.0  # at least so long passes between two such log lines
-
-
-class BlockedSends:
-    """The waits of one kind for one peer.
-
-    Attributes:
-        since: since when threads have waited without a break; None while no thread waits. A lock of the owner guards it.
-    """
-
-    __slots__ = ("_quiet_until", "since")
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-        self._quiet_until = 0.0
-
-    def is_due(self, since: float) -> bool:
-        """Say whether a wait that has lasted since then is to be logged now. The next ones are then not, for a while."""
-        now = _time.now()
-        if now < since + SILENT_S or now < self._quiet_until:
-            return False
-        self._quiet_until = now + _QUIET_S
-        return True
-
-    @staticmethod
-    def log(what: str, why: str) -> None:
-        """Log that a thread has waited for :data:`SILENT_S` to send something. The caller holds no lock."""
-        _log.warning("%s has been blocked for %.0f s: %s", what, SILENT_S, why)
 
 
 class Sendable(Protocol):

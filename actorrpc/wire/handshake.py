@@ -99,7 +99,7 @@ class Session:
         peer_name: the worker at the other end; in any case, it holds the key (where there is one).
         attach: 16 bytes that name the connection that a LANE connection belongs to, or a RESUME connection takes the place of.
         key: 32 secret bytes, equal on both sides, different for every connection.
-        sealed: whether what follows is sealed (:mod:`actorrpc.transport.stream`): one side at least wants it.
+        sealed: whether what follows is sealed (:mod:`actorrpc.transport.sealed`): one side at least wants it.
     """
 
     peer_name: str

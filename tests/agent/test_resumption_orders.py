@@ -25,8 +25,9 @@ from actorrpc.agent.outbound import Assembly
 from actorrpc.config import Settings
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.sealed import SealedStream
 from actorrpc.transport.session import ReliableStream
-from actorrpc.transport.stream import SealedStream, SocketStream, Stream
+from actorrpc.transport.stream import SocketStream, Stream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
 from tests.agent.steps import Steps

@@ -22,7 +22,7 @@ from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, PeerDiedError, RpcError
 from actorrpc.testing import FaultProxy
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.stream import HEAD_SIZE, TAG_SIZE
+from actorrpc.transport.sealed import HEAD_SIZE, TAG_SIZE
 from actorrpc.wire.frames import LAST_KIND, PREFIX, PREFIX_SIZE
 from actorrpc.wire.handshake import Acceptor, Dialler
 from actorrpc.wire.identity import WorkerRecord, new_incarnation

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.stream import HEAD_SIZE, RECORD, TAG_SIZE, Seal, SealedStream
+from actorrpc.transport.sealed import HEAD_SIZE, RECORD, TAG_SIZE, Seal, SealedStream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from tests.agent.agents import agents
