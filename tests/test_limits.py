@@ -16,7 +16,7 @@ from actorrpc.agent.timers import Clock
 from actorrpc.errors import LimitError, PeerDiedError
 from actorrpc.serialization import exceptions
 from actorrpc.transport import connection, shared_memory
-from actorrpc.wire import frames
+from actorrpc.wire import frames, integrity
 from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
 
@@ -99,6 +99,7 @@ def test_a_small_message_without_memory_for_it_fails_its_call_and_not_the_next_o
         conn = to.conn
         with monkeypatch.context() as patch:
             patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
+            patch.setattr(integrity, "bytes", _no_large_bytes, raising=False)
             for _ in range(2):
                 with pytest.raises(
                     LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory in worker 'a1'"

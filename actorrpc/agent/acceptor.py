@@ -1,24 +1,27 @@
-"""Accepted connections that have not proved the group's key yet.
+"""Connections that were accepted and have proved nothing yet.
 
-The pool serves the listening sockets. A pending connection has little time and may send nothing but the handshake's fixed
-messages; its bytes never reach the frame reader. There are few places for pending connections. When all are taken, the next
-connection replaces one from the address with the most of them: one that has not said hello, if there is any, and the oldest of
-these. A member needs its place for two round trips only, and dials again if it lost the place. So members come in even while
-their own address floods the worker with connections.
+Listening sockets are served by the pool. A pending connection has little time and may send nothing but the handshake's fixed
+messages; its bytes never reach the frame reader. There are few places, and each pending connection gets one: where all are
+taken, the one goes that is least likely to be a member's. That is one from the address with the most of them, one that has
+not said hello rather than one that has, and the oldest of these: a member needs its place for two round trips only, and comes
+again if it lost it. So neither those that say nothing nor those that come in floods keep members out, also when they come
+from a member's address.
 
 An address whose pending connections fail to prove the key gets ``FAILURES_PER_S`` answers a second. Further failures are not
-answered, and hold their places until their time is over or others need the places.
+answered and hold their places until their time is over, or others need them: nobody learns any faster, and members
+that share the address (one host, one NAT) are served as ever.
 
-With certificates, the handshake of TLS comes first, within the same time and in the same places. A connection that fails in it
-is read until its other end closes it or its time is over: if it were closed at once, its unread bytes would make the kernel
-drop the alert that says why.
+Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; the other end is
+told so if it speaks no TLS. A connection that fails in it is read until its other end closes it, or its time is over: closed at
+once, its unread bytes would have the kernel take back the alert that tells why.
 
-When there are no descriptors for another connection, the listeners rest and are tried again; connections wait in the kernel's
-backlog. After a second, the waiting connections are told why and closed, over a descriptor that is kept for this. Connections
-that begin with TLS could not read the answer, and wait for their own time-outs.
+Where there are no descriptors for another connection, the listeners rest, and are tried again: those that are made have what
+they need, and others wait in the kernel's backlog. When they have waited for a second in vain, they are told why and sent away,
+over a descriptor that is held for that alone. Only those that begin with TLS could not read it: they wait for as long as their
+own time-outs allow.
 
-``_lock`` guards the tables; nothing is called under it. The thread that runs a step of a pending connection's handshake holds
-its ``turn``; no thread waits for it. Only the thread that removes a pending connection from the table may close its stream.
+``_lock`` guards the tables; nothing is called under it. A pending connection's ``turn`` is held by the thread that takes a step
+of its handshake, and nobody waits for it: its socket is closed by the thread that lets it go, if it is to be closed.
 """
 
 from __future__ import annotations
@@ -39,8 +42,7 @@ from actorrpc import _time
 from actorrpc._undo import undo_on_error
 from actorrpc.errors import AuthenticationError, ProtocolError
 from actorrpc.transport import fd_limits
-from actorrpc.transport.stream import RECEIVE, SEND, SocketStream, Stream
-from actorrpc.transport.tls import HELLO, Tls, TlsSocket, explain
+from actorrpc.transport.tls import HELLO, AnySocket, Tls, explain
 from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Refusal
 from actorrpc.wire.keys import remove_file
 
@@ -54,44 +56,48 @@ __all__ = ["FAILURES_PER_S", "Admission", "AdmittingAgent", "PendingConnection",
 
 FAILURES_PER_S: Final = 3
 _MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
-_READ: Final = 4096  # more than any first message of TLS: unread bytes reset a socket when it is closed
+_READ: Final = 4096  # more than any first message of TLS: what is left unread when a socket closes resets it
 _AGAIN_S: Final = 0.2
 _PATIENCE_S: Final = (
     1.0  # so long there may be no descriptor before pending connections in the backlog are sent away
 )
 _MINUTE_S: Final = 60.0
-_TELL_S: Final = 10.0  # between two log lines that no connection can be accepted
+_TELL_S: Final = 10.0  # how often it is said that nobody can be accepted
 _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
 _log = logging.getLogger("actorrpc.links")
 
 
 class PendingConnection:
-    """An accepted connection that has proved nothing yet."""
+    """An accepted socket that has proved nothing yet."""
+
+    __slots__ = ("_gone", "acceptor", "address", "fd", "local", "over", "sock", "timer", "turn")
 
     def __init__(self, sock: socket.socket, address: str, local: bool, acceptor: Acceptor) -> None:
-        self.stream: Stream = SocketStream(sock)
+        self.sock: AnySocket = sock
         self.fd = sock.fileno()  # also where TLS is spoken over it
-        self.over = False  # TLS has failed: what the other end sends is discarded
+        self.over = False  # it has failed, and what it sends does not count
         self.address = address
         self.local = local
         self.acceptor = acceptor
         self.timer: Any = None
-        self.turn = _time.Lock()
+        self.turn = _time.RLock()
         self._gone = False
 
     def close(self) -> None:
-        """Close the stream, at once or after the step of the handshake that another thread runs.
+        """Close its socket, now or after the step of its handshake that another thread is at.
 
-        In such a step TLS may replace the stream; and the number of a closed descriptor is soon used again.
+        In such a step TLS may put another socket in its place; and its number, once closed, is soon somebody else's.
         """
         self._gone = True
         self.sweep()
 
     def sweep(self) -> None:
-        """Close the stream if that is due. Called after ``turn`` was released."""
+        """Close it if that is due. The thread that has let go of its turn calls this."""
         if self._gone and self.turn.acquire(blocking=False):
-            self.stream.close()
-            self.turn.release()
+            try:
+                self.sock.close()
+            finally:
+                self.turn.release()
 
 
 class AdmittingAgent(Protocol):
@@ -178,6 +184,7 @@ class Admission:
             self._short_since.pop(listener, None)
             self._scarce = not fd_limits.make_room(sock.fileno())
             local = sock.family == socket.AF_UNIX
+            sock.setblocking(False)
             self._enter(sock, "local" if local else str(where[0]), local)
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
@@ -214,7 +221,7 @@ class Admission:
                     sock.setblocking(False)
                     sock.send(no_room(error))
                     sock.shutdown(socket.SHUT_WR)
-                    sock.recv(MAX_MESSAGE)  # its hello: if it were unread, the kernel would drop the answer
+                    sock.recv(MAX_MESSAGE)  # its hello: unread, it would have the kernel drop what was sent
         except OSError:  # there are no more, or the descriptor went to another thread
             pass
         held = _open_one()
@@ -241,7 +248,7 @@ class Admission:
             full = len(self._pending) >= max(1, agent.settings.max_unauthenticated)
             out = self._least() if full else None
             if out is not None:
-                # Under the same lock as the choice: no other thread chooses it as well.
+                # In one step with the entry of the next: nobody else chooses it as well.
                 del self._pending[out.fd]
             if not closed:
                 self._pending[pending.fd] = pending
@@ -291,7 +298,7 @@ class Admission:
         if answer is None:
             return
         try:
-            with undo_on_error(pending.close):  # no other thread has it
+            with undo_on_error(pending.close):  # nobody else has it
                 self._admit(pending, answer)
         except ProtocolError as error:
             self._refuse(pending, error)
@@ -299,13 +306,12 @@ class Admission:
             pass
 
     def _step(self, pending: PendingConnection) -> bytes | None:
-        """Take it. Returns the answer to a pending connection that has proved the key, after removing it from the table."""
+        """Take it; returns what is to be sent to a pending connection that has proved the key, and has left its place."""
         try:
             if self._tls is not None and not pending.local and not self._secured(pending, self._tls):
                 self._listen_to(pending)
                 return None
-            buffer = memoryview(bytearray(_READ))
-            data = bytes(buffer[: pending.stream.recv_into(buffer, 0, RECEIVE)])
+            data = pending.sock.recv(_READ)
             if not data:
                 self._dismiss(pending)
                 return None
@@ -315,7 +321,7 @@ class Admission:
             if pending.acceptor.done:
                 return answer if self._leave(pending) else None
             if answer:
-                pending.stream.send(answer, SEND)
+                pending.sock.send(answer)
             self._listen_to(pending)
         except BlockingIOError:
             self._listen_to(pending)
@@ -329,29 +335,30 @@ class Admission:
 
     def _secured(self, pending: PendingConnection, tls: Tls) -> bool:
         """Go on with TLS's handshake; say whether the pending connection's own can go on."""
-        stream = pending.stream
-        if not isinstance(stream, TlsSocket):
-            first = stream.sock.recv(1, socket.MSG_PEEK | RECEIVE)
+        sock = pending.sock
+        if isinstance(sock, socket.socket):
+            first = sock.recv(1, socket.MSG_PEEK)
             if not first:
                 self._dismiss(pending)
                 return False
             if first != HELLO:
-                stream.sock.recv(_READ, RECEIVE)
+                sock.recv(_READ)
                 self._turn_away(pending, "does not speak TLS", f"speaks nothing else: {_GIVE}")
-            pending.stream = stream = tls.accept(stream.sock)
+            pending.sock = sock = tls.accept(sock)
         if pending.over:
-            if not stream.discard():
+            if not sock.discard():
                 self._dismiss(pending)
             return False
-        if not stream.secured:
-            if not stream.shake():
+        if not sock.secured:
+            if not sock.shake():
                 return False
-            pending.acceptor = self._acceptor(False, stream.binding)
+            pending.acceptor = self._acceptor(False, sock.binding)
         return True
 
     def _turn_away(self, pending: PendingConnection, why: str, own: str) -> None:
         """Refuse a pending connection that begins in a way that this worker does not speak; it hears it in the plain one."""
-        host, port = pending.stream.sock.getsockname()[:2]
+        sock = pending.sock
+        host, port = (sock if isinstance(sock, socket.socket) else sock.sock).getsockname()[:2]
         pending.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
         raise ProtocolError(f"it {why}, and this worker {own}")
 
@@ -364,7 +371,7 @@ class Admission:
             )
         pending.over = True
         try:
-            pending.stream.shutdown(socket.SHUT_WR)
+            pending.sock.shutdown(socket.SHUT_WR)
         except OSError:
             pass
         self._listen_to(pending)
@@ -385,14 +392,14 @@ class Admission:
         farewell = pending.acceptor.farewell
         if farewell:
             try:
-                pending.stream.send(farewell, SEND)
+                pending.sock.send(farewell)
             except OSError:
                 pass
         self._tell(f"a connection from {pending.address} was refused: {error}", pending.address)
         self._dismiss(pending)
 
     def _tell(self, text: str, address: str) -> None:
-        """Log a refusal at once, and the refusals of the next minute as one line, so that floods fill no disk."""
+        """Log a refusal at once, and those of the minute after it as one line: floods are to fill no disk."""
         now = _time.now()
         with self._lock:
             quiet = now - self._refused_since < _MINUTE_S
@@ -470,7 +477,7 @@ class Admission:
             self._agent.pool.forget(sock.fileno())
 
     def close(self) -> None:
-        """Close the listening sockets (and their files) and the pending connections."""
+        """Close what is left: listening sockets (and their files) and pending connections."""
         for sock in self._listeners:
             path = sock.getsockname() if sock.family == socket.AF_UNIX else None
             sock.close()
@@ -493,7 +500,7 @@ class Admission:
         for sock in self._listeners:
             sock.close()
         for pending in list(self._pending.values()):
-            pending.stream.close()
+            pending.sock.close()
         if self._held >= 0:
             os.close(self._held)
 

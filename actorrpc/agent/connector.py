@@ -1,19 +1,20 @@
-"""Making connections, and resuming those that break.
+"""How connections come about, and how one that breaks goes on: listening, dialling, the handshake before anything else.
 
-An accepted connection is pending until it has proved that it knows the key: :mod:`actorrpc.agent.acceptor`. The thread that
-makes the first call to a peer dials it, within that call's deadline, under the peer's ``dial_lock``. Two workers of one host
-also have a Unix socket per direction for the descriptors of shared memory; a random token names the connection to which it
-belongs.
+What another process dials is a pending connection until that has proved that it knows the key: :mod:`actorrpc.agent.acceptor`.
+Dialling happens on the thread that makes the first call to a peer, within that call's deadline, under the peer's ``dial_lock``.
 
-:class:`Connector` has no lock: each change of its tables is one operation of a dict or a set. The token that names a connection
-is random, and only the thread that ends the connection removes it.
+On one host there is also a Unix socket per direction, for the descriptors of shared memory, tied to its connection by a
+random token.
+
+:class:`Connector`: ``_lock`` guards its tables; nothing is called under it.
 
 :class:`Resumption`: a TCP connection that breaks goes on over another socket, within a grace time. The side that had dialled
-dials again until the grace time is over; the other side waits. Each side learns at once when the peer's process is gone,
-because its address refuses connections. Until the connection goes on, messages wait in its outbox, under the deadlines of the
-calls. If it does not go on, the peer counts as dead. Attempts run on pool threads, and several for one connection may run at
-both ends. No lock guards them: the latest counts (:mod:`actorrpc.transport.session`). Before a side tells how far it has come,
-:meth:`Connection.standstill` ends all earlier attempts, and :meth:`Connection.resume` is one step under the connection's locks.
+dials again, for as long as the grace time lasts; the other side waits for it. Either one finds out at once where the peer's
+process is gone: nobody listens at its address any more. Until the connection goes on, the messages to be sent wait in its outbox,
+under the deadlines of the calls; when it does not, its end is the peer's. Attempts run on pool threads, and several for one
+connection may be under way at both ends. Nothing is guarded there: the latest counts (:mod:`actorrpc.transport.session`).
+:meth:`Connection.standstill`, before a side tells how far it has come, puts an end to all earlier ones, and
+:meth:`Connection.resume` is a single step under the connection's locks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import ssl
 import struct
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
@@ -46,15 +47,15 @@ from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED, SUSPENDED
 from actorrpc.transport.failure_detector import process_state, set_up_tcp
-from actorrpc.transport.sealed import SealedStream
 from actorrpc.transport.session import ReliableStream
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
-from actorrpc.transport.stream import SEND, SocketStream, Stream, receive_exactly, send_all
-from actorrpc.transport.tls import Tls, connect, explain, shake_hands
+from actorrpc.transport.stream import SocketStream, Stream
+from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
 from actorrpc.wire.frames import GOODBYE, INTRO, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session
 from actorrpc.wire.identity import WorkerRecord
+from actorrpc.wire.integrity import Seals
 from actorrpc.wire.keys import Key
 
 if TYPE_CHECKING:
@@ -144,8 +145,8 @@ class Resumption:
         for family, address in self._connector.addresses(conn.peer):
             try:
                 number = next(_session(conn).attempts)
-                made = self._connector.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
-                if self._agree(conn, self._connector.secure(*made, dialled=True), number, limit):
+                sock, _ = self._connector.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
+                if self._agree(conn, sock, number, limit):
                     return
                 conn.close(error)  # the other side has given it up
                 return
@@ -165,6 +166,21 @@ class Resumption:
         pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
         again = partial(self._redial, conn, error, lapse, until, attempt + 1, refusals)
         self._agent.clock.after(pause, partial(self._agent.pool.submit, again))
+
+    def _agree(self, conn: Connection, sock: AnySocket, number: int, limit: float) -> bool:
+        with undo_on_error(sock.close):
+            sock.settimeout(max(0.05, limit - _time.now()))
+            mine = conn.standstill(number)
+            if mine is None:  # another one has begun, and does what there is to do
+                sock.close()
+                return True
+            sock.sendall(_COUNT.pack(mine))
+            theirs = _read_count(sock)
+            if theirs == _UNKNOWN:
+                sock.close()
+                return False
+            self._go_on(conn, sock, number, theirs)
+        return True
 
     # -- the side that waits -----------------------------------------------------------------------
 
@@ -189,8 +205,8 @@ class Resumption:
         again = partial(self._probe, conn, error, lapse)
         self._agent.clock.after(_PROBE_S, partial(self._agent.pool.submit, again))
 
-    def admit(self, stream: Stream, proved: Session, answer: bytes, conn: Connection | None) -> None:
-        """Take a stream whose socket replaces a connection's, which may not have noticed that its socket is broken.
+    def admit(self, sock: AnySocket, proved: Session, answer: bytes, conn: Connection | None) -> None:
+        """Take a socket that is to take the place of a connection's, which may not have noticed that it is broken.
 
         Args:
             proved: what the handshake has established.
@@ -200,50 +216,60 @@ class Resumption:
         session = None if conn is None else conn.session
         number = 0 if session is None else next(session.attempts)
         try:
-            limit = _time.now() + self._agent.settings.handshake_timeout
-            send_all(stream, answer, limit)
-            stream = self._connector.secure(stream, proved, dialled=False)
+            sock.settimeout(self._agent.settings.handshake_timeout)
+            sock.sendall(answer)
+            theirs = _read_count(sock)
             worker = proved.peer_name, proved.peer_incarnation
             if conn is None or conn.state is CLOSED or session is None or session.other != worker:
-                send_all(stream, _COUNT.pack(_UNKNOWN), limit)
-                stream.close()
-            else:
-                self._agree(conn, stream, number, limit)
-        except (OSError, ProtocolError) as error:
+                sock.sendall(_COUNT.pack(_UNKNOWN))
+                sock.close()
+                return
+            mine = None
+            if not session.is_overtaken(number):
+                conn.suspend(ConnectionResetError("the other side has begun a new one"))
+                mine = conn.standstill(number)
+            if mine is None:
+                sock.close()
+                return
+            sock.sendall(_COUNT.pack(mine))
+            self._go_on(conn, sock, number, theirs)
+        except (OSError, EOFError) as error:
             _log.info("a connection of %r did not come back: %s", proved.peer_name, error)
-            stream.close()
+            sock.close()
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _agree(self, conn: Connection, stream: Stream, number: int, limit: float) -> bool:
-        """Tell each other over a new stream how far reading has come, and go on; False if the other side has given up."""
+    def _go_on(self, conn: Connection, sock: AnySocket, number: int, theirs: int) -> None:
+        stream = self._connector.stream(sock, local=False)
         pool = self._agent.pool
 
         def move() -> None:
-            """Register the connection with the pool under its new descriptor, before any thread can close that."""
+            """Have the pool know the connection under its new number, as long as nobody can have closed that."""
             pool.forget(conn.fd)
             pool.watch(stream.sock.fileno(), conn.turn)
 
-        with undo_on_error(stream.close):
-            mine, theirs = conn.standstill(number), 0
-            if mine is not None:
-                send_all(stream, _COUNT.pack(mine), limit)
-                (theirs,) = _COUNT.unpack(receive_exactly(stream, _COUNT.size, limit))
-        resumed = False
-        if (
-            mine is not None and theirs != _UNKNOWN
-        ):  # otherwise a later attempt has begun, and goes on instead
-            try:
-                resumed = conn.resume(stream, number, theirs, move)
-            except ProtocolError as error:
-                conn.close(error)
-        if resumed:
-            conn.register()
-            pool.submit(conn.writer.flush_waiting)
-            _log.info("the connection to %r goes on", _name(conn))
-        else:
-            stream.close()
-        return theirs != _UNKNOWN
+        try:
+            resumed = conn.resume(stream, number, theirs, move)
+        except ProtocolError as error:
+            conn.close(error)
+            resumed = False
+        if not resumed:
+            sock.close()
+            return
+        conn.register()
+        self._agent.pool.submit(conn.writer.flush_waiting)
+        _log.info("the connection to %r goes on", _name(conn))
+
+
+def _read_count(sock: AnySocket) -> int:
+    data = b""
+    while len(data) < _COUNT.size:
+        more = sock.recv(_COUNT.size - len(data))
+        if not more:
+            raise ConnectionResetError(errno.ECONNRESET, "closed before it was said how far it has come")
+        data += more
+    count: Any = _COUNT.unpack(data)[0]
+    return int(count)
 
 
 def _name(conn: Connection) -> str:
@@ -283,6 +309,8 @@ class Connector:
         self.tls = Tls.load(agent.settings)
         # What TLS carries needs no seals.
         self.seals = agent.settings.frame_integrity and self.tls is None
+        # Re-entrant: a signal handler may make a call while the main thread has it.
+        self._lock = _time.RLock()
         self.admission = Admission(agent, self._key, self._admit, self.tls)
         self._connections: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
@@ -294,15 +322,16 @@ class Connector:
         """The group's key; None where it has none."""
         return Key.revealed(self._key) if self._key else None
 
-    # -- accepted connections --------------------------------------------------------------------------
+    # -- those who come in -----------------------------------------------------------------------------
 
     def _admit(self, pending: PendingConnection, answer: bytes) -> None:
         session = pending.acceptor.result
-        stream = pending.stream
+        sock = pending.sock
         if session.purpose is Purpose.MAIN:
-            conn = self._connection(stream, session, pending.local, dialled=False)
-            self._introducing[conn] = session
-            self._welcome(conn, stream, answer)
+            conn = self._connection(sock, session, session.attach, pending.local, False)
+            with self._lock:
+                self._introducing[conn] = session
+            self._welcome(conn, sock, answer)
             try:
                 conn.register()
             except (OSError, ValueError):  # the epoll was closed meanwhile
@@ -310,73 +339,80 @@ class Connector:
             if self._agent.closed_down:  # the thread that closed it may have looked before this one came
                 self._agent.dismiss([conn])
             return
-        main = self._connections.get(session.attach)
+        with self._lock:
+            main = self._connections.get(session.attach)
         if session.purpose is Purpose.RESUME:
-            self.resumption.admit(stream, session, answer, main)
+            self.resumption.admit(sock, session, answer, main)
             return
-        if main is not None and main.state is not CLOSED and pending.local:
+        if main is None or main.state is CLOSED:
+            sock.close()
+            return
+        if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and pending.local:
             # In place before the lender can name any memory: it waits for our answer.
             main.lane.borrow(
                 Borrower(
-                    stream.sock,
+                    sock,
                     max_buffers=self._agent.settings.max_buffers,
                     on_freed=self._agent.scheduler.freed,
                     adopt=self._agent.objects.adopt,
                 )
             )
-            stream.sock.setblocking(False)
-            stream.send(answer, SEND)
+            sock.setblocking(False)
+            sock.send(answer)
         else:
-            stream.close()
+            sock.close()
 
     # -- connections -----------------------------------------------------------------------------------
 
-    def _connection(self, over: Stream, session: Session, local: bool, *, dialled: bool) -> Connection:
-        agent, stream = self._agent, over
+    def _connection(
+        self, sock: AnySocket, session: Session, attach: bytes, local: bool, dialled: bool
+    ) -> Connection:
+        agent = self._agent
         try:
-            if not local:
-                stream = self.secure(over, session, dialled=dialled)
-                if agent.settings.session_grace:
-                    stream = ReliableStream(stream, (session.peer_name, session.peer_incarnation), dialled)
+            stream = self.stream(sock, local)
+            if not local and agent.settings.session_grace:
+                stream = ReliableStream(stream, (session.peer_name, session.peer_incarnation), dialled)
             conn = Connection(
                 stream,
                 epoll=agent.pool.epoll,
                 events=self._events,
                 settings=agent.settings,
-                attach=session.attach,
+                attach=attach,
                 local=local,
+                seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
             )
         except OSError as error:
             # The peer has reset it; or there is no descriptor for a second one, which it takes.
             if not dialled and error.errno in fd_limits.SHORT:
                 with contextlib.suppress(OSError):
-                    over.send(no_room(error), SEND)
-            over.close()
+                    sock.send(no_room(error))
+            sock.close()
             raise
-        # Before another thread can find the connection and close it: its descriptor could be another connection's then, which no
-        # thread would read.
+        # Before anybody can find it, and close it: its number would be that of another one then, which nobody would read.
         agent.pool.watch(conn.fd, conn.turn)
         return conn
 
-    def secure(self, stream: Stream, session: Session, *, dialled: bool) -> Stream:
-        """Return the stream over a TCP socket whose handshake is over, sealed if that was agreed.
+    def stream(self, sock: AnySocket, local: bool) -> Stream:
+        """Return the stream over a socket whose handshake is over; ``local``: the socket is not TCP.
 
         Raises:
-            OSError: the other side has reset it; the stream is closed.
+            OSError: the other side has reset it.
         """
-        with undo_on_error(stream.close):
-            set_up_tcp(stream.sock, self._agent.settings)
-        return SealedStream(stream.sock, session.key, dialled=dialled) if session.sealed else stream
+        made = SocketStream(sock) if isinstance(sock, socket.socket) else sock
+        if not local:
+            set_up_tcp(made.sock, self._agent.settings)
+        return made
 
-    def _welcome(self, conn: Connection, stream: Stream, answer: bytes) -> None:
+    def _welcome(self, conn: Connection, sock: AnySocket, answer: bytes) -> None:
         """End a handshake. The connection can be found before: the other side may come back as soon as it has heard.
 
         Found by the thread that closes the agent, it is sent a goodbye: the write lock keeps that behind the answer.
         """
         try:
             with conn.writer.lock:
-                self._connections[conn.attach] = conn
-                send_all(stream, answer, _time.now() + self._agent.settings.handshake_timeout)
+                self._enter(conn)
+                sock.settimeout(None)
+                sock.sendall(answer)
         except OSError:
             conn.enter(CLOSED)
             self._agent.pool.forget(conn.fd)
@@ -385,9 +421,15 @@ class Connector:
             raise
         conn.flush()
 
+    def _enter(self, conn: Connection) -> None:
+        """Have a connection be found by its token."""
+        with self._lock:
+            self._connections[conn.attach] = conn
+
     def introduced(self, conn: Connection, body: bytes) -> None:
         """Take the first frame of an accepted connection: who is speaking. Under the read lock."""
-        session = self._introducing.pop(conn, None)
+        with self._lock:
+            session = self._introducing.pop(conn, None)
         if session is None:
             raise ProtocolError("a peer introduced itself twice")
         record = WorkerRecord.from_bytes(body)
@@ -413,10 +455,11 @@ class Connector:
         self._agent.scheduler.pulse.poke()
 
     def forget(self, conn: Connection) -> None:
-        """Remove a connection that has ended from the tables."""
-        if self._connections.get(conn.attach) is conn:
-            self._connections.pop(conn.attach, None)
-        self._introducing.pop(conn, None)
+        """Drop what is kept about a connection that has ended."""
+        with self._lock:
+            if self._connections.get(conn.attach) is conn:
+                del self._connections[conn.attach]
+            self._introducing.pop(conn, None)
 
     # -- dialling --------------------------------------------------------------------------------------
 
@@ -454,8 +497,8 @@ class Connector:
             family, address = queue.popleft()
             attach = secrets.token_bytes(16)
             try:
-                stream, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
-                return self._establish(peer, stream, family == socket.AF_UNIX, session)
+                sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
+                return self._establish(peer, sock, family == socket.AF_UNIX, session)
             except PeerDiedError:
                 # Nothing was proved; but a liar could as well refuse the connection, which says the same.
                 self._agent.peer_ended(peer, "dead", "a new life of it answers at its address")
@@ -479,7 +522,7 @@ class Connector:
                     and process_state(peer.record.pid) == "running"
                 )
                 if (busy or error.errno in _BUSY) and _time.now() < limit and not self._agent.closed_down:
-                    # Its backlog is full, or it has just ended: then the next attempt is refused.
+                    # Too many at once at its door, or it has just ended: then nobody will listen the next time.
                     _time.sleep(0.02)
                     queue.appendleft((family, address))
                     continue
@@ -503,10 +546,10 @@ class Connector:
         )
 
     @uninterruptible
-    def _establish(self, peer: Peer, stream: Stream, local: bool, session: Session) -> Connection:
-        conn = self._connection(stream, session, local, dialled=True)
+    def _establish(self, peer: Peer, sock: AnySocket, local: bool, session: Session) -> Connection:
+        conn = self._connection(sock, session, session.attach, local, True)
         conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
-        self._connections[conn.attach] = conn
+        self._enter(conn)
         self._join(peer, conn)
         try:
             conn.register()
@@ -533,8 +576,8 @@ class Connector:
 
     def dial(
         self, peer: Peer, family: int, address: Any, purpose: Purpose, attach: bytes, limit: float
-    ) -> tuple[Stream, Session]:
-        """Connect and shake hands; return the stream and the session.
+    ) -> tuple[AnySocket, Session]:
+        """Connect and shake hands; return the socket and what the handshake has established.
 
         Raises:
             OSError: no connection.
@@ -543,20 +586,22 @@ class Connector:
         """
         agent = self._agent
         record = agent.record
-        sock = _DialledSocket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        stream: Stream = SocketStream(sock)
-        result = None
+        plain = _DialledSocket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock: AnySocket = plain
+        binding, result = b"", None
         try:
-            near = not fd_limits.make_room(sock.fileno())
+            near = not fd_limits.make_room(plain.fileno())
             if near and purpose is not Purpose.RESUME and not fd_limits.has_room(1):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            sock.settimeout(max(0.05, limit - _time.now()))
-            self._dialling.add(sock)
+            plain.settimeout(max(0.05, limit - _time.now()))
+            self._dialling.add(plain)
             if agent.closed_down:  # the thread that closed the agent may have looked before this one came
                 raise self._agent.shut_down_error()
-            sock.connect(address)
+            plain.connect(address)
             limit = min(limit, _time.now() + agent.settings.handshake_timeout)
-            stream = connect(sock, None if family == socket.AF_UNIX else self.tls, limit)
+            if self.tls is not None and family != socket.AF_UNIX:
+                sock = tls = self.tls.dial(plain, limit)
+                binding = tls.binding
             dialler = Dialler(
                 key=self._key,
                 name=record.name,
@@ -566,11 +611,11 @@ class Connector:
                 peer_name=peer.record.name,
                 peer_incarnation=peer.record.incarnation,
                 insecure=not self._key,
-                binding=stream.binding,
+                binding=binding,
                 seals=self.seals and family != socket.AF_UNIX,
             )
-            result = shake_hands(stream, dialler, limit)
-            return stream, result
+            result = shake_hands(sock, dialler, limit)
+            return sock, result
         except AuthenticationError as error:
             if not dialler.replaced:
                 raise
@@ -582,19 +627,19 @@ class Connector:
                 worker=peer.name,
             ) from error
         except ssl.SSLError as error:
-            # An OSError as well, but the peer is there.
+            # An OSError as well, but no sign that nobody is there.
             raise explain(error, f"worker {peer.name!r} at {_shown(address)}") from error
         except OSError as error:
             if agent.closed_down:
                 raise self._agent.shut_down_error() from error
             raise
         finally:
-            self._dialling.discard(sock)
+            self._dialling.discard(plain)
             if result is None:
-                stream.close()
+                sock.close()
 
     def stop_dialling(self) -> None:
-        """Interrupt the threads that connect or shake hands, so that they do not outlive the agent."""
+        """End what connects or shakes hands: the agent is closed down, and their threads are not to outlive it."""
         for sock in self._dialling.copy():
             with contextlib.suppress(OSError):  # it is not connected yet, or is closed already
                 sock.shutdown(socket.SHUT_RDWR)
@@ -613,20 +658,27 @@ class Connector:
             settings = self._agent.settings
             limit = _time.now() + settings.handshake_timeout
             try:
-                stream, _ = self.dial(peer, socket.AF_UNIX, path, Purpose.LANE, conn.attach, limit)
+                sock, _ = self.dial(peer, socket.AF_UNIX, path, Purpose.LANE, conn.attach, limit)
             except (OSError, RpcError) as error:
                 _log.info("no shared memory with %r: %s", peer.name, error)
                 # One of the two may have had no descriptor, or no time: that passes.
                 lane.cannot_lend(isinstance(error, (OSError, LimitError)))
                 return None
-            stream.sock.setblocking(False)
-            lane.lend(Lender(stream.sock, limit_bytes=settings.lane_bytes, threshold=settings.lane_threshold))
+            sock.setblocking(False)
+            lane.lend(
+                Lender(
+                    cast(socket.socket, sock),
+                    limit_bytes=settings.lane_bytes,
+                    threshold=settings.lane_threshold,
+                )
+            )
             return lane.lender
 
     # -- the end -----------------------------------------------------------------------------------------
 
     def connections(self) -> list[Connection]:
-        """Return all open connections, also those whose peer has not introduced itself yet."""
+        """Return all connections that are not forgotten, also those whose peer is still to introduce itself."""
+        # Without the lock: in a forked child, a thread that does not exist there may hold it.
         return list(self._connections.values())
 
     def abandon(self) -> None:

@@ -61,7 +61,7 @@ from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment
 from actorrpc.group.store import StoreMeeting, poll
 from actorrpc.rpc import api
-from actorrpc.transport.tls import Tls, connect, explain, shake_hands
+from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
 from actorrpc.validation import amounts, check_fields, number, option, words
 from actorrpc.wire import keys
 from actorrpc.wire.handshake import Dialler
@@ -445,18 +445,18 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
         try:
             plain = socket.create_connection((host, port), limit)
             limit = min(deadline, _time.now() + settings.handshake_timeout)
-            with contextlib.closing(connect(plain, tls, limit)) as stream:
+            secured = None if tls is None else tls.dial(plain, limit)
+            sock: AnySocket = plain if secured is None else secured
+            with contextlib.closing(sock):
                 dialler = Dialler(
                     name=VISITOR + secrets.token_hex(4),
                     incarnation=new_incarnation(),
                     key=key.reveal(),
-                    binding=stream.binding,
+                    binding=b"" if secured is None else secured.binding,
                     seals=settings.frame_integrity and tls is None,
                 )
-                result = shake_hands(stream, dialler, limit)
-                found.append(
-                    _Found(result.peer_name, result.peer_incarnation, str(stream.sock.getsockname()[0]))
-                )
+                result = shake_hands(sock, dialler, limit)
+                found.append(_Found(result.peer_name, result.peer_incarnation, str(plain.getsockname()[0])))
         except ssl.SSLError as error:
             raise explain(error, f"the driver at {where}") from error
         except OSError as error:

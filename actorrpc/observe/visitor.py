@@ -26,14 +26,13 @@ from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, merge, pack, unpack
 from actorrpc.observe.tracing.trace import CLOCK, compare_clocks
 from actorrpc.transport.failure_detector import process_state
-from actorrpc.transport.sealed import SealedStream
-from actorrpc.transport.stream import RECEIVE, SocketStream, Stream, send_all
-from actorrpc.transport.tls import Tls, connect, explain, shake_hands
+from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, explain, shake_hands
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
 from actorrpc.wire.handshake import Dialler, Session
 from actorrpc.wire.headers import pack_header, unpack_header
 from actorrpc.wire.identity import FIRST_VISITOR, WorkerRecord, host_identity, new_incarnation
+from actorrpc.wire.integrity import SealedReader, Seals
 from actorrpc.wire.keys import Key
 
 __all__ = ["KeptVisits", "Target", "Visit"]
@@ -121,7 +120,7 @@ class Visit:
         problem: OSError | None = None
         for address in target.addresses:
             try:
-                stream, result = self._connect(address, until)
+                self._sock, result = self._connect(address, until)
                 break
             except OSError as error:
                 if isinstance(error, RpcError):
@@ -132,8 +131,13 @@ class Visit:
             raise problem
         self.name = result.peer_name
         self.incarnation = result.peer_incarnation
-        self._stream = SealedStream(stream.sock, result.key, dialled=True) if result.sealed else stream
-        self._reader = FrameReader(max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
+        seals = Seals.of(result.key, dialled=True) if result.sealed else None
+        self._seal = None if seals is None else seals.outgoing
+        self._reader: FrameReader = (
+            FrameReader(max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
+            if seals is None
+            else SealedReader(seals.incoming, max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
+        )
         own = WorkerRecord(
             name=self._own,
             rank=FIRST_VISITOR + secrets.randbits(29),
@@ -143,13 +147,14 @@ class Visit:
         )
         self._send(pack_frame(frames.INTRO, body=own.to_bytes()))
 
-    def _connect(self, address: str | tuple[str, int], until: float) -> tuple[Stream, Session]:
-        """Connect and shake hands; return the stream, and what the handshake has established."""
+    def _connect(self, address: str | tuple[str, int], until: float) -> tuple[AnySocket, Session]:
+        """Connect and shake hands; return the socket, and what the handshake has established."""
         target = self._target
         self._own = f"{ACTING if self._acts else 'visitor-'}{secrets.token_hex(6)}"
         self._incarnation = new_incarnation()
         unix = isinstance(address, str)
         tls = None if unix else Tls.load(target.settings)
+        sock: AnySocket
         if isinstance(address, str):
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             with undo_on_error(plain.close):
@@ -157,47 +162,53 @@ class Visit:
                 plain.connect(address)
         else:
             plain = socket.create_connection(address, _left(until))
-        record = target.record
-        stream: Stream = SocketStream(plain)
-        with undo_on_error(lambda: stream.close()):
+        sock = plain
+        try:
+            if tls is not None:
+                sock = tls.dial(plain, until)
+            record = target.record
+            dialler = Dialler(
+                name=self._own,
+                incarnation=self._incarnation,
+                key=b"" if target.key is None else target.key.reveal(),
+                peer_name=None if record is None else record.name,
+                peer_incarnation=None if record is None else record.incarnation,
+                insecure=target.key is None,
+                binding=getattr(sock, "binding", b""),
+                seals=target.settings.frame_integrity and tls is None and not unix,
+            )
             try:
-                stream = connect(plain, tls, until)
-                dialler = Dialler(
-                    name=self._own,
-                    incarnation=self._incarnation,
-                    key=b"" if target.key is None else target.key.reveal(),
-                    peer_name=None if record is None else record.name,
-                    peer_incarnation=None if record is None else record.incarnation,
-                    insecure=target.key is None,
-                    binding=stream.binding,
-                    seals=target.settings.frame_integrity and tls is None and not unix,
-                )
-                return stream, shake_hands(stream, dialler, until, partial(self._wait, stream, until))
+                return sock, shake_hands(sock, dialler, until, partial(self._wait, sock, until))
             except AuthenticationError as error:
                 if dialler.replaced:  # no question of keys: the worker that is meant has ended
                     raise ConnectionRefusedError(str(error)) from error
                 raise
-            except ssl.SSLError as error:
-                raise explain(error, f"the worker at {address}") from error
+        except ssl.SSLError as error:
+            sock.close()
+            raise explain(error, f"the worker at {address}") from error
+        except BaseException:
+            sock.close()
+            raise
 
-    def _wait(self, stream: Stream, until: float) -> None:
+    def _wait(self, sock: AnySocket, until: float) -> None:
         """Wait for bytes; give up where the process is stopped, or gone.
 
         Raises:
             TimeoutError: none came in time, or none can come.
         """
-        if stream.pending:
+        if isinstance(sock, TlsSocket) and sock.pending:
             return
         pid = self._pid
         until = min(until, time.monotonic() + self.silence)
         poller = select.poll()
-        poller.register(stream.sock, select.POLLIN)
+        poller.register(sock.fileno(), select.POLLIN)
         while not poller.poll(1000 * min(_SLICE_S, _left(until))):
             if time.monotonic() >= until or (pid and process_state(pid) != "running"):
                 raise TimeoutError("it has not answered in time")
 
     def _send(self, frame: bytes) -> None:
-        send_all(self._stream, frame, time.monotonic() + 1.0)
+        self._sock.settimeout(1.0)
+        self._sock.sendall(frame if self._seal is None else self._seal.sealed(frame))
 
     # -- asking ------------------------------------------------------------------------------------------------
 
@@ -275,9 +286,9 @@ class Visit:
     def _frames(self, until: float) -> list[Frame]:
         """Return what has come, after what is to be answered at once."""
         while True:
-            self._wait(self._stream, until)
+            self._wait(self._sock, until)
             try:
-                count = self._stream.recvmsg_into(self._reader.target(), 0, RECEIVE)[0]
+                count = self._sock.recvmsg_into(self._reader.target(), 0, socket.MSG_DONTWAIT)[0]
             except BlockingIOError:
                 continue
             if not count:
@@ -300,7 +311,7 @@ class Visit:
         with contextlib.suppress(OSError, ProtocolError):
             self._send(pack_frame(frames.GOODBYE))
         with contextlib.suppress(OSError):
-            self._stream.close()
+            self._sock.close()
 
 
 class KeptVisits:

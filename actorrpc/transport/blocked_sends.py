@@ -1,4 +1,4 @@
-"""Threads that wait because a peer does not read: since when they wait, and a log line if they wait for long."""
+"""Threads that wait because a peer does not take what is sent to it: since when, and a log line where that takes long."""
 
 from __future__ import annotations
 

@@ -1,25 +1,25 @@
-"""One connection to a peer: which thread reads it, which thread writes it, and how neither blocks the other.
+"""One stream socket to a peer: who may read it, who may write it, and how neither ever blocks the other.
 
-**Reading.** The socket is armed in the pool's epoll with EPOLLONESHOT. The thread that reads holds ``read_lock``: a
-pool thread that the kernel woke, or a caller that waits for its own reply. Each of these rules prevents a hang:
+**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. The thread that reads holds ``read_lock``: a
+pool thread that the kernel woke, or a caller that waits for its own reply. The rules, each of which was paid
+for in a hang:
 
-* a thread that fails to get the lock leaves without arming; the thread that held the lock releases it *first* and then always
+* a thread that fails to get the lock goes away without arming; the thread that held it releases it *first* and then always
   arms;
-* a thread that arms while the stream has ``pending`` bytes hands the connection to a pool thread, because the kernel does not
-  report these bytes;
-* whether the connection is suspended is checked *under* the lock: the other side was told how far reading has come, and sends
-  the rest again, although the failed socket may still have it;
+* whether the connection is suspended is looked at *under* the lock: the other side has been told how far reading has
+  come, and sends the rest again, although the failed socket may still have it;
 * a pool thread reads with MSG_DONTWAIT only, because a wake-up may be stale;
-* under the lock, frames are only split, and control frames handled (they are short and run no user code); everything else
-  happens after the release.
+* under the lock, frames are only split, and control frames handled (they are short and run no user code);
+  everything else happens after the release.
 
 **Writing.** See :mod:`actorrpc.transport.writer`.
 
-Lock order: ``read_lock`` before the writer's, which a thread waits for only if the connection is suspended or broken. No user
-code runs under either on purpose. The functions that read, write and arm are marked uninterruptible: signal handlers wait for
-their end, and any exception in one of them closes the connection.
+Lock order: ``read_lock`` before the writer's, which is waited for only where the connection is suspended or broken: a writer may
+wait for what has to be read. Neither is ever held while user code, or code that may run the garbage collector into
+user code for long, is called on purpose. The functions that read, write and arm are marked
+uninterruptible: signal handlers wait for their end, and any exception in one of them closes the connection.
 
-**The agent.** A connection knows it by :class:`Events` only, which the agent's inbox implements; tests use their own.
+**The agent.** A connection knows it by :class:`Events` only, which the agent's inbox implements; tests put in their own.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ from actorrpc.transport.lane import Lane
 from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, WEIGHT, Spinning, spinner
 from actorrpc.transport.session import ReliableStream
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.transport.stream import RECEIVE, Stream
+from actorrpc.transport.stream import Stream
 from actorrpc.transport.writer import Writer
 from actorrpc.wire.frames import ACK, FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader, pack_frame
+from actorrpc.wire.integrity import SealedReader, Seals
 
 __all__ = ["Connection", "Events", "ReadWaiter"]
 
 
 class ReadWaiter(Protocol):
-    """The call, or other object, for which a thread waits at a connection.
+    """Somebody for whom a thread waits at a connection.
 
     Attributes:
         polling: the connection that the thread reads meanwhile. Another thread sets ``awake``, then wakes ``polling``.
@@ -87,6 +88,7 @@ class Events(Protocol):
         """Run ``task()`` on a pool thread."""
 
 
+_DONTWAIT: Final = socket.MSG_DONTWAIT
 _LOOKED_AT: Final = STREAM | MAIL | OBJECTS
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
@@ -100,19 +102,20 @@ class Connection(StateMachine):
             first breaks; otherwise a broken socket means that the peer died.
         attach: the token that names it.
         local: both ends are on this host, without TCP.
+        seals: make and check the proofs that the bytes were not changed on the way.
 
     Attributes:
         session: the stream, if it goes on over another socket after the first breaks; otherwise None.
         peer: the worker at the other end, once it is known.
-        assemblies: large messages that arrive in chunks, by the number of their stream.
-        undelivered: one entry for each batch that was read and not delivered yet; added under the read lock.
-        heard: the time of the last received byte.
+        assemblies: what takes the chunks that are coming in, by the number of their stream.
+        undelivered: one entry for each batch that was read and is not delivered yet; put in under the read lock.
+        heard: when bytes came last.
         reader: splits received bytes into frames. ``read_lock`` guards it, reading, and the poller.
-        read_by: the number of the thread that holds the read lock and may run finalisers; otherwise 0.
+        read_by: the number of the thread that holds the read lock, and may run finalisers meanwhile; 0 where that cannot be.
         outbox, flush: the writer's.
         spinning: for threads that wait for a reply; ``answering``: for threads that have executed a call.
-        expecting: since when the socket has been disarmed without a reader, because the caller will read its reply, or the clock
-            re-arms the socket within some milliseconds; otherwise 0.
+        expecting: since when the socket is disarmed and has no reader: the caller will read its reply, or the clock re-arms the
+            socket within some milliseconds. 0: it is not.
         unattended: replies that waiting callers still have to read before :meth:`expect` may disarm the socket again.
     """
 
@@ -125,6 +128,7 @@ class Connection(StateMachine):
         settings: Settings,
         attach: bytes,
         local: bool,
+        seals: Seals | None = None,
     ) -> None:
         super().__init__()
         self.stream = stream
@@ -141,10 +145,10 @@ class Connection(StateMachine):
         self.heard = _time.now()
         self.read_lock = _time.Lock()
         self.read_by = 0
-        self.writer = Writer(self)
+        self.writer = Writer(self, None if seals is None else seals.outgoing)
         self.outbox = self.writer.outbox
         self.flush = self.writer.flush
-        self.reader = FrameReader(
+        self.reader = (FrameReader if seals is None else partial(SealedReader, seals.incoming))(
             max_frame=settings.max_frame,
             max_chunk=max(settings.chunk, 1 << 20),
             sink_for=self._sink_for,
@@ -152,7 +156,7 @@ class Connection(StateMachine):
         )
         self._epoll = epoll
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        #: wakes for received bytes, for :meth:`wake` and for a deferred signal handler
+        #: wakes for what comes, for :meth:`wake` and, on the main thread, for a signal handler that was put off
         self._poller = _time.poll()
         for fd in (self.fd, self._wake_fd, signals.wake_fd()):
             if fd >= 0:
@@ -227,7 +231,7 @@ class Connection(StateMachine):
             self.expecting = 0.0
         else:
             try:
-                modify(self.fd, DISARMED)  # otherwise received bytes wake a pool thread as well
+                modify(self.fd, DISARMED)  # otherwise what comes wakes a pool thread as well
             except (OSError, ValueError):  # it is closed
                 pass
         try:
@@ -262,18 +266,18 @@ class Connection(StateMachine):
         return partial(self.reading, None, None, None, True)  # no function between the two
 
     def reply(self) -> None:
-        """Send the answers in the outbox after a call was executed here, and read what comes at once or soon after.
+        """Send the answers in the outbox, and read what comes at once or soon after: the end of a call that was executed here.
 
-        If both ends share a processor, the next request has arrived when ``send`` returns: this thread reads it, instead of
-        waking another thread. Otherwise spinning may find it. Any thread may call this; the measurements need not be exact.
+        Where both ends share a processor, the next request is here before ``send`` returns: then it is read here,
+        instead of waking another thread for it. Where they do not, spinning may pay. Any thread may call it; the measurements
+        need no exactness.
         """
         spinning = self.answering
         if spinning.at_once > spinner.pays or not spinning.count & 15:
             before = self.reader.received
             came = self.reading()
             if self.outbox:
-                # The outbox has answers of other threads as well. Unless this thread has a call to execute, it waits until they
-                # are sent.
+                # It has answers to other threads' callers as well: with nothing to execute, this thread waits until they leave.
                 self.flush(not came)
             if came is None:
                 return
@@ -288,10 +292,10 @@ class Connection(StateMachine):
 
     @uninterruptible
     def expect(self) -> bool:
-        """Disarm the socket for a moment, because the thread that sends a call now will read the reply.
+        """Stop listening for a moment, because the reply to what is sent now is read by the thread that sends it.
 
-        Otherwise the reply would wake a pool thread as well. Returns False if another thread reads, or if callers did not come to
-        read their replies lately. The caller arranges that :meth:`listen` is called soon.
+        Otherwise that reply wakes a pool thread, which has nothing to do with it. Returns False where somebody reads, or where
+        that thread did not come lately. The caller has :meth:`listen` called soon.
         """
         if self.expecting or self.unattended or not self.read_lock.acquire(False):
             return False
@@ -305,7 +309,7 @@ class Connection(StateMachine):
 
     @uninterruptible
     def listen(self) -> bool:
-        """Arm the socket again, if no thread has come to read the expected reply; return whether that is so."""
+        """Listen again, if nobody has come to read what was expected; says whether that is so."""
         was = 0.0
         if self.expecting and self.read_lock.acquire(False):
             was, self.expecting = self.expecting, 0.0
@@ -377,9 +381,9 @@ class Connection(StateMachine):
         for _ in range(_BULK_READS):
             try:
                 if reader.empty is not None:
-                    count = stream.recv_into(reader.empty, 0, RECEIVE)
+                    count = stream.recv_into(reader.empty, 0, _DONTWAIT)
                 else:
-                    count = stream.recvmsg_into(reader.target(), 0, RECEIVE)[0]
+                    count = stream.recvmsg_into(reader.target(), 0, _DONTWAIT)[0]
             except BlockingIOError:
                 if reader.sink is None or not self._poller.poll(1):
                     return came
@@ -395,7 +399,7 @@ class Connection(StateMachine):
             found = reader.fed(count)
             while True:
                 for frame in found:
-                    # Whole messages pass. Control frames, and messages in chunks, with objects or for a mailbox do not.
+                    # Whole messages pass; what controls the connection, is in chunks, has objects or is for a mailbox does not.
                     if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
                         frames.append(frame)
                         continue
@@ -446,10 +450,11 @@ class Connection(StateMachine):
         with self.read_lock:
             if not self.session.may_tell(attempt):
                 return None
-            # An earlier attempt may have come back meanwhile, with the count that it was told.
+            # An earlier attempt may have come back meanwhile, with what it was told then.
             self.suspend(ConnectionResetError("another attempt to come back has begun"))
             return self.session.received
 
+    @uninterruptible
     def resume(self, stream: Stream, attempt: int, arrived: int, move: Callable[[], None]) -> bool:
         """Go on over another socket's stream; say whether that was possible. The caller registers it, and flushes.
 
@@ -489,8 +494,9 @@ class Connection(StateMachine):
             pass
         self.wake()
 
+    @uninterruptible
     def read_rest(self, patience_s: float = -1.0) -> list[Frame]:
-        """Read and return what has arrived.
+        """Return what has arrived and no thread has read.
 
         Args:
             patience_s: how long to wait for a thread that reads now; -1: for as long as it takes.
@@ -510,7 +516,7 @@ class Connection(StateMachine):
         return frames
 
     def reap(self) -> None:
-        """Close the descriptors when no thread reads or writes. Runs on a pool thread or at the very end."""
+        """Close the descriptors, once nobody reads or writes any more. Runs on a pool thread or at the very end."""
         with self.read_lock, self.writer.lock:
             if self._wake_fd < 0:
                 return

@@ -1,13 +1,13 @@
-"""How long a peer may be silent, and what its host says about its process.
+"""What the silence of a peer means, and what its host can say about it.
 
-Silence is measured from the last byte received. After one heartbeat of silence the peer is asked for a sign of life; after
-two it is *suspect*; after ``misses`` heartbeats, less half a one, it is *lost*: found within ``heartbeat * misses`` seconds.
-The caller decides about a lost peer. If its process can be inspected and runs, the peer is busy (C code that holds the GIL, an
-overloaded machine) and stays suspect. If the process cannot be inspected, or is stopped or a zombie, the peer is dead.
+Silence is measured from the last byte that came. After one heartbeat of it the peer is asked for a sign of life; after
+two it is *suspect*; after ``misses`` of them, less half a one, it is *lost*: found within ``heartbeat * misses`` seconds.
+What becomes of a lost peer is decided elsewhere: where its process can be asked, and runs, it is merely busy (C code
+that holds the GIL, an overloaded machine) and stays suspect; where it cannot, or is stopped or a zombie, it is dead.
 
-Time in which this process did not run (stopped, or busy as above) counts for no peer's silence.
-:class:`FailureDetector` is used by the clock's thread only and is told the time. The functions read ``/proc``; any thread may
-call them.
+Time in which this process itself did not run (stopped, or busy as above) counts for nobody's silence.
+:class:`FailureDetector` is used by the clock's thread only and knows no clock: it is told the time. The functions read
+``/proc`` and may be called anywhere.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from actorrpc.config import Settings
 
 __all__ = ["FailureDetector", "Look", "holds_back", "is_direct", "process_state", "set_up_tcp"]
 
-_ASK: Final = 0.75  # of a heartbeat: peers that are due soon are asked together with those that are due
-_PID: Final = struct.Struct("=i")  # the first field of the kernel's credentials of a peer
+_ASK: Final = 0.75  # of a heartbeat: those who are due soon are asked along with those who are due
+_PID: Final = struct.Struct("=i")  # what the kernel's credentials of a peer begin with
 _OUTQNSD: Final = 0x894B  # SIOCOUTQNSD, which Python has no name for: bytes that have not left yet
 _MOST_S: Final = 32767  # the most that the kernel takes for keep-alives
 _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
@@ -137,7 +137,7 @@ def holds_back(sock: socket.socket) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process of this host: "running" (or ready to, or waiting for a disk), "stopped" or "gone"."""
+    """Say what a process of this host is: "running" (or ready to, or waiting for a disk), "stopped" or "gone"."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name in parentheses may itself hold spaces and parentheses.

@@ -23,6 +23,7 @@ __all__ = ["ReliableStream"]
 
 _SAY_EVERY: Final = 1 << 20
 _LIMIT: Final = 8 << 20  # more than are on their way on most lines that this is for
+_LARGE: Final = 64 << 10  # fresh memory for so much costs more than copying
 
 
 class ReliableStream(Stream):
@@ -37,12 +38,32 @@ class ReliableStream(Stream):
         dialled: this side has dialled, and dials again.
         say_every: after how many bytes received the other side is told.
         limit: how many bytes may be sent and not acknowledged before large messages wait.
+        large: copies of at least so many bytes go into memory that is kept for them.
 
     Attributes:
         attempts: numbers of attempts to come back.
         received, sent: bytes of each direction.
-        stream: the stream over the present socket.
     """
+
+    __slots__ = (
+        "_acknowledged",
+        "_base",
+        "_large",
+        "_limit",
+        "_moved",
+        "_parts",
+        "_ring",
+        "_said",
+        "_say_every",
+        "_stream",
+        "_told",
+        "attempts",
+        "dialled",
+        "other",
+        "owed",
+        "received",
+        "sent",
+    )
 
     def __init__(
         self,
@@ -52,33 +73,36 @@ class ReliableStream(Stream):
         *,
         say_every: int = _SAY_EVERY,
         limit: int = _LIMIT,
+        large: int = _LARGE,
     ) -> None:
-        self.stream = stream
+        self._stream = stream
         self.other = other
         self.dialled = dialled
         self.attempts = itertools.count(1)
         self._told = 0  # the latest attempt over which the other side was told how far reading has come
         self._say_every = say_every
         self._limit = limit
+        self._large = large
         self.received = self.sent = 0
         self.owed = 0
         self._said = 0
         self._acknowledged = 0
         self._moved = _time.Event()  # set when an acknowledgement comes
         self._base = 0  # how many bytes were sent before the kept parts
-        self._parts: deque[bytes] = deque()
+        self._parts: deque[bytes | memoryview] = deque()
+        self._ring: _Ring | None = None
 
     # -- reading -------------------------------------------------------------------------------------
 
     def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0, /) -> int:
         """Read into one buffer, and count."""
-        count = self.stream.recv_into(buffer, size, flags)
+        count = self._stream.recv_into(buffer, size, flags)
         self._count(count)
         return count
 
     def recvmsg_into(self, buffers: Sequence[memoryview], ancillary: int = 0, flags: int = 0, /) -> Any:
         """Read into several buffers, and count."""
-        found = self.stream.recvmsg_into(buffers, ancillary, flags)
+        found = self._stream.recvmsg_into(buffers, ancillary, flags)
         self._count(found[0])
         return found
 
@@ -95,26 +119,40 @@ class ReliableStream(Stream):
 
     def send(self, data: bytes, flags: int = 0, /) -> int:
         """Write what the kernel takes, and keep it."""
-        count = self.stream.send(data, flags)
+        count = self._stream.send(data, flags)
         self._keep(data if count == len(data) else data[:count])
+        self._trim()
         return count
 
     def sendmsg(self, parts: Sequence[memoryview], ancillary: Any = (), flags: int = 0, /) -> int:
         """Write what the kernel takes, and keep a copy: the memory may change."""
-        count = left = self.stream.sendmsg(parts, ancillary, flags)
+        count = left = self._stream.sendmsg(parts, ancillary, flags)
         for part in parts:
             if left <= 0:
                 break
-            self._keep(bytes(part[:left]))
-            left -= len(part)
+            data = part[:left]
+            left -= len(data)
+            if len(data) < self._large:
+                self._keep(bytes(data))
+                continue
+            if self._ring is None:
+                self._ring = _Ring(2 * self._limit)  # the last piece may go beyond the limit
+            for copy in self._ring.copy(data):
+                self._keep(copy)
+        self._trim()
         return count
 
-    def _keep(self, data: bytes) -> None:
-        parts, acknowledged = self._parts, self._acknowledged
-        parts.append(data)
+    def _keep(self, data: bytes | memoryview) -> None:
+        self._parts.append(data)
         self.sent += len(data)
+
+    def _trim(self) -> None:
+        parts, acknowledged = self._parts, self._acknowledged
         while parts and self._base + len(parts[0]) <= acknowledged:
-            self._base += len(parts.popleft())
+            part = parts.popleft()
+            self._base += len(part)
+            if self._ring is not None and type(part) is memoryview:
+                self._ring.free(len(part))
 
     def acknowledged(self, count: int) -> None:
         """Note that the other side has ``count`` bytes."""
@@ -138,20 +176,20 @@ class ReliableStream(Stream):
     @property
     def sock(self) -> Any:  # type: ignore[override]
         """The present socket."""
-        return self.stream.sock
+        return self._stream.sock
 
     @property
     def pending(self) -> bool:  # type: ignore[override]
         """As of the present socket's stream."""
-        return self.stream.pending
+        return self._stream.pending
 
     def shutdown(self, how: int, /) -> None:
         """Shut the present socket."""
-        self.stream.shutdown(how)
+        self._stream.shutdown(how)
 
     def close(self) -> None:
         """Close the present socket."""
-        self.stream.close()
+        self._stream.close()
 
     def is_overtaken(self, attempt: int) -> bool:
         """Whether a later attempt to come back has told the other side how far reading has come."""
@@ -179,11 +217,43 @@ class ReliableStream(Stream):
                 left.append(memoryview(part)[skip:])
             skip = max(0, skip - len(part))
         self._parts.clear()
+        self._ring = None  # its memory is sent again, from there
         self._base = self.sent = count
         self.acknowledged(count)
         return left
 
     def replace(self, stream: Stream) -> None:
         """Close the present socket, and go on over another one."""
-        self.stream.close()
-        self.stream = stream
+        self._stream.close()
+        self._stream = stream
+
+
+class _Ring:
+    """Memory for copies that are made and given back in the same order."""
+
+    __slots__ = ("_at", "_memory", "_used")
+
+    def __init__(self, size: int) -> None:
+        self._memory = memoryview(bytearray(size))
+        self._at = 0
+        self._used = 0
+
+    def copy(self, data: memoryview) -> list[memoryview | bytes]:
+        """Return copies of ``data``, in one or two parts; as bytes where there is no room."""
+        size, end = len(data), len(self._memory)
+        if self._used + size > end:
+            return [bytes(data)]
+        self._used += size
+        first = min(size, end - self._at)
+        parts: list[memoryview | bytes] = []
+        for piece in (data[:first], data[first:]):
+            if len(piece):
+                place = self._memory[self._at : self._at + len(piece)]
+                place[:] = piece
+                parts.append(place)
+                self._at = (self._at + len(piece)) % end
+        return parts
+
+    def free(self, size: int) -> None:
+        """Take back the oldest ``size`` bytes."""
+        self._used -= size

@@ -1,14 +1,15 @@
-"""Deferring signal handlers, so that what they raise never interrupts a connection's read or write.
+"""Signal handlers that never leave a connection in pieces, whatever they raise.
 
-Python runs the program's signal handlers on the main thread, between any two bytecodes. An exception there (Ctrl-C's
-KeyboardInterrupt first of all) would interrupt the code that reads, writes or arms a connection, and lose frames of other
-threads. Therefore, while there is an agent, each handler of the program is wrapped in a :class:`_Shield`. The shield looks for
-a function marked :func:`uninterruptible` on the stack. If there is none, it runs the handler at once. Otherwise it stores the
-handler and wakes the main thread; the handler runs after the marked function, in :func:`checkpoint`. If no checkpoint follows,
-the clock sends ``SIGURG`` a moment later, whose shield runs the handler. The default action of SIGURG is to do nothing.
+Python runs the program's signal handlers on the main thread, between any two bytecodes. What one raises there (Ctrl-C's
+KeyboardInterrupt first of all) would cut the code that reads, writes or arms a connection in two, and lose frames of other
+threads. Nothing but the handler itself can put that off, so while there is an agent, each handler of the program is run by one
+of ours, which looks whether a function marked :func:`uninterruptible` is on the stack. If none is, the handler runs as ever. If
+one is, that is noted, the wait that the main thread sits in is woken, and the handler runs when the section is over: in
+:func:`checkpoint`, or, where no checkpoint follows, in the handler of a signal that the clock sends (``SIGURG``: it is harmless
+where nobody expects it).
 
-The program does not see the shields: ``signal.signal`` wraps what it installs, and ``signal.getsignal`` returns its own
-handlers. There are no locks here: handlers run on the main thread only.
+The program does not see ours: what it installs from then on is put behind one, and what it asks for is its own. No lock is
+used here: handlers run on the main thread only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 _protected: set[CodeType] = set()
 _main = threading.main_thread().ident
-# The functions behind ``signal.signal`` and ``signal.getsignal``, which may have been imported by name.
+# What ``signal.signal`` and ``signal.getsignal`` call, also where a program has imported those by name.
 _native: Final[Any] = sys.modules["_signal"]
 _set_native: Final[Any] = _native.signal
 _get_native: Final[Any] = _native.getsignal
@@ -60,11 +61,11 @@ class _State:
     __slots__ = ("laters", "pending", "rung", "wake_fd")
 
     def __init__(self) -> None:
-        self.rung = False  # the next SIGURG was sent by ring()
-        #: deferred handlers by their signals; used by the main thread only
+        self.rung = False  # the signal that comes is ours
+        #: handlers that were put off, by their signals; the main thread's
         self.pending: dict[int, _Handler] = {}
         self.wake_fd = -1
-        #: one function per agent, which arranges that :func:`ring` is called a moment later
+        #: of each agent, what has :func:`ring` called a moment later
         self.laters: list[Callable[[], None]] = []
 
 
@@ -72,7 +73,7 @@ state = _State()
 
 
 class _Shield:
-    """Runs a handler of the program, or defers it. SIGURG has a shield even if the program has no handler for it."""
+    """Runs a handler of the program where it can harm nothing. For ``_RING``, also where the program has none."""
 
     __slots__ = ("handler",)
 
@@ -101,19 +102,19 @@ class _Shield:
 
 
 def uninterruptible(marked: F) -> F:
-    """Mark a function, or all methods of a class: signal handlers do not run until it has returned."""
+    """Mark a function, or all methods of a class, whose execution, callees included, a signal handler must not cut in two."""
     methods = vars(marked).values() if isinstance(marked, type) else (marked,)
     _protected.update(each.__code__ for each in methods if isinstance(each, FunctionType))
     return marked
 
 
 def is_protected(frame: FrameType) -> bool:
-    """Return whether the frame's function is marked :func:`uninterruptible`."""
+    """Say whether a frame is that of a function marked :func:`uninterruptible`."""
     return frame.f_code in _protected
 
 
 def loses_exceptions(code: CodeType) -> bool:
-    """Return whether the interpreter discards exceptions of this function: a finaliser, or the callback of a weak collection."""
+    """Say whether the interpreter prints and drops what a function raises: a finaliser, or the callback of a weak collection."""
     return code.co_name == "__del__" or code in _weak_callbacks
 
 
@@ -134,12 +135,12 @@ def _run(handler: _Handler, number: int, frame: FrameType | None) -> None:
 
 
 def pending_here() -> bool:
-    """Return whether this is the main thread and a handler was deferred."""
+    """Say whether this is the main thread and a handler has been put off."""
     return bool(state.pending) and threading.get_ident() == _main
 
 
 def checkpoint() -> None:
-    """Run the deferred handlers, if this is the main thread; they may raise. The caller holds no lock."""
+    """Run the handlers that were put off, if this is the main thread; they may raise. No lock is held where this is called."""
     if state.pending and threading.get_ident() == _main:
         _run_pending(sys._getframe(1))
 
@@ -174,15 +175,16 @@ def _nudge() -> None:
 
 
 def wake_fd() -> int:
-    """Return the eventfd that becomes readable when a handler was deferred; -1 if there is none.
+    """Return the eventfd that becomes readable when a handler was put off; -1 if there is none.
 
-    A thread that polls a connection also polls this descriptor, so that the main thread wakes.
+    A thread that polls a connection polls it, too, so that the main thread comes out; others find nothing to do.
     """
     return state.wake_fd
 
 
 def ring() -> None:
-    """Make the main thread run the deferred handlers. The clock calls this a moment after a handler was deferred."""
+    """Have the main thread run what was put off; called by the clock a moment after that."""
+    # Without an agent, the handler that makes it harmless may be gone: the signal is ignored then.
     if state.pending and _main is not None:
         state.rung = True
         try:
@@ -205,7 +207,7 @@ def _own(handler: Any) -> Any:
 
 def _set(number: int, handler: Any) -> Any:
     """Stand in for ``_signal.signal``."""
-    checkpoint()  # a deferred signal came before this change
+    checkpoint()  # what was put off came while the handler was in force that is replaced now
     return _own(_set_native(number, _shielded(number, handler)))
 
 
@@ -215,17 +217,17 @@ def _get(number: int) -> Any:
 
 
 def install(later: Callable[[], None]) -> None:
-    """Shield the handlers that the program will install, and, on the main thread, those that it has installed.
+    """Shield what is to come from the program's handlers; those that it has are shielded if this is the main thread.
 
-    Handlers call ``later``, which must arrange that :func:`ring` is called a moment later, without taking a lock that the main
-    thread may hold. :func:`uninstall` undoes this.
+    ``later`` is called in handlers and must arrange, without taking a lock that the main thread may hold,
+    for :func:`ring` to be called a moment later. :func:`uninstall` takes it back.
     """
     global _main
     _main = threading.main_thread().ident
     try:
         state.laters.append(later)
         _native.signal, _native.getsignal = _set, _get
-        _replace(_shielded)  # first: handlers are deferred while the descriptor is opened and stored
+        _replace(_shielded)  # first: from here on, no handler comes between what is opened and what keeps it
         _open()
     except BaseException:
         uninstall(later)
@@ -251,23 +253,23 @@ def _call_protected(function: Callable[[], None]) -> None:
 
 
 def _nothing_later() -> None:
-    """Arrange nothing: the caller runs deferred handlers soon."""
+    """Arrange nothing: what is put off is looked at soon."""
 
 
 @uninterruptible
 def uninstall(later: Callable[[], None]) -> None:
-    """Undo one :func:`install`; the last call restores the handlers, if this is the main thread."""
+    """End what :func:`install` has begun; the last one gives the handlers back, if this is the main thread."""
     if later not in state.laters:
         return
     try:
         if len(state.laters) == 1:
             _close()
-        state.laters.remove(later)  # if it was the last, handlers are no longer deferred
+        state.laters.remove(later)  # nothing is put off any more
     finally:
         try:
             if not state.laters:
                 _give_back()
-        except BaseException:  # a restored handler raised before all were restored
+        except BaseException:  # one that has been given back raised: there are others
             _give_back()
             raise
 
@@ -303,7 +305,7 @@ def _close() -> None:
 
 
 def abandon() -> None:
-    """Drop, in a forked child, the state of the parent. Shields run the program's handlers at once then."""
+    """Let go, in a forked child, of what belongs to the parent. The program's handlers run as if they were not shielded."""
     state.pending.clear()
     state.laters.clear()
     _close()
@@ -311,7 +313,7 @@ def abandon() -> None:
 
 @uninterruptible
 class Taken:
-    """Holds a lock. It waits in slices, so that a deferred handler ends the wait and cannot leave the lock taken."""
+    """Holds a lock that is waited for in slices: a handler that was put off ends the wait, and can never leave it taken."""
 
     __slots__ = ("_limit", "_lock", "held")
 

@@ -1,15 +1,17 @@
-"""TLS between workers: certificates, which are checked at the start, and a stream that speaks TLS.
+"""TLS between workers: certificates that are checked before anything starts, and a socket that does what a plain one does.
 
-With certificates set, TCP connections speak TLS 1.3 (or 1.2, if allowed), with certificates on both sides. The handshake that
-proves the group's key runs inside, and its proofs cover what both sides saw of the TLS connection (:attr:`TlsSocket.binding`).
-So a process between two TLS connections cannot pass the proofs on, whatever certificate it has. Unix sockets and shared memory
-stay as they are: they do not leave the host.
+With certificates set, TCP connections speak TLS 1.3 (or 1.2, where that is allowed), with certificates on both sides, and
+nothing else: neither side goes on without. The handshake that proves the group's key runs inside, and its proofs cover what
+both sides saw of the TLS connection (:attr:`TlsSocket.binding`), so nobody can sit between two TLS connections and pass the
+proofs on, whatever certificate they have. Unix sockets and shared memory stay as they are: they do not leave the host.
 
-``TlsSocket._lock`` guards the SSL object, which two threads must not use at once, and ``pending``; the socket is closed under
-it. It is a leaf, and held for one attempt to read or write at a time: nothing blocks under it.
+A TLS connection differs from a socket in that bytes can have been decrypted that nobody has read yet, while the kernel has
+nothing more: then :attr:`TlsSocket.pending` is true.
 
-OpenSSL writes without ``MSG_NOSIGNAL``, also when it reads (alerts). If the program does not ignore SIGPIPE, the signal is
-blocked meanwhile.
+``TlsSocket._lock`` guards the SSL object, which two threads must not use at once, and ``pending``; the socket is closed under it,
+between two attempts. It is a leaf, and held for one attempt to read or write at a time: nothing blocks under it.
+
+OpenSSL writes without ``MSG_NOSIGNAL``, also when it reads (alerts): where SIGPIPE is not ignored, it is held up meanwhile.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ from actorrpc import _time
 from actorrpc._undo import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError, VersionError
-from actorrpc.transport.stream import SocketStream, Stream, receive_exactly, records, send_all, wait_for
+from actorrpc.transport.stream import Stream
 from actorrpc.wire.handshake import Dialler, Session
 from actorrpc.wire.keys import check_private_file
 
-__all__ = ["HELLO", "Tls", "TlsSocket", "connect", "explain", "shake_hands"]
+__all__ = ["HELLO", "AnySocket", "Tls", "TlsSocket", "explain", "shake_hands"]
 
 HELLO: Final = b"\x16"
-"""The first byte of a TLS connection, and of no other message that workers send."""
+"""What a TLS connection begins with; nothing else that workers say does."""
 _RECORD: Final = 16 << 10  # the most that one record of TLS carries
-_SUITES: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; all suites of 1.3 are allowed
+_SUITES: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of 1.2; those of 1.3 are all fine
 _VERSIONS: Final = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 _FILES: Final = (
     ("tls_cert", "ACTORRPC_TLS_CERT"),
@@ -51,10 +53,10 @@ _FILES: Final = (
 )
 _NAMES: Final = ", ".join(variable for _, variable in _FILES)
 _ALL_OR_NONE: Final = f"start all workers with certificates of one CA ({_NAMES}), or all without"
-_EXPIRED: Final = (9, 10)  # OpenSSL's numbers: not valid yet, expired
-_CLOSE_S: Final = 1.0  # how long closing waits for a read or write to end: more than one takes
+_EXPIRED: Final = (9, 10)  # OpenSSL's numbers for: not valid yet, not valid any more
+_CLOSE_S: Final = 1.0  # how long closing waits for an attempt that is under way: more than any takes
 _SIGPIPE: Final = signal.SIGPIPE
-# signal.getsignal without the wrapper that makes an enum of the result, which takes longer than the rest.
+# What is to be done about a signal, as Python sees it; without what makes an enum of it, which takes longer than the rest.
 _disposition: Final[Callable[[int], Any]] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -63,7 +65,7 @@ _T = TypeVar("_T")
 def _unsignalled(
     method: Callable[Concatenate[TlsSocket, _P], _T],
 ) -> Callable[Concatenate[TlsSocket, _P], _T]:
-    """Block SIGPIPE while the method runs, unless it is ignored: its default action ends the process."""
+    """Have a method never raise SIGPIPE, which ends a process that has set its default action."""
 
     @functools.wraps(method)
     def called(self: TlsSocket, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -84,16 +86,30 @@ def _unsignalled(
 class TlsSocket(Stream):
     """A connected TCP socket with TLS on it. Thread-safe: one thread reads while another writes.
 
-    Nothing blocks, whatever the flags are. Errors are those of sockets; ``ssl.SSLError`` is an OSError.
+    What is called with flags never blocks, as with ``MSG_DONTWAIT``, whatever the flags are. The rest waits as long as the
+    time-out says. Errors are those of sockets: BlockingIOError, and OSError (of which ``ssl.SSLError`` is one) for the end.
 
     Attributes:
-        secured: the handshake of TLS is over.
-        binding: a digest that only the two ends of this connection know; empty until it is :attr:`secured`.
+        binding: a digest that only the two ends of this very connection know; empty until it is :attr:`secured`.
     """
 
+    __slots__ = (
+        "_count",
+        "_error",
+        "_lock",
+        "_own",
+        "_pid",
+        "_ssl",
+        "_timeout",
+        "binding",
+        "pending",
+        "secured",
+    )
+
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, own: bytes, server: bool) -> None:
+        self._timeout = sock.gettimeout()
         sock.setblocking(False)
-        # The small messages of both handshakes must not wait for acknowledgements.
+        # Several small messages go each way before anything else does: none waits for the last one's acknowledgement.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             self._ssl = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
@@ -129,12 +145,12 @@ class TlsSocket(Stream):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-            # The line has failed, not the other side: the caller may dial again.
+            # The connection was cut, and another one may do better.
             raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake of TLS") from None
         theirs = self._ssl.getpeercert(True)
         if theirs is None:  # the contexts do not let it come to this
             raise ssl.SSLError("the other side has shown no certificate")
-        # Both certificates, and the last message of the handshake, which only the owners of its keys know.
+        # The certificates, and the last word of the handshake, which nobody knows who has not made these keys.
         parts = [_digest(theirs), self._own] if self._ssl.server_side else [self._own, _digest(theirs)]
         parts.append(self._ssl.get_channel_binding("tls-unique") or b"")
         self.binding = hashlib.sha256(b"actorrpc tls 1\0" + b"".join(parts)).digest()
@@ -142,21 +158,26 @@ class TlsSocket(Stream):
         return True
 
     def shake_until(self, limit: float) -> None:
-        """Run the handshake to its end, before the time ``limit``.
+        """Bring the handshake to its end; ``limit`` is a moment.
 
         Raises:
             TimeoutError: it was not over in time.
             ssl.SSLError, OSError: it has failed.
         """
         while not self.shake():
-            # The socket has room for a whole handshake, so only the other side can be waited for.
-            wait_for(self._ssl, select.POLLIN, limit)
+            # The socket has room for all that a handshake says, so it is always the other side that is waited for.
+            _wait(self._ssl.fileno(), select.POLLIN, limit - _time.now())
 
     # -- reading -------------------------------------------------------------------------------------
 
+    def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0, /) -> int:
+        """Read what is there, without blocking; 0 at the end."""
+        count: int = self.recvmsg_into((buffer[:size] if size else buffer,))[0]
+        return count
+
     @_unsignalled
     def recvmsg_into(self, buffers: Sequence[memoryview], *_: int) -> Any:
-        """Read the available bytes into several buffers; (0,) at the end."""
+        """Read what is there into several buffers, without blocking; (0,) at the end."""
         total = 0
         with self._lock:
             if self._error is not None:
@@ -181,7 +202,7 @@ class TlsSocket(Stream):
         return (total,)
 
     def _read(self, buffer: memoryview) -> int:
-        """Read the available records, as far as there is room. Under the lock."""
+        """Read the records that are there, as far as there is room. Under the lock."""
         got, size, read = 0, len(buffer), self._ssl.read
         while True:
             try:
@@ -193,13 +214,13 @@ class TlsSocket(Stream):
             except OSError as error:
                 if not got:
                     raise
-                self._error = error  # the next call raises it; this one returns the bytes before it
+                self._error = error  # what has come before it counts; it is told the next time
                 return got
-            if not count:  # the end of TLS; bytes that follow it in the kernel do not count
+            if not count:  # the end; what the kernel has behind it is nothing that TLS knows of
                 return got
             got += count
-            # A short read was the end of a record; a full one has probably more behind it. Read all that the kernel has, as
-            # from a plain socket: a call together with its cancellation, for example.
+            # What is less than was asked for was the end of a record; behind a full one there is more, likely. All that is
+            # there is read at once, as from a plain socket: of a call and its cancellation, not just the call.
             if got == size or (count < _RECORD and not self._has_more()):
                 return got
 
@@ -208,14 +229,24 @@ class TlsSocket(Stream):
         fcntl.ioctl(self._ssl.fileno(), termios.FIONREAD, self._count)
         return self._count[0] > 0
 
+    def recv(self, size: int) -> bytes:
+        """Read up to ``size`` bytes, for as long as the time-out says; nothing at the end."""
+        buffer = memoryview(bytearray(size))
+        limit = None if self._timeout is None else _time.now() + self._timeout
+        while True:
+            try:
+                return bytes(buffer[: self.recv_into(buffer)])
+            except BlockingIOError:
+                self._wait(select.POLLIN, limit)
+
     # -- writing -------------------------------------------------------------------------------------
 
-    # Bytes that could not be written have begun nevertheless: the next bytes written must begin with them and be as many. The
-    # writer sends its rest first, and records are always cut in the same way.
+    # What could not be written is begun nevertheless: the next thing that is written must begin with it, as the
+    # connection sees to (it sends what is left first), and be as long, which is why records are cut in one way only.
 
     @_unsignalled
     def send(self, data: bytes, flags: int = 0, /) -> int:
-        """Write what the kernel takes; return how many bytes that is."""
+        """Write what the kernel takes; return how much that was."""
         if len(data) > _RECORD:
             return self.sendmsg((memoryview(data),))
         try:
@@ -231,12 +262,12 @@ class TlsSocket(Stream):
 
     @_unsignalled
     def sendmsg(self, parts: Sequence[memoryview], *_: Any) -> int:
-        """Write what the kernel takes of several parts; return how many bytes that is."""
+        """Write what the kernel takes of several parts; return how much that was."""
         total = 0
         with self._lock:
             write = self._ssl.write
             try:
-                for record in records(parts, _RECORD):
+                for record in _records(parts):
                     total += write(record)
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 if not total:
@@ -250,6 +281,23 @@ class TlsSocket(Stream):
                 # The next attempt fails as well.
         return total
 
+    def sendall(self, data: bytes) -> None:
+        """Write everything, for as long as the time-out says."""
+        left = memoryview(data)
+        limit = None if self._timeout is None else _time.now() + self._timeout
+        while left:
+            try:
+                left = left[self.sendmsg((left,)) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, limit)
+
+    # -- what sockets do besides -----------------------------------------------------------------------
+
+    def _wait(self, events: int, limit: float | None) -> None:
+        if self._timeout == 0:
+            raise BlockingIOError
+        _wait(self._ssl.fileno(), events, None if limit is None else limit - _time.now())
+
     @property
     def sock(self) -> ssl.SSLSocket:  # type: ignore[override]
         """The socket, to poll and to set options."""
@@ -259,26 +307,34 @@ class TlsSocket(Stream):
         """Return the socket's descriptor; -1 when closed."""
         return self._ssl.fileno()
 
+    def setblocking(self, flag: bool) -> None:
+        """Set no time-out, or one of 0."""
+        self._timeout = None if flag else 0.0
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Set the time-out, in seconds; None: none."""
+        self._timeout = seconds
+
     def version(self) -> str:
         """Return the version of TLS that was agreed on, such as ``TLSv1.3``."""
         return self._ssl.version() or ""
 
     def shutdown(self, how: int, /) -> None:
-        """Shut the socket, without TLS's own farewell: workers say GOODBYE inside."""
-        # SSLSocket.shutdown() would turn the socket into a plain one.
+        """Shut the socket. TLS's own farewell is not said: workers have one of theirs, inside."""
+        # Not that of the SSL socket, which would be a plain one after it.
         socket.socket.shutdown(self._ssl, how)
 
     def discard(self) -> bool:
-        """Read and discard bytes after a failed handshake; say whether there may be more."""
+        """Read what comes after a failed handshake, and forget it; say whether there may be more. Never blocks."""
         try:
             return bool(socket.socket.recv(self._ssl, 4096))
         except BlockingIOError:
             return True
 
     def close(self) -> None:
-        """Close the socket. Sends nothing, so a forked child can call it as well."""
-        # Not during a read or write: OpenSSL would go on with the number of the descriptor, which another socket may get.
-        # In a forked child, a thread that does not exist there may hold the lock.
+        """Close the descriptors. Says nothing to the other side, so that a forked child can do it as well."""
+        # Not in the middle of an attempt: OpenSSL would go on writing to that number, which may be another socket's by then.
+        # In a forked child, the lock may be held by a thread that does not exist there.
         held = os.getpid() == self._pid and self._lock.acquire(timeout=_CLOSE_S)
         try:
             self._ssl.close()
@@ -287,23 +343,12 @@ class TlsSocket(Stream):
                 self._lock.release()
 
 
-def connect(sock: socket.socket, tls: Tls | None, limit: float) -> Stream:
-    """Return the stream over a socket that has just connected. It owns the socket, which is closed if this fails.
-
-    Args:
-        tls: the certificates, if the stream is encrypted.
-        limit: the time at which TLS must be ready.
-
-    Raises:
-        TimeoutError: the other side did not answer in time.
-        ssl.SSLError: see :func:`explain`.
-        OSError: the connection broke.
-    """
-    return SocketStream(sock) if tls is None else tls.dial(sock, limit)
+AnySocket = socket.socket | TlsSocket
+"""A socket on which a handshake runs."""
 
 
 def shake_hands(
-    stream: Stream, dialler: Dialler, limit: float, wait: Callable[[], None] | None = None
+    sock: AnySocket, dialler: Dialler, limit: float, wait: Callable[[], None] | None = None
 ) -> Session:
     """Run the dialler's side of a handshake; return what it has established. Reads nothing of what follows it.
 
@@ -315,23 +360,65 @@ def shake_hands(
         OSError: the connection has ended; TimeoutError: the time is over.
         RpcError: the handshake has failed.
     """
-    send_all(stream, dialler.start(), limit)
+    data = dialler.start()
     while True:
-        if wait is not None:
-            wait()
-        answer = dialler.feed(receive_exactly(stream, dialler.wanted, limit))
+        sock.settimeout(max(0.05, limit - _time.now()))
+        if data:
+            sock.sendall(data)
         if dialler.done:
             return dialler.result
-        send_all(stream, answer, limit)
+        data = b""
+        if wait is not None:
+            wait()
+        sock.settimeout(max(0.05, _time.patience(limit - _time.now())))
+        try:
+            received = sock.recv(dialler.wanted)
+        except TimeoutError:
+            if _time.now() < limit:
+                continue
+            raise
+        if not received:
+            raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
+        data = dialler.feed(received)
+
+
+def _records(parts: Sequence[memoryview]) -> Any:
+    """Cut parts into what one record takes each, copying only where parts are small."""
+    held: list[memoryview] = []
+    room = _RECORD
+    for part in parts:
+        at, size = 0, len(part)
+        while at < size:
+            piece = part[at : at + room]
+            at += len(piece)
+            room -= len(piece)
+            held.append(piece)
+            if not room:
+                yield held[0] if len(held) == 1 else b"".join(held)
+                held, room = [], _RECORD
+    if held:
+        yield held[0] if len(held) == 1 else b"".join(held)
+
+
+def _wait(fd: int, events: int, seconds: float | None) -> None:
+    """Wait for a descriptor.
+
+    Raises:
+        TimeoutError: nothing happened in time.
+    """
+    poller = _time.poll()
+    poller.register(fd, events)
+    if (seconds is not None and seconds <= 0) or not poller.poll(None if seconds is None else seconds * 1e3):
+        raise TimeoutError("timed out")
 
 
 def _broken() -> OSError:
-    """Return the error of a plain socket that the other side has closed, where OpenSSL reports a violation."""
+    """What a plain socket says where OpenSSL speaks of a violation: the other side has closed, and cannot be written to."""
     return BrokenPipeError(errno.EPIPE, "the other side has closed")
 
 
 def _closed() -> OSError:
-    """Return the error of a plain socket that was closed on this side."""
+    """What a plain socket says that was closed on this side."""
     return OSError(errno.EBADF, "closed")
 
 
@@ -352,7 +439,7 @@ class Tls:
 
     @classmethod
     def load(cls, settings: Settings) -> Tls | None:
-        """Load the certificates that the settings name; None if they name none, or if only Unix sockets are used.
+        """Load what the settings name; None where they name nothing, or nothing but Unix sockets is used.
 
         Raises:
             ConfigError: a file is missing, cannot be used or does not go with the others, or a certificate has expired.
@@ -368,28 +455,27 @@ class Tls:
         if settings.transport == "unix":
             return None
         for name, variable, path in given:
-            what = f"{name} ({variable})"
-            if name == "tls_key":
-                check_private_file(path, what)
-                continue
-            try:
-                open(path, "rb").close()
-            except OSError as error:
-                raise ConfigError(f"{what} {path!r} cannot be read: {error.strerror}") from error
+            _check_file(path, f"{name} ({variable})", private=name == "tls_key")
         client = _context(ssl.PROTOCOL_TLS_CLIENT, settings)
         server = _context(ssl.PROTOCOL_TLS_SERVER, settings)
         _try_out(client, server, settings)
         return cls(client, server, _digest(_first_certificate(str(settings.tls_cert))))
 
     def dial(self, sock: socket.socket, limit: float) -> TlsSocket:
-        """Return the client's end on a connected socket, as :func:`connect` does."""
+        """Speak TLS on a socket that has just connected, which belongs to what is returned, or is closed.
+
+        Raises:
+            TimeoutError: the other side did not answer until ``limit``, a moment.
+            ssl.SSLError: see :func:`explain`.
+            OSError: the connection broke.
+        """
         made = TlsSocket(sock, self._client, self._own, False)
         with undo_on_error(made.close):
             made.shake_until(limit)
         return made
 
     def accept(self, sock: socket.socket) -> TlsSocket:
-        """Return the server's end on an accepted socket. The caller calls :meth:`TlsSocket.shake`."""
+        """Return the server's end on an accepted socket; :meth:`TlsSocket.shake` is still to be called."""
         return TlsSocket(sock, self._server, self._own, True)
 
 
@@ -407,7 +493,7 @@ def _close_half_made(error: OSError) -> None:
 
 
 def explain(error: ssl.SSLError, whom: str) -> RpcError:
-    """Return the error that says why TLS has failed; ``whom`` names the other side and its address.
+    """Say in our words why TLS with somebody has failed; ``whom`` names who, and where.
 
     Returns:
         AuthenticationError: about certificates. VersionError: no version in common. ProtocolError: anything else.
@@ -435,17 +521,28 @@ def explain(error: ssl.SSLError, whom: str) -> RpcError:
     )
 
 
+def _check_file(path: str, what: str, private: bool) -> None:
+    if private:
+        check_private_file(path, what)
+        return
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise ConfigError(f"{what} {path!r} cannot be read: {error.strerror}") from error
+
+
 def _no_password(*_: Any) -> str:
     return ""  # asked for on the terminal otherwise
 
 
 def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
-    # Workers move between hosts: the CA and the group's key identify them, not the name of a host.
+    # Workers move between hosts: who they are is for the CA and the group's key to say, not for the name of a host.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = _VERSIONS[settings.tls_min_version]
-    # The end of the file is an end, as without TLS: the frames above notice what is missing.
+    # The end of the file is an end, as without TLS: what is cut off is noticed by what it belongs to.
     context.options |= (
         ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET | ssl.OP_IGNORE_UNEXPECTED_EOF
     )
@@ -469,7 +566,7 @@ def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
 
 
 def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, settings: Settings) -> None:
-    """Run a handshake of this worker with itself: the others would refuse a certificate that it refuses."""
+    """Have this worker speak with itself: what it would refuse of itself, the others refuse as well."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
     for _ in range(4):

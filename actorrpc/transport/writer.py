@@ -1,15 +1,16 @@
 """Writing: how small frames and large memory leave a connection, and neither waits for the other.
 
-Frames are put into the outbox; the thread that gets the lock sends all of them. A thread that does not get the lock leaves: the
-holder looks at the outbox again after releasing it. Large memory is sent as chunks, each preceded by the small frames that
-wait. No thread blocks in a send, except the thread that sends a chunk. It sleeps under the lock while the kernel is full;
-without the lock while the other side has not acknowledged enough, or while the connection waits for another socket. It wakes
-for the deadline, for signal handlers and at the end of the connection.
+Frames are put into the outbox; the thread that gets the lock sends what is there, for everybody. A thread that does not get it
+goes away: the holder looks again after releasing. Large memory leaves as chunks, piece by piece, each preceded by whatever small
+frames have come up. Nobody blocks in a send except the thread whose chunk it is. That one sleeps while the kernel is full, under
+the lock, or while the connection waits for another socket, without it. It wakes for the deadline, signal handlers and the end of
+the connection.
 """
 
 from __future__ import annotations
 
 import select
+import socket
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -19,14 +20,15 @@ from actorrpc import _time
 from actorrpc.transport.blocked_sends import BlockedSends
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
-from actorrpc.transport.stream import SEND
 from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
+from actorrpc.wire.integrity import Seal, chunk_head
 
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
 __all__ = ["Sendable", "Writer"]
 
+_SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _RESUMED_S: Final = 0.01  # how often it is looked whether a connection can go on
@@ -40,23 +42,38 @@ class Sendable(Protocol):
 
 
 class Writer:
-    """The writing side of one connection. Any thread may use it.
+    """The writing side of one connection. Any thread may use it, several at a time.
 
     Attributes:
         outbox: the frames to send next.
         lock: guards sending, and the counts.
-        sent: bytes that were sent; ``sent_in_chunks``: the part of them in chunks.
+        sent: bytes that have gone over the connection's sockets; ``sent_in_chunks``: the part of them in chunks.
+        seal: seals what is sent, in the order of the wire; None: nothing is sealed.
         blocked: the time in which a thread had a chunk to send and could send no byte.
     """
 
-    def __init__(self, conn: Connection) -> None:
+    __slots__ = (
+        "_conn",
+        "_flushing",
+        "_poller",
+        "_rest",
+        "blocked",
+        "lock",
+        "outbox",
+        "seal",
+        "sent",
+        "sent_in_chunks",
+    )
+
+    def __init__(self, conn: Connection, seal: Seal | None) -> None:
         self._conn = conn
         self.outbox: deque[bytes | Sendable] = deque()
         self.lock = _time.Lock()
         self.sent = self.sent_in_chunks = 0
+        self.seal = seal
         self.blocked = BlockedSends()
-        self._rest: list[memoryview] = []  # of a frame that was sent in part
-        self._flushing = False  # a pool thread sends the outbox
+        self._rest: list[memoryview] = []  # what was sent in part
+        self._flushing = False  # a pool thread is to send the outbox
         self._poller: select.poll | None = None
 
     # -- small frames ------------------------------------------------------------------------------
@@ -90,10 +107,10 @@ class Writer:
                         if type(item) is not bytes:
                             item.sent = True  # type: ignore[union-attr]
                             item = item.frame  # type: ignore[union-attr]
-                        if outbox:
+                        if outbox or self.seal is not None:
                             item = self._join(item)
                         try:
-                            count = conn.stream.send(item, SEND)
+                            count = conn.stream.send(item, _SEND)
                         except OSError:
                             self._rest = [memoryview(item)]  # another socket may take it
                             raise
@@ -140,7 +157,7 @@ class Writer:
             BlockingIOError: the kernel takes no more.
         """
         conn, rest = self._conn, self._rest
-        count = conn.stream.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), SEND)
+        count = conn.stream.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
         self.sent += count
         while rest and count >= len(rest[0]):
             count -= len(rest[0])
@@ -149,7 +166,8 @@ class Writer:
             rest[0] = rest[0][count:]
 
     def _join(self, first: bytes) -> bytes:
-        outbox, parts = self.outbox, [first]
+        outbox, seal = self.outbox, self.seal
+        parts = [first if seal is None else seal.sealed(first)]
         size = len(first)
         while size < _JOIN:
             try:
@@ -159,7 +177,7 @@ class Writer:
             if type(item) is not bytes:
                 item.sent = True  # type: ignore[union-attr]
                 item = item.frame  # type: ignore[union-attr]
-            parts.append(item)
+            parts.append(item if seal is None else seal.sealed(item))
             size += len(item)
         return b"".join(parts)
 
@@ -187,15 +205,23 @@ class Writer:
     def send_chunks(
         self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
     ) -> bool:
-        """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping while the kernel is full.
+        """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping where the kernel is
+        full.
 
-        Small frames overtake between chunks. Returns False if it had to stop (deadline, closed). The stream is aborted then, and
-        also if a signal handler raises; a chunk that has begun is finished from a copy.
+        Small frames overtake between chunks. Returns False if it had to stop (deadline, closed); the stream was then aborted
+        cleanly, as it is where a signal handler raises: the chunk that was under way is finished from a copy.
         """
-        conn, done = self._conn, False
+        conn, done, copy = self._conn, False, memoryview(b"")
         try:
             for index, offset, piece in pieces:
                 prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
+                if self.seal is not None:
+                    # From a copy: what is sent must be what was sealed, also where the caller's memory changes meanwhile.
+                    # It can be made again for the next piece: what is left of this one is copied once more below.
+                    copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
+                    copy[: len(piece)] = piece
+                    piece = copy[: len(piece)]
+                    prefix = chunk_head(prefix, piece)
                 if not self._send(prefix, piece, deadline):
                     return False
             done = conn.state is not CLOSED
@@ -244,7 +270,8 @@ class Writer:
                 if self.flush(held=True):
                     if begun:
                         return True
-                    self._rest = [memoryview(prefix), piece]
+                    head = prefix if self.seal is None else self.seal.tagged(prefix)
+                    self._rest = [memoryview(head), piece]
                     self.sent_in_chunks += len(piece)
                     begun = True
                     continue
@@ -256,7 +283,7 @@ class Writer:
                 self._note_blocked()
                 late = deadline is not None and _time.now() > deadline
                 if late or pending_here():
-                    # The chunk must be finished, but by another thread and from a copy of the caller's memory.
+                    # The chunk must be finished, but not by us and not from the caller's memory.
                     left = self._leave(begun)
                     conn.events.submit(self.flush_waiting)
                     return begun and not self._rest if late else left  # all of it may have gone

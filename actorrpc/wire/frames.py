@@ -158,25 +158,44 @@ def unpack_position(position: int) -> tuple[int, int]:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames.
+    """Cuts a stream of bytes into frames, incrementally.
 
-    The thread that reads the socket asks :meth:`target` for memory and passes the number of received bytes to :meth:`fed`.
-    The bytes of a chunk are received into the memory that ``sink_for(stream, position, length)`` returns; it raises
-    ProtocolError for an unknown stream. Not thread-safe: the connection's read lock guards it.
+    The reader of the socket asks :meth:`target` where to put the next bytes, and tells :meth:`fed` how many
+    came. A chunk's bytes go straight to their destination: ``sink_for(stream, position, length)`` gives the
+    memory, or raises ProtocolError. Not thread-safe: the connection's read lock guards it.
 
     Args:
         max_frame: the largest frame (without its prefix) that is accepted, in bytes.
         max_chunk: the largest chunk that is accepted, in bytes.
         sink_for: gives the memory for a chunk; ``None`` refuses chunks.
         capacity: size of the read buffer, in bytes.
-        allocate: returns writable memory of so many bytes, for the read buffer.
+        allocate: makes the read buffer: zeros that can be written to, of so many bytes.
 
     Attributes:
-        empty: the whole read buffer, if the next bytes begin a frame; otherwise ``None``, and :meth:`target` has the memory.
+        empty: the whole read buffer, where the next bytes begin a frame; ``None``: see :meth:`target`.
         more: see :meth:`fed`.
         received: how many bytes have come; ``received_in_chunks``: the part of them in chunks.
-        sink: the memory of a chunk whose rest has not been read; otherwise ``None``.
+        sink: where a chunk goes that has begun and whose rest has not been read; ``None``: there is none.
     """
+
+    __slots__ = (
+        "_allocate",
+        "_buffer",
+        "_chunk",
+        "_end",
+        "_max_chunk",
+        "_max_frame",
+        "_sink_for",
+        "_sink_got",
+        "_start",
+        "_view",
+        "_whole",
+        "empty",
+        "more",
+        "received",
+        "received_in_chunks",
+        "sink",
+    )
 
     def __init__(
         self,
@@ -213,14 +232,15 @@ class FrameReader:
         sink = self.sink
         if sink is None:
             return [self._view[self._end :]] if self._end else self._whole
-        # Read no more than the next prefix behind a chunk, so that the next chunk is received into its own memory.
+        # Behind a chunk, read no more than the next prefix: further chunk bytes go to their own place
+        # directly.
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
         """Record ``count`` new bytes and return the frames that are now whole.
 
-        If ``more`` is true then, the caller handles these frames and calls this again with 0 for the rest.
+        Where ``more`` is true after that, handle them and call this again with 0: the rest waits for it.
 
         Raises:
             ProtocolError: the bytes make no sense, or something is over a limit.
@@ -240,17 +260,20 @@ class FrameReader:
         while end - start >= PREFIX_SIZE:
             length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(view, start)
             if kind == CHUNK:
-                chunk = Frame(kind, length, id, remaining, chain, b"", b"")
-                start = self._begin_chunk(frames, start + PREFIX_SIZE, end, length, chunk)
+                start += PREFIX_SIZE
+                start = self._begin_chunk(
+                    frames, start, end, length, Frame(kind, length, id, remaining, chain, b"", b"")
+                )
                 if self.sink is not None:
                     break
                 continue
             if length > max_frame or not 0 < kind <= LAST_KIND or remaining != remaining:
                 raise ProtocolError(self._nonsense(kind, length, extra))
-            stop = start + PREFIX_SIZE + length
-            if stop > end:
-                break
             start += PREFIX_SIZE
+            stop = start + length
+            if stop > end:
+                start -= PREFIX_SIZE
+                break
             header = b""
             if extra:
                 if extra > length or extra > MAX_EXTRA:
@@ -268,19 +291,20 @@ class FrameReader:
                 frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None)))
             start = stop
             if flags & STREAM and kind <= FAILURE:
-                # Its chunks may be in the buffer already: their memory is allocated when this frame is handled.
+                # Its chunks may be here already, and need the memory that is made when this frame is seen.
                 self.more = True
                 break
         self._start = start
         if start == end:
             self._start = self._end = 0
         elif self.sink is None and not self.more:  # what is behind a frame that has more is not checked yet
-            self._make_room()
+            here = end - start
+            self._make_room(PREFIX_SIZE + (PREFIX.unpack_from(view, start)[0] if here >= PREFIX_SIZE else 0))
         self.empty = None if self._end or self.sink is not None else self._view
         return frames
 
     def _begin_chunk(self, frames: list[Frame], start: int, end: int, length: int, frame: Frame) -> int:
-        """Move the received bytes of a chunk to its memory; return where the next frame starts."""
+        """Move what is here of a chunk to its place; return where the next frame starts."""
         if self._sink_for is None or not 0 < length <= self._max_chunk:
             raise ProtocolError(self._nonsense(CHUNK, length, 0))
         sink = self._sink_for(frame.id, frame.chain, length)
@@ -297,11 +321,9 @@ class FrameReader:
         frames.append(self._chunk)
         self.sink = self._chunk = None
 
-    def _make_room(self) -> None:
-        """Make sure that the frame that has begun fits into the buffer, or its prefix."""
-        here, needed = self._end - self._start, PREFIX_SIZE
-        if here >= PREFIX_SIZE:
-            needed += PREFIX.unpack_from(self._view, self._start)[0]
+    def _make_room(self, needed: int) -> None:
+        """Make sure that what has begun, a frame of ``needed`` bytes or its prefix, fits into the buffer."""
+        here = self._end - self._start
         capacity = len(self._buffer)
         if needed > capacity:
             # Checked against the limit above; grown once, and kept.

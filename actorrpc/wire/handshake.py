@@ -23,8 +23,8 @@ import hashlib
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
 
 from actorrpc.errors import (
     AuthenticationError,
@@ -37,6 +37,8 @@ from actorrpc.errors import (
 from actorrpc.wire.identity import check_name
 
 __all__ = [
+    "LANE",
+    "MAIN",
     "MAX_MESSAGE",
     "VERSIONS",
     "Acceptor",
@@ -66,7 +68,7 @@ _SIZES = {
     _REFUSE: (_REFUSE_FIXED.size, _REFUSE_FIXED.size + 200),
 }
 _KEYLESS = 1  # flag: this side has no key and was told that this is fine
-_SEALS = 2  # flag: this side wants the connection to be sealed; one side that wants it is enough
+_SEALS = 2  # flag: this side wants what follows to be sealed, and so it is for both
 _MIN_KEY = 16
 _GIVE_KEY = "start every worker with the same ACTORRPC_KEY (or ACTORRPC_KEY_FILE)"
 
@@ -79,6 +81,7 @@ class Purpose(enum.IntEnum):
     RESUME = 2  # takes the place of a connection that has broken; ``attach`` names it
 
 
+MAIN, LANE = Purpose.MAIN, Purpose.LANE
 _PURPOSES = frozenset(int(purpose) for purpose in Purpose)
 
 
@@ -87,6 +90,7 @@ class Refusal(enum.IntEnum):
 
     KEY = 1
     VERSION = 2
+    PEER = 3
     BUSY = 4
     PROTOCOL = 5
 
@@ -99,7 +103,7 @@ class Session:
         peer_name: the worker at the other end; in any case, it holds the key (where there is one).
         attach: 16 bytes that name the connection that a LANE connection belongs to, or a RESUME connection takes the place of.
         key: 32 secret bytes, equal on both sides, different for every connection.
-        sealed: whether what follows is sealed (:mod:`actorrpc.transport.sealed`): one side at least wants it.
+        sealed: whether what follows is sealed (:mod:`actorrpc.wire.integrity`): one side at least wants it.
     """
 
     peer_name: str
@@ -114,16 +118,29 @@ class Session:
 class _Side:
     """What both ends share: the key, reading one bounded message at a time, and ending for good."""
 
+    __slots__ = (
+        "_binding",
+        "_buffer",
+        "_challenge",
+        "_failure",
+        "_hello",
+        "_incarnation",
+        "_key",
+        "_name",
+        "_result",
+        "_seals",
+        "_versions",
+    )
+
     def __init__(
         self,
-        *,
         name: str,
         incarnation: str,
         key: bytes,
-        insecure: bool = False,
-        binding: bytes = b"",
-        versions: tuple[int, int] = VERSIONS,
-        seals: bool = False,
+        insecure: bool,
+        binding: bytes,
+        versions: tuple[int, int],
+        seals: bool,
     ) -> None:
         if not key and not insecure:
             raise ConfigError(
@@ -162,7 +179,7 @@ class _Side:
             raise ProtocolError("the handshake is not over")
         return self._result
 
-    def _fail(self, error: RpcError) -> NoReturn:
+    def _fail(self, error: RpcError) -> None:
         self._buffer = b""
         self._failure = error
         raise error
@@ -226,6 +243,7 @@ class _Side:
             return check_name(raw.decode("ascii"))
         except (ValueError, ConfigError):
             self._fail(ProtocolError("the other side of the handshake sent a name that no worker may have"))
+            raise  # not reached
 
     def _decode_flags(self, flags: int) -> bool:
         """Return whether the other side has no key; note whether it wants seals."""
@@ -242,6 +260,19 @@ class Dialler(_Side):
     before anything is proved to it. One thread at a time.
     """
 
+    __slots__ = (
+        "_attach",
+        "_auth",
+        "_peer",
+        "_peer_name",
+        "_purpose",
+        "_started",
+        "_version",
+        "_wanted",
+        "refused",
+        "replaced",
+    )
+
     def __init__(
         self,
         *,
@@ -257,15 +288,7 @@ class Dialler(_Side):
         versions: tuple[int, int] = VERSIONS,
         seals: bool = False,
     ) -> None:
-        super().__init__(
-            name=name,
-            incarnation=incarnation,
-            key=key,
-            insecure=insecure,
-            binding=binding,
-            versions=versions,
-            seals=seals,
-        )
+        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
         if purpose not in _PURPOSES:
             raise ConfigError(f"a connection is for one of {list(Purpose)}, not {purpose!r}")
         if attach is None:
@@ -280,16 +303,20 @@ class Dialler(_Side):
         self._wanted = None if peer_incarnation is None else _incarnation_bytes(peer_incarnation)
         self._purpose = Purpose(purpose)
         self._attach = attach
+        self._started = False
         self._auth = b""
         self._peer: tuple[str, bytes] | None = None
         self._version = 0
+        self.refused: Refusal | None = None
+        """Why the other side refused, where it did and said so."""
         self.replaced = False
         """Whether a later life of the worker that was meant has answered, or so it says: nothing was proved."""
 
     def start(self) -> bytes:
         """Return the first message."""
-        if self._hello:
+        if self._started:
             raise ProtocolError("this handshake was started before")
+        self._started = True
         nonce = secrets.token_bytes(32)
         name = self._name.encode("ascii")
         fixed = _HELLO_FIXED.pack(
@@ -313,7 +340,7 @@ class Dialler(_Side):
             LimitError: it has no place for another connection now.
             ProtocolError: anything else.
         """
-        if not self._hello:
+        if not self._started:
             raise ProtocolError("this handshake was not started")
         taken = self._take(data, _WELCOME if self._auth else _CHALLENGE)
         if taken is None:
@@ -331,21 +358,25 @@ class Dialler(_Side):
     def _target(self) -> str:
         return f"worker {self._peer_name!r}" if self._peer_name is not None else "the worker that was dialled"
 
-    def _refused(self, message: bytes) -> NoReturn:
+    def _refused(self, message: bytes) -> None:
         code, size = _REFUSE_FIXED.unpack_from(message, _HEAD)
         raw = message[_HEAD + _REFUSE_FIXED.size :]
         if len(raw) != size or not all(32 <= byte < 127 for byte in raw):
             self._fail(ProtocolError("the other side refused the handshake without a readable reason"))
+        try:
+            self.refused = Refusal(code)
+        except ValueError:
+            self._fail(ProtocolError(f"the other side refused the handshake with an unknown code {code}"))
         text = f"{self._target()} refused worker {self._name!r}: {raw.decode('ascii')}"
-        if code == Refusal.KEY:
+        if self.refused is Refusal.KEY:
             self._fail(AuthenticationError(f"{text}; {_GIVE_KEY}"))
-        if code == Refusal.VERSION:
+        if self.refused is Refusal.VERSION:
             self._fail(VersionError(f"{text}; install the same version of actorrpc on both sides"))
-        if code == Refusal.BUSY:
+        if self.refused is Refusal.PEER:
+            self._fail(AuthenticationError(text))
+        if self.refused is Refusal.BUSY:
             self._fail(LimitError(text))
-        if code == Refusal.PROTOCOL:
-            self._fail(ProtocolError(text))
-        self._fail(ProtocolError(f"the other side refused the handshake with an unknown code {code}"))
+        self._fail(ProtocolError(text))
 
     def _read_challenge(self, message: bytes) -> None:
         body = message[_HEAD:]
@@ -402,11 +433,29 @@ class Dialler(_Side):
 class Acceptor(_Side):
     """The side that was dialled; it promises nothing before the dialler has proved itself.
 
-    After an error, ``farewell`` holds the bytes to send before the connection is closed. One thread at a time.
+    ``admit`` is asked, once the dialler has proved that it holds the key, whether it may come in; it
+    returns ``None``, or a refusal and its reason. It must be quick and must not raise. After an error,
+    ``farewell`` holds what should be sent before the connection is closed. One thread at a time.
     """
 
-    _claim: Session | None = None
-    farewell: bytes = b""
+    __slots__ = ("_admit", "_claim", "farewell")
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: str,
+        key: bytes,
+        insecure: bool = False,
+        binding: bytes = b"",
+        versions: tuple[int, int] = VERSIONS,
+        seals: bool = False,
+        admit: Callable[[Session], tuple[Refusal, str] | None] | None = None,
+    ) -> None:
+        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
+        self._admit = admit
+        self._claim: Session | None = None
+        self.farewell = b""
 
     @property
     def greeted(self) -> bool:
@@ -417,7 +466,7 @@ class Acceptor(_Side):
         """Take bytes of the dialler; return those to send to it.
 
         Raises:
-            AuthenticationError: it does not hold the key.
+            AuthenticationError: it does not hold the key, or was not admitted.
             VersionError: it speaks no common version.
             ProtocolError: anything else.
         """
@@ -437,7 +486,7 @@ class Acceptor(_Side):
         reason = "".join(char if " " <= char <= "~" else "?" for char in text)[:200].encode("ascii")
         return _message(_REFUSE, _REFUSE_FIXED.pack(code, len(reason)) + reason)
 
-    def _turn_away(self, code: Refusal, text: str, error: RpcError) -> NoReturn:
+    def _turn_away(self, code: Refusal, text: str, error: RpcError) -> None:
         self.farewell = self.refuse(code, text)
         self._fail(error)
 
@@ -452,6 +501,7 @@ class Acceptor(_Side):
             self._turn_away(
                 Refusal.VERSION, f"it speaks versions {_span(self._versions)}", VersionError(text)
             )
+            raise AssertionError  # not reached
         if keyless != (not self._key):
             why = "it needs a key" if self._key else "it runs without a key"
             text = _keyless_text(self._name, name, bool(self._key))
@@ -491,7 +541,13 @@ class Acceptor(_Side):
                     f"that it holds the group's key; {_GIVE_KEY}"
                 ),
             )
-        self._result = replace(claim, key=self._proof(b"session"))
+        session = replace(claim, key=self._proof(b"session"))
+        verdict = self._admit(session) if self._admit is not None else None
+        if verdict is not None:
+            code, text = verdict
+            kind = AuthenticationError if code in (Refusal.KEY, Refusal.PEER) else ProtocolError
+            self._turn_away(code, text, kind(f"worker {self._name!r} refused {claim.peer_name!r}: {text}"))
+        self._result = session
         return _message(_WELCOME, self._proof(b"acceptor", message))
 
 

@@ -11,8 +11,6 @@ dead processes have left.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import hmac
 import os
@@ -50,7 +48,7 @@ __all__ = [
 
 #: Where the directory lies that is used where no other is given: short, as the path of a socket has few bytes.
 DEFAULT_PARENT: Final = "/tmp"
-MAX_SOCKET_PATH: Final = 100  # the kernel takes 107 bytes; some are left for suffixes
+MAX_SOCKET_PATH: Final = 100  # the kernel takes 107 bytes; some are left for what others may append
 _MIN_TEXT: Final = 16
 _MAX_FILE: Final = 64 << 10
 _RAW: Final = 32
@@ -71,7 +69,7 @@ class Key:
         if not isinstance(secret, bytes) or len(secret) < _MIN_TEXT:
             del secret  # a report of the error may show variables
             raise ConfigError(f"a key must have at least {_MIN_TEXT} bytes")
-        # The user's secret may protect something else: the key that is derived from it serves actorrpc only.
+        # Whatever the user gave, and whatever else it protects, this key is good for nothing but actorrpc.
         self._secret = hashlib.sha256(b"actorrpc group key 1\0" + secret).digest()
 
     @classmethod
@@ -162,10 +160,18 @@ def _variable(environment: Mapping[str, str] | None, name: str) -> str:
 
 
 def _read_given(path: str) -> bytes:
+    # A link is fine here, the user named it; NONBLOCK, so that a named pipe cannot hold us up.
     try:
-        data = _read_private(path, _MAX_FILE + 1, links=True)  # the user named the link
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"cannot read ACTORRPC_KEY_FILE {path!r}: {error.strerror}") from error
+    try:
+        problem = _unfit(os.fstat(fd))
+        if problem:
+            raise ConfigError(f"ACTORRPC_KEY_FILE {path!r} {problem}; it must be yours alone (chmod 600)")
+        data = os.read(fd, _MAX_FILE + 1)
+    finally:
+        os.close(fd)
     if len(data) > _MAX_FILE:
         del data
         raise ConfigError(f"ACTORRPC_KEY_FILE {path!r} is larger than {_MAX_FILE} bytes: it is no key")
@@ -173,51 +179,31 @@ def _read_given(path: str) -> bytes:
 
 
 def check_private_file(path: str, what: str) -> None:
-    """Check that a file that holds a secret can be read, and by nobody else; ``what`` says what it is given for.
+    """See that a file that holds a secret can be read, and by nobody else; ``what`` says what it is given for.
 
     Raises:
         ConfigError: it cannot be read, or others may read it.
     """
     try:
-        _read_private(path, 0, links=True)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"{what} {path!r} cannot be read: {error.strerror}") from error
-
-
-def _read_private(path: str, most: int, *, links: bool = False) -> bytes:
-    """Return the first ``most`` bytes of a file of this user that nobody else may read.
-
-    Raises:
-        OSError: there is no such file; PermissionError says why the file may not be used.
-    """
-    # NONBLOCK: otherwise opening a named pipe would wait.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
     try:
-        found = os.fstat(fd)
-        problem = ""
-        if not stat.S_ISREG(found.st_mode):
-            problem = "it is not a regular file"
-        elif found.st_uid != os.getuid():
-            problem = f"it belongs to user {found.st_uid}, not to us ({os.getuid()})"
-        elif found.st_mode & 0o077:
-            problem = f"it may be read by others (mode {stat.S_IMODE(found.st_mode):04o}); it must be yours alone (chmod 600)"
-        if problem:
-            raise PermissionError(errno.EPERM, problem)
-        return os.read(fd, most)
+        problem = _unfit(os.fstat(fd))
     finally:
         os.close(fd)
+    if problem:
+        raise ConfigError(f"{what} {path!r} {problem}; it must be yours alone (chmod 600)")
 
 
-def _write_private(path: str, data: bytes) -> None:
-    """Write a new file that only this user can read.
-
-    Raises:
-        OSError: the directory cannot be used, or its disk is full; no file is left.
-    """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with undo_on_error(partial(remove_file, path)), open(fd, "wb") as file:
-        os.fchmod(fd, 0o600)  # a umask may have taken away our own right to read
-        file.write(data)
+def _unfit(found: os.stat_result) -> str:
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a regular file"
+    if found.st_uid != os.getuid():
+        return f"belongs to user {found.st_uid}, not to us ({os.getuid()})"
+    if found.st_mode & 0o077:
+        return f"may be read by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return ""
 
 
 # -- keys that are made ----------------------------------------------------------------------------
@@ -231,7 +217,10 @@ def create_key_file(data: bytes = b"") -> str:
     """
     path = os.path.join(runtime_directory(), _new_name(f"{secrets.token_hex(8)}.key"))
     try:
-        _write_private(path, data or secrets.token_bytes(_RAW))
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with undo_on_error(partial(remove_file, path)), open(fd, "wb") as file:
+            os.fchmod(fd, 0o600)  # a umask may have taken away our own right to read
+            file.write(data or secrets.token_bytes(_RAW))
     except OSError as error:
         raise ConfigError(
             f"cannot write a key file into {os.path.dirname(path)!r}: {error.strerror}"
@@ -267,14 +256,19 @@ def read_key_file(path: str) -> Key:
 
 def _read_made(path: str) -> Key:
     try:
-        data = _read_private(path, _RAW + 1)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise AuthenticationError(f"cannot read the group's key file {path!r}: {error.strerror}") from error
-    if len(data) != _RAW:
+    try:
+        problem = _unfit(os.fstat(fd))
+        data = b"" if problem else os.read(fd, _RAW + 1)
+    finally:
+        os.close(fd)
+    if problem or len(data) != _RAW:
         del data
-        raise AuthenticationError(f"the group's key file {path!r} is damaged")
+        raise AuthenticationError(f"the group's key file {path!r} {problem or 'is damaged'}")
     return Key(data)
 
 
@@ -303,8 +297,10 @@ def link_key_file(path: str) -> str | None:
 
 
 def group_path(socket: str | None) -> str:
-    """Return the path of a worker's group file."""
-    return _beside(socket, _GROUP)
+    """Return where the group file of a worker lies: beside its Unix socket, where it has one."""
+    if socket is not None and socket.endswith(_SOCKET):
+        return socket.removesuffix(_SOCKET) + _GROUP
+    return os.path.join(runtime_directory(), _new_name(secrets.token_hex(4) + _GROUP))
 
 
 def create_group_file(path: str, key: bytes, about: bytes) -> None:
@@ -319,18 +315,17 @@ def create_group_file(path: str, key: bytes, about: bytes) -> None:
         ConfigError: the directory cannot be used, or its disk is full; no file is left.
     """
     try:
-        _write_private(path, bytes([len(key)]) + key + about)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with undo_on_error(partial(remove_file, path)), open(fd, "wb", buffering=0) as file:
+            os.fchmod(fd, 0o600)
+            file.write(bytes([len(key)]) + key + about)
     except OSError as error:
         raise ConfigError(f"cannot write {path!r}: {error.strerror}") from error
 
 
 def accounts_path(socket: str | None, tag: str) -> str:
-    """Return the path of the file in which a worker says what objects it holds."""
-    return _beside(socket, f".{tag}{_OBJECTS}")
-
-
-def _beside(socket: str | None, ending: str) -> str:
-    """Return a path beside a worker's Unix socket; in the runtime directory, where the worker has none."""
+    """Return where the file lies in which a worker says what objects it holds: beside its Unix socket, where it has one."""
+    ending = f".{tag}{_OBJECTS}"
     if socket is not None and socket.endswith(_SOCKET):
         return socket.removesuffix(_SOCKET) + ending
     return os.path.join(runtime_directory(), _new_name(secrets.token_hex(4) + ending))
@@ -356,11 +351,18 @@ def read_group_file(path: str) -> tuple[Key | None, bytes] | None:
         AuthenticationError: it is not ours alone, or is damaged.
     """
     try:
-        data = _read_private(path, _MAX_FILE)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise AuthenticationError(f"cannot read the group file {path!r}: {error.strerror}") from error
+    try:
+        problem = _unfit(os.fstat(fd))
+        data = b"" if problem else os.read(fd, _MAX_FILE)
+    finally:
+        os.close(fd)
+    if problem:
+        raise AuthenticationError(f"the group file {path!r} {problem}")
     if not data:
         return None  # it is being written
     if data[0] not in (0, _RAW):
@@ -372,7 +374,7 @@ def read_group_file(path: str) -> tuple[Key | None, bytes] | None:
 def is_stale(path: str) -> bool:
     """Whether a socket or key file was certainly made by a process that has ended."""
     match = _FILE_NAME.fullmatch(os.path.basename(path))
-    # This process cannot see the processes of another PID namespace.
+    # Of processes in another PID namespace nobody here can say whether they live.
     return (
         match is not None
         and int(match[1]) == _pid_namespace()
@@ -394,8 +396,10 @@ def _own_key_file(path: str) -> tuple[str, re.Match[str]]:
 
 def remove_file(path: str) -> None:
     """Remove a file of ours; it may be gone already."""
-    with contextlib.suppress(OSError):
+    try:
         os.unlink(path)
+    except OSError:
+        pass
 
 
 # -- the private directory ---------------------------------------------------------------------------
@@ -439,11 +443,15 @@ def _is_ours(path: str) -> bool:
 
 def _private(path: str) -> str:
     try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-        found = os.lstat(path)
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
     except OSError as error:
         raise _unusable(path, f"cannot be made: {error.strerror}") from error
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise _unusable(path, f"cannot be read: {error.strerror}") from error
     if stat.S_ISLNK(found.st_mode):
         raise _unusable(path, "is a symbolic link")
     if not stat.S_ISDIR(found.st_mode):
@@ -488,9 +496,11 @@ def sweep(directory: str | None = None) -> int:
             continue
         for name in os.listdir(folder):
             if is_stale(name):
-                with contextlib.suppress(OSError):  # another worker sweeps too
+                try:
                     os.unlink(os.path.join(folder, name))
                     removed += 1
+                except OSError:
+                    pass  # another worker sweeps too
     return removed
 
 
@@ -506,7 +516,7 @@ def _pid_namespace() -> int:
         return 0
 
 
-# -- processes -----------------------------------------------------------------------------------------
+# -- what the kernel says of processes -----------------------------------------------------------------
 
 
 def process_start(pid: int) -> int | None:
@@ -532,7 +542,7 @@ def boot_id() -> str:
 
 
 def file_digest(path: str) -> str:
-    """Return the SHA-256 of a file; empty if it cannot be read."""
+    """Return the SHA-256 of what is in a file; empty where it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

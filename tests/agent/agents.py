@@ -19,7 +19,6 @@ from actorrpc.wire.handshake import Dialler, Purpose
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
 from tests import certificates
-from tests.streams import Blocking
 
 KEY = Key.from_text("the key of these tests")
 __all__ = ["KEY", "Stranger", "agents", "record"]
@@ -82,8 +81,9 @@ class Stranger:
         if path is None:
             sock = socket.create_connection(to.record.tcp[0])
             if to.connector.tls is not None:
-                stream = to.connector.tls.dial(sock, _time.now() + 10)
-                self.sock, binding = Blocking(stream), stream.binding
+                self.sock = to.connector.tls.dial(sock, _time.now() + 10)
+                self.sock.settimeout(None)
+                binding = self.sock.binding
             else:
                 self.sock = sock
         else:

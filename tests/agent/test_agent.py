@@ -34,7 +34,6 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.stream import SocketStream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
 from tests.agent.agents import agents
@@ -156,7 +155,7 @@ def test_a_socket_that_is_reset_before_it_is_a_connection_is_closed(pair: list[A
             sock.recv(1)
         session: Any = SimpleNamespace(key=b"", sealed=False)
         with pytest.raises(OSError, match="not connected"):
-            pair[0].connector._connection(SocketStream(sock), session, local=False, dialled=True)
+            pair[0].connector._connection(sock, session, b"attach", local=False, dialled=True)
         assert sock.fileno() == -1
 
 

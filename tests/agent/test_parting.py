@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from actorrpc import _time
-from actorrpc.agent import connector
 from actorrpc.agent.agent import Agent
 from actorrpc.errors import ShutdownError
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.stream import Stream, send_all
+from actorrpc.transport.tls import TlsSocket
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from actorrpc.wire.headers import pack_header
@@ -244,13 +243,17 @@ def test_a_connection_whose_introduction_is_read_after_the_end_of_its_peer_ends_
 
 def test_the_goodbye_comes_after_the_answer_to_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, proceed = threading.Event(), threading.Event()
+    for kind in (socket.socket, TlsSocket):
 
-    def answer(stream: Stream, data: bytes, limit: float) -> None:  # on the thread that admits the stranger
-        entered.set()
-        assert proceed.wait(20)
-        send_all(stream, data, limit)
+        def answer(sock: Any, data: bytes, send: Any = kind.sendall) -> None:
+            if threading.current_thread().name.startswith(
+                "actorrpc-"
+            ):  # the pool's, which admits the stranger
+                entered.set()
+                assert proceed.wait(20)
+            send(sock, data)
 
-    monkeypatch.setattr(connector, "send_all", answer)
+        monkeypatch.setattr(kind, "sendall", answer)
     with agents(2) as (agent, _):
         stranger = Stranger(agent)
         with contextlib.closing(stranger.sock):

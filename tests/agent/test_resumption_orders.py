@@ -25,11 +25,11 @@ from actorrpc.agent.outbound import Assembly
 from actorrpc.config import Settings
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.sealed import SealedStream
 from actorrpc.transport.session import ReliableStream
-from actorrpc.transport.stream import SocketStream, Stream
+from actorrpc.transport.stream import SocketStream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
+from actorrpc.wire.integrity import Seals
 from tests.agent.steps import Steps
 from tests.layers import rest_is_slow
 
@@ -53,6 +53,13 @@ class _Wire(socket.socket):
             return super().recv(size, socket.MSG_DONTWAIT)
         except BlockingIOError:  # chosen for its patience was over
             raise TimeoutError from None
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        self.steps.step()
+        super().sendall(data)
+
+    def settimeout(self, value: float | None, /) -> None:
+        pass  # patience says
 
     def _readable(self) -> bool:
         if self.fileno() < 0:
@@ -136,7 +143,6 @@ class _World:
         self.steps = Steps(self.dice)
         self.steps.install(monkeypatch)
         self.calm = False
-        self.sealed = sealed
         self.lines: list[_Line] = []
         self.epoll = select.epoll()
         self.settings = Settings()
@@ -158,24 +164,23 @@ class _World:
             end = _End(
                 # So small that acknowledgements come, and what is kept is forgotten, and full.
                 ReliableStream(
-                    self._over(wire, dialled),
+                    SocketStream(wire),
                     ("dialler", "life"),
                     dialled,
                     say_every=3_000,
                     limit=20_000,
+                    large=1_000,
                 ),
                 epoll=self.epoll,
                 events=self,
                 settings=self.settings,
                 attach=b"",
                 local=False,
+                seals=Seals.of(bytes(32), dialled=dialled) if sealed else None,
             )
             end.steps = self.steps
             self.ends.append(end)
         self.ends[0].peer = SimpleNamespace(name="acceptor")
-
-    def _over(self, wire: _Wire, dialled: bool) -> Stream:
-        return SealedStream(wire, bytes(32), dialled=dialled) if self.sealed else SocketStream(wire)
 
     def line(self) -> _Line:
         self.lines.append(_Line(self.steps, self.patient))
@@ -186,24 +191,18 @@ class _World:
 
     # -- links -------------------------------------------------------------------------------------
 
-    def secure(self, stream: Stream, session: object, *, dialled: bool) -> Stream:
-        return self._over(cast(_Wire, stream.sock), dialled)
+    def stream(self, wire: _Wire, local: bool) -> SocketStream:
+        return SocketStream(wire)
 
     def addresses(self, peer: Any) -> list[tuple[int, str]]:
         return [(socket.AF_UNIX, "acceptor")]
 
-    def dial(self, *_: Any) -> tuple[Stream, None]:
+    def dial(self, *_: Any) -> tuple[_Wire, None]:
         self.steps.step()
         mine, theirs = self.line().ends
         session = SimpleNamespace(peer_name="dialler", peer_incarnation="life")
         self.steps.spawn(
-            partial(
-                self.resumption.admit,
-                SocketStream(theirs),
-                cast(Any, session),
-                _ANSWER,
-                cast(Any, self.ends[1]),
-            )
+            partial(self.resumption.admit, theirs, cast(Any, session), _ANSWER, cast(Any, self.ends[1]))
         )
         try:
             left = len(_ANSWER)
@@ -215,7 +214,7 @@ class _World:
         except OSError:
             mine.close()
             raise
-        return SocketStream(mine), None
+        return mine, None
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from tests import certificates
 from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, is_there, joiner
-from tests.transport.test_sealed import is_sealed
 
 pytestmark = pytest.mark.limit(90)
 _ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +84,7 @@ def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, t
     with _driver(**ours.environment) as address:
         with _joined(address, **ours.options) as conn:
             assert isinstance(conn.stream.sock, ssl.SSLSocket)
-            assert not is_sealed(conn)
+            assert conn.writer.seal is None
         _refused(
             address, AuthenticationError, "the certificate of the driver .* is refused", **others.options
         )
@@ -102,7 +101,7 @@ def test_sealed_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     with _driver(ACTORRPC_INTEGRITY="1") as address:
         with _joined(address) as conn:  # it is enough that one of the two wants it
-            assert is_sealed(conn)
+            assert conn.writer.seal is not None
         _refused(address, ProtocolError, "TLS", **certificates.files().options)
 
 

@@ -27,7 +27,6 @@ from actorrpc.wire.keys import Key
 from tests.agent.agents import KEY, record
 from tests.certificates import files, foreign
 from tests.intruders.doors import WRONG, door, knock, reset, until
-from tests.streams import Blocking
 
 _Address = tuple[str, int]
 _PLAIN: dict[str, Any] = {}
@@ -381,13 +380,16 @@ def _stolen(certificates: Certificates) -> tuple[Any, Any]:
     mine = Tls.load(Settings(**certificates.options))
     assert mine is not None
 
-    def front(sock: socket.socket) -> Blocking:
+    def front(sock: socket.socket) -> TlsSocket:
         made = mine.accept(sock)
         made.shake_until(_time.now() + 30)
-        return Blocking(made)
+        made.settimeout(None)
+        return made
 
-    def back(sock: socket.socket) -> Blocking:
-        return Blocking(mine.dial(sock, _time.now() + 30))
+    def back(sock: socket.socket) -> TlsSocket:
+        made = mine.dial(sock, _time.now() + 30)
+        made.settimeout(None)
+        return made
 
     return front, back
 

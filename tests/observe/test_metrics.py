@@ -49,7 +49,15 @@ def _write(
         if actor is None:
             reply = Frame(FAILURE if failed else REPLY, 0, 1, 0.0, 1, b"", bytes(10))
             call = SimpleNamespace(
-                peer=peer, label=method, made=5.0, id=1, chain=1, thread=1, size=100, future=None, outcome=reply
+                peer=peer,
+                label=method,
+                made=5.0,
+                id=1,
+                chain=1,
+                thread=1,
+                size=100,
+                future=None,
+                outcome=reply,
             )
             flights.on_answer(call, error)
         else:

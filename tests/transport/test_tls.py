@@ -36,7 +36,6 @@ from tests.agent.test_resumption import NIGHTLY, begin, behind, call
 from tests.certificates import files, foreign
 from tests.intruders.doors import reset
 from tests.ranks import Died, rpc_group, run_group
-from tests.streams import Blocking
 
 # -- the socket -----------------------------------------------------------------------------------------
 
@@ -93,7 +92,7 @@ def _readable(sock: TlsSocket, wait_ms: int = 0) -> bool:
 
 def test_bytes_that_were_decrypted_and_not_read_are_pending(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
-    Blocking(one).sendall(bytes(range(200)) * 50)
+    one.sendall(bytes(range(200)) * 50)
     assert _readable(other, 30_000)
     buffer = memoryview(bytearray(4_000))
     assert other.recv_into(buffer) == 4_000
@@ -159,16 +158,16 @@ def test_every_byte_arrives_in_order_however_it_is_cut(pair: tuple[TlsSocket, Tl
 
 def test_what_came_before_damage_counts(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
-    Blocking(one).sendall(b"good" * 5_000)  # two records
+    one.sendall(b"good" * 5_000)  # two records
     socket.socket.send(one._ssl, b"\x17\x03\x03\x00\x20" + bytes(32))
     data = b""
     while len(data) < 20_000:
         assert _readable(other, 30_000)
-        data += Blocking(other).recv(100_000)
+        data += other.recv(100_000)
     assert data == b"good" * 5_000
     assert _readable(other, 30_000)
     with pytest.raises(ssl.SSLError):
-        Blocking(other).recv(100_000)
+        other.recv(100_000)
 
 
 def _take_leave(sock: Any) -> None:
@@ -179,7 +178,7 @@ def _take_leave(sock: Any) -> None:
 
 def test_what_comes_behind_the_farewell_of_tls_is_not_waited_for(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
-    Blocking(one).sendall(b"last")
+    one.sendall(b"last")
     _take_leave(one.sock)
     socket.socket.send(one._ssl, b"more of something" * 100)
     assert _readable(other, 30_000)
@@ -188,7 +187,7 @@ def test_what_comes_behind_the_farewell_of_tls_is_not_waited_for(pair: tuple[Tls
     for _ in range(3):
         assert _readable(other, 30_000)
         assert other.recv_into(buffer) == 0
-    Blocking(other).sendall(b"still")  # only one direction has ended
+    other.sendall(b"still")  # only one direction has ended
 
 
 def test_what_was_closed_says_so_as_a_socket_does(pair: tuple[TlsSocket, TlsSocket]) -> None:
@@ -198,7 +197,7 @@ def test_what_was_closed_says_so_as_a_socket_does(pair: tuple[TlsSocket, TlsSock
         sock.close()
         attempts: list[Callable[[], object]] = [
             sock.shake,
-            lambda sock=sock: sock.recv_into(memoryview(bytearray(10))),
+            lambda sock=sock: sock.recv(10),
             lambda sock=sock: sock.send(b"a"),
             lambda sock=sock: sock.sendmsg((memoryview(b"a"),)),
         ]
@@ -231,7 +230,7 @@ def test_closing_waits_for_an_attempt_and_in_a_forked_child_for_nobody(
         # The child has said nothing: what comes is what was sent here.
         assert one._ssl.write(b"here") == 4
     assert _readable(other, 30_000)
-    assert Blocking(other).recv(10) == b"here"
+    assert other.recv(10) == b"here"
     thread.join()
     assert one.fileno() == -1
 
@@ -285,6 +284,19 @@ def _write_into_nothing(rank: int, world_size: int, options: dict[str, Any]) -> 
 
 def test_a_broken_pipe_is_an_error_and_no_signal() -> None:
     assert run_group(_write_into_nothing, 1, files().options) == ["refused"]
+
+
+def test_waiting_has_an_end(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    one, other = pair
+    one.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        one.recv(10)
+    one.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        one.recv(10)
+    other.shutdown(socket.SHUT_RDWR)
+    one.settimeout(30)
+    assert one.recv(10) == b""
 
 
 # -- workers ----------------------------------------------------------------------------------------------

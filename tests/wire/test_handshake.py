@@ -18,7 +18,7 @@ import pytest
 
 from actorrpc.errors import AuthenticationError, ConfigError, LimitError, ProtocolError, VersionError
 from actorrpc.wire import handshake, identity
-from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Dialler, Purpose, Refusal
+from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Dialler, Purpose, Refusal, Session
 
 KEY = hashlib.sha256(b"the key").digest()
 OTHER = hashlib.sha256(b"another key").digest()
@@ -154,6 +154,7 @@ def test_a_dialler_without_the_key_learns_nothing() -> None:
     assert not two.done
     with pytest.raises(AuthenticationError, match=r"refused worker 'alice'.*ACTORRPC_KEY"):
         one.feed(two.farewell)
+    assert one.refused is Refusal.KEY
     for side in (one, two):
         with pytest.raises(AuthenticationError):  # it stays so
             side.feed(b"x")
@@ -227,11 +228,34 @@ def test_another_worker_than_the_one_dialled_gets_no_proof(wanted: dict[str, str
     assert one.replaced is (wanted.get("peer_name") == "bob")
 
 
+def test_an_acceptor_may_turn_away_who_has_proved_himself() -> None:
+    asked: list[Session] = []
+
+    def admit(session: Session) -> tuple[Refusal, str] | None:
+        asked.append(session)
+        return Refusal.PEER, "alice has been declared dead"
+
+    one, two = dialler(), acceptor(admit=admit)
+    with pytest.raises(AuthenticationError, match="'bob' refused 'alice': alice has been declared dead"):
+        run(one, two)
+    assert [session.peer_name for session in asked] == ["alice"]
+    with pytest.raises(AuthenticationError, match="declared dead"):
+        one.feed(two.farewell)
+    two = acceptor(admit=admit)
+    with pytest.raises(AuthenticationError):
+        run(dialler(key=OTHER), two)
+    assert len(asked) == 1  # nobody without the key is asked about
+    one, two = dialler(), acceptor(admit=lambda session: None)
+    run(one, two)
+    assert two.done
+
+
 def test_too_busy_is_said_before_anything_else() -> None:
     one = dialler(peer_name="bob")
     one.start()
     with pytest.raises(LimitError, match="worker 'bob' refused worker 'alice': too many guests \\?"):
         one.feed(Acceptor.refuse(Refusal.BUSY, "too many guests \x1b"))
+    assert one.refused is Refusal.BUSY
     assert len(Acceptor.refuse(Refusal.BUSY, "é" * 1000)) <= MAX_MESSAGE
 
 
@@ -243,6 +267,7 @@ def test_a_refusal_shows_nothing_but_text(text: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
         one.feed(handshake._message(5, body))
     assert text.decode("utf-8") not in str(caught.value)
+    assert one.refused is None
 
 
 def test_a_refusal_of_an_unknown_kind_is_an_error() -> None:

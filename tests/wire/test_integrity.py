@@ -1,0 +1,370 @@
+"""Seals: what comes out is what went in, in its order, or a ProtocolError; whatever is done to the bytes between."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.errors import ProtocolError
+from actorrpc.futures import Future
+from actorrpc.transport.connection_state import OPEN
+from actorrpc.transport.lane import Lane
+from actorrpc.transport.writer import Writer
+from actorrpc.wire import frames, integrity
+from actorrpc.wire.frames import CHUNK, PREFIX, PREFIX_SIZE, Frame, FrameReader, pack_frame, pack_position
+from actorrpc.wire.integrity import DIGEST_SIZE, SHORT, TAG_SIZE, Seal, SealedReader, Seals, chunk_head
+from tests.agent.agents import agents
+from tests.intruders.doors import dialler, knock, tcp_agents
+
+_KEY = bytes(range(32))
+_MAX_FRAME = 1 << 12
+_MAX_CHUNK = 1 << 10
+
+_plain = st.builds(
+    lambda kind, flags, id, remaining, chain, extra, body: (
+        Frame(kind, flags, id, remaining, chain, extra, body),
+        pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra),
+    ),
+    st.sampled_from([kind for kind in range(1, frames.LAST_KIND + 1) if kind != CHUNK]),
+    st.integers(0, 255),
+    st.integers(0, 2**64 - 1),
+    st.one_of(st.just(math.inf), st.floats(0, 1e6, width=32)),
+    st.integers(0, 2**64 - 1),
+    st.binary(max_size=40),
+    st.one_of(st.binary(max_size=SHORT + 20), st.binary(min_size=SHORT - 40, max_size=3000)),
+)
+_chunks = st.tuples(
+    st.integers(0, 2**64 - 1), st.integers(0, 1 << 20), st.binary(min_size=1, max_size=_MAX_CHUNK)
+)
+
+
+class _Sinks:
+    """Gives memory for chunks, and remembers it."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, int, bytearray]] = []
+
+    def __call__(self, stream: int, position: int, length: int) -> memoryview:
+        memory = bytearray(length)
+        self.got.append((stream, position, memory))
+        return memoryview(memory)
+
+
+def _seals() -> Seals:
+    """Return the two ends of one direction."""
+    return Seals(Seals.of(_KEY, dialled=True).outgoing, Seals.of(_KEY, dialled=False).incoming)
+
+
+def _reader(sinks: Any = None, seal: Seal | None = None) -> SealedReader:
+    return SealedReader(
+        seal or _seals().incoming,
+        max_frame=_MAX_FRAME,
+        max_chunk=_MAX_CHUNK,
+        sink_for=sinks or _Sinks(),
+        capacity=1 << 9,
+    )
+
+
+def _pack(seal: Seal, stream: int, position: int, data: bytes) -> bytes:
+    prefix = pack_frame(CHUNK, stream, chain=position, length=len(data))
+    return seal.tagged(chunk_head(prefix, memoryview(data))) + data
+
+
+def _feed(
+    reader: FrameReader, data: bytes, sizes: list[int], found: list[Frame] | None = None
+) -> list[Frame]:
+    """Put bytes in as a socket would: so many at a time, and never more than there is room for."""
+    found = [] if found is None else found
+    position = 0
+    turns = itertools.cycle(sizes or [len(data)])
+    while position < len(data):
+        count, put = max(1, next(turns)), 0
+        for target in reader.target():
+            assert 0 < len(target) <= _MAX_FRAME + (1 << 12)
+            part = data[position + put : position + min(put + len(target), count)]
+            target[: len(part)] = part
+            put += len(part)
+            if len(part) < len(target):
+                break
+        position += put
+        found.extend(reader.fed(put))
+        while reader.more:
+            found.extend(reader.fed(0))
+    return found
+
+
+@given(st.lists(st.one_of(_plain, _chunks), max_size=12), st.lists(st.integers(1, 3000), max_size=8))
+def test_frames_come_out_as_they_went_in(items: list[tuple[Any, ...]], sizes: list[int]) -> None:
+    sinks, (outgoing, incoming) = _Sinks(), _seals()
+    data, expected, memory = b"", [], []
+    for item in items:
+        if len(item) == 2:
+            expected.append(item[0])
+            data += outgoing.sealed(item[1])
+            continue
+        stream, offset, chunk = item
+        position = pack_position(3, offset)
+        data += _pack(outgoing, stream, position, chunk)
+        expected.append(Frame(CHUNK, len(chunk), stream, math.inf, position, b"", b""))
+        memory.append((stream, position, bytearray(chunk)))
+    reader = _reader(sinks, incoming)
+    assert _feed(reader, data, sizes) == expected
+    assert sinks.got == memory
+    assert not reader.mid_frame
+
+
+# -- somebody between ------------------------------------------------------------------------------------
+
+
+def _conversation() -> tuple[list[bytes], list[Frame]]:
+    """Return sealed frames of all sorts, as they are sent, and what is to come out of them."""
+    seal = _seals().outgoing
+    plain = [
+        pack_frame(frames.INTRO, body=b"who I am"),
+        pack_frame(frames.REQUEST, 7, b"a call", extra=b"\x81\xa1x\x01", remaining=1.5, chain=9),
+        pack_frame(frames.PING),
+        pack_frame(frames.REPLY, 3, b"42"),
+        pack_frame(frames.REPLY, 4, b"a" * SHORT, extra=b"\x80"),
+        pack_frame(frames.REQUEST, 8, b"in parts", flags=frames.STREAM, extra=b"\x80"),
+    ]
+    units = [seal.sealed(each) for each in plain]
+    units += [_pack(seal, 1, pack_position(0, offset), b"chunk%d" % offset) for offset in (0, 6)]
+    units += [seal.sealed(pack_frame(kind, 6)) for kind in (frames.CREDIT, frames.ACK, frames.CANCEL)]
+    return units, _feed(_reader(), b"".join(units), [])
+
+
+class _Listener:
+    """Takes bytes that were changed, and sees that nothing comes of them but what was said, from its beginning on."""
+
+    def __init__(self) -> None:
+        self.units, self.said = _conversation()
+        self.places = [(1, pack_position(0, 0), 6), (1, pack_position(0, 6), 6)]
+
+    def hear(self, data: bytes, sizes: list[int], seal: Seal | None = None) -> tuple[int, str]:
+        """Return how many frames came out, and how it ended: ``refused``, ``waits`` or ``whole``."""
+        sinks = _Sinks()
+        found: list[Frame] = []
+        reader, end = _reader(sinks, seal), "whole"
+        try:
+            _feed(reader, data, sizes, found)
+            end = "waits" if reader.mid_frame else "whole"
+        except ProtocolError:
+            end = "refused"
+            with pytest.raises(ProtocolError):  # for good
+                reader.fed(0)
+        assert found == self.said[: len(found)]
+        places = [(stream, position, len(memory)) for stream, position, memory in sinks.got]
+        assert places == self.places[: len(places)]
+        told = sum(frame.kind == CHUNK for frame in found)
+        assert [bytes(memory) for _, _, memory in sinks.got[:told]] == [b"chunk0", b"chunk6"][:told]
+        return len(found), end
+
+
+def test_the_conversation_is_heard() -> None:
+    listener = _Listener()
+    assert len(listener.said) == 11
+    for sizes in ([], [1], [7], [PREFIX_SIZE]):
+        assert listener.hear(b"".join(listener.units), sizes) == (11, "whole")
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("sizes", [[], [61]])
+def test_no_bit_can_be_flipped(sizes: list[int]) -> None:
+    """Every single one: what comes before is heard, and nothing behind it, also where the length is what was changed."""
+    listener = _Listener()
+    whole = b"".join(listener.units)
+    starts = list(itertools.accumulate(map(len, listener.units), initial=0))
+    # As much again as a short frame has: nobody waits for more than that.
+    more = bytes(SHORT + TAG_SIZE)
+    for at in range(len(whole)):
+        unit = max(number for number, start in enumerate(starts) if start <= at)
+        for bit in range(8):
+            changed = bytearray(whole)
+            changed[at] ^= 1 << bit
+            count, end = listener.hear(bytes(changed), sizes)
+            assert count <= unit
+            if end != "refused":
+                # The bits of a length that makes a short frame longer, or one that there was room for in what came.
+                assert end == "waits"
+                assert at - starts[unit] < 4
+                assert listener.hear(bytes(changed) + more, sizes)[1] == "refused"
+
+
+def test_no_frame_can_be_moved_repeated_or_left_out() -> None:
+    listener = _Listener()
+    units = listener.units
+    numbers = range(len(units))
+    for one, other in itertools.combinations(numbers, 2):
+        swapped = list(units)
+        swapped[one], swapped[other] = swapped[other], swapped[one]
+        assert listener.hear(b"".join(swapped), [])[1] != "whole"
+        assert listener.hear(b"".join(swapped), [20])[0] <= one
+    for one in numbers:
+        repeated = b"".join([*units[: one + 1], units[one], *units[one + 1 :]])
+        assert listener.hear(repeated, [20])[0] <= one + 1
+        assert listener.hear(repeated, [])[1] == "refused"
+        without = b"".join([*units[:one], *units[one + 1 :]])
+        assert listener.hear(without, [20])[0] <= one
+        if one < len(units) - 1:  # of what was cut off at the end, nobody knows yet
+            assert listener.hear(without, [])[1] == "refused"
+    assert listener.hear(b"".join(units), [20])[0] == len(units)
+
+
+def test_a_resumption_at_another_byte_splices_nothing() -> None:
+    """The count of what has come is said in clear when a connection goes on: a wrong one gives no other frames."""
+    listener = _Listener()
+    whole = b"".join(listener.units)
+    starts = list(itertools.accumulate(map(len, listener.units), initial=0))
+    for here in range(0, len(whole), 23):
+        for there in range(0, len(whole), 17):
+            count, end = listener.hear(whole[:here] + whole[there:], [])
+            unit = max(number for number, start in enumerate(starts) if start <= here)
+            assert count <= unit or here == there
+            assert (end == "whole") == (here == there) or here == 0 or there == len(whole)
+
+
+def test_a_message_without_memory_for_its_body_is_told_apart_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_large(given: memoryview) -> bytes:
+        if len(given) > 2_500:
+            raise MemoryError
+        return bytes(given)
+
+    seals_ = _seals()
+    assert seals_.outgoing is not None
+    reader = _reader(seal=seals_.incoming)
+    parts = [pack_frame(frames.REQUEST, id, b"x" * size) for id, size in enumerate((10, 3_000, 20))]
+    data = b"".join(seals_.outgoing.sealed(part) for part in parts)
+    monkeypatch.setattr(integrity, "bytes", no_large, raising=False)
+    found = _feed(reader, data, [])
+    assert [(frame.kind, len(frame.body), frame.buffers) for frame in found] == [
+        (frames.REQUEST, 10, None),
+        (frames.UNREAD, 0, (frames.REQUEST, 3_000)),
+        (frames.REQUEST, 20, None),
+    ]
+
+
+def test_frames_of_others_are_refused() -> None:
+    """Of the other direction, of another connection, without a seal."""
+    listener = _Listener()
+    whole = b"".join(listener.units)
+    dialler, acceptor = Seals.of(_KEY, dialled=True), Seals.of(_KEY, dialled=False)
+    assert listener.hear(whole, [], acceptor.incoming)[1] == "whole"
+    assert listener.hear(whole, [], dialler.incoming) == (0, "refused")
+    assert listener.hear(whole, [], Seals.of(bytes(32), dialled=False).incoming) == (0, "refused")
+    bare = b"".join(each[:-TAG_SIZE] for each in listener.units)
+    assert listener.hear(bare, [20])[0] == 0
+    assert listener.hear(bare, []) == (0, "refused")
+
+
+def test_limits_hold_before_anything_is_checked() -> None:
+    for kind, length in ((frames.REQUEST, _MAX_FRAME + 1), (CHUNK, _MAX_CHUNK + 1), (CHUNK, 0)):
+        reader = _reader()
+        with pytest.raises(ProtocolError):
+            _feed(reader, PREFIX.pack(length, 0, kind, 0, math.inf, 1, 0), [])
+    # No room is made for what nobody has proved.
+    for kind, length in ((frames.REQUEST, _MAX_FRAME), (CHUNK, _MAX_CHUNK)):
+        reader = _reader()
+        _feed(reader, PREFIX.pack(length, 0, kind, 0, math.inf, 1, 0), [])
+        assert sum(map(len, reader.target())) < 1 << 9
+    reader, frame = _reader(), _seals().outgoing.sealed(pack_frame(frames.REQUEST, body=bytes(_MAX_FRAME)))
+    _feed(reader, frame[:80], [])
+    assert sum(map(len, reader.target())) == _MAX_FRAME
+    assert PREFIX_SIZE + DIGEST_SIZE + TAG_SIZE == 80  # what SECURITY.md says
+
+
+def test_tags_are_of_one_place_in_one_direction() -> None:
+    dialler, acceptor = Seals.of(_KEY, dialled=True), Seals.of(_KEY, dialled=False)
+    tags = {seal.tag(b"the same") for seal in (dialler.outgoing, dialler.incoming) for _ in range(100)}
+    assert len(tags) == 200
+    assert tags == {
+        seal.tag(b"the same") for seal in (acceptor.outgoing, acceptor.incoming) for _ in range(100)
+    }
+    assert all(len(tag) == TAG_SIZE for tag in tags)
+
+
+# -- connections -----------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> None:
+    """A caller may change its memory while a chunk waits for the kernel: the other side must not take that for an attack."""
+    memory = bytearray(b"as it was")
+    sent: list[bytes] = []
+
+    def sendmsg(parts: list[memoryview], *_: object) -> int:
+        memory[:] = b"as it is!"
+        sent.extend(bytes(part) for part in parts)
+        return sum(map(len, parts))
+
+    sock = SimpleNamespace(sendmsg=sendmsg, is_full=False)
+    conn: Any = SimpleNamespace(stream=sock, state=OPEN, lane=Lane())
+    assert Writer(conn, _seals().outgoing).send_chunks(1, [(0, 0, memoryview(memory))], None)
+    sinks = _Sinks()
+    assert len(_feed(_reader(sinks), b"".join(sent), [])) == 1
+    assert bytes(sinks.got[0][2]) == b"as it was"
+
+
+def test_calls_that_are_taken_back_before_they_are_sent_leave_nothing_on_the_wire() -> None:
+    with tcp_agents(2, frame_integrity=True) as (one, other):
+        peer = one.peer(other.name)
+        assert one.ask(peer, _echo, (1,), {}, 20.0) == 1
+        conn = peer.conn
+        assert conn is not None
+        assert conn.writer.seal is not None
+        with conn.writer.lock:
+            futures = [Future[Any]() for _ in range(3)]
+            for future in futures:
+                one.call(peer, _echo, (2,), {}, 20.0, future=future)
+            assert all(future.cancel() for future in futures)
+        assert one.ask(peer, _echo, (3,), {}, 20.0) == 3
+        assert peer.conn is conn
+
+
+def _echo(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("wants", [(False, False), (True, False), (False, True), (True, True)])
+def test_one_side_that_wants_them_is_enough(wants: tuple[bool, bool]) -> None:
+    """And where nobody does, connections are as plain as ever."""
+    each = [{"frame_integrity": want} for want in wants]
+    with tcp_agents(2, each=each) as (a0, a1):
+        value = torch.arange(1 << 20)
+        for agent, other in ((a0, "a1"), (a1, "a0")):
+            assert torch.equal(agent.ask(agent.peer(other), _echo, (value,), {}, 30.0), value)
+        conns = [*a0.connector.connections(), *a1.connector.connections()]
+        for conn in conns:
+            assert (conn.writer.seal is not None) == any(wants)
+            assert type(conn.reader) is (SealedReader if any(wants) else FrameReader)
+
+
+def test_on_one_host_the_kernel_is_trusted() -> None:
+    """Unix sockets and shared memory leave no host: nothing is sealed, also where it is wanted."""
+    with agents(2, frame_integrity=True) as (a0, a1):
+        assert a0.ask(a0.peer("a1"), _echo, (5,), {}, 30.0) == 5
+        assert all(
+            conn.writer.seal is None for conn in (*a0.connector.connections(), *a1.connector.connections())
+        )
+
+
+@pytest.mark.prints(
+    "the connection to a stranger was closed: what came does not carry the seal of its sender"
+)
+def test_a_member_that_does_not_seal_is_cut_off() -> None:
+    with tcp_agents(1, frame_integrity=True) as (agent,):
+        sock, side = knock(agent), dialler(agent)
+        sock.sendall(side.start())
+        while not side.done:
+            sock.sendall(side.feed(sock.recv(side.wanted)))
+        assert side.result.sealed
+        sock.sendall(pack_frame(frames.PING) * 10)
+        assert sock.recv(1) == b""
+        sock.close()
