@@ -30,9 +30,9 @@ from actorrpc._exception_text import say
 from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.serialization import codec
 from actorrpc.serialization.numbered_functions import NumberedFunctions
-from actorrpc.transport.blocked_sends import SILENT_S, BlockedSends
 from actorrpc.transport.failure_detector import FailureDetector
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
+from actorrpc.transport.writer import SILENT_S, BlockedSends
 from actorrpc.wire.frames import LATE, STOP
 from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord
 

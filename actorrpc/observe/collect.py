@@ -40,8 +40,8 @@ from actorrpc.futures import Future
 from actorrpc.observe import processes
 from actorrpc.observe.protocol import PARTS
 from actorrpc.rpc.refcount.tables import Outcome
-from actorrpc.transport.blocked_sends import BlockedSends
 from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.writer import BlockedSends
 
 __all__ = ["answer", "member_records"]
 

@@ -7,6 +7,7 @@ that has failed. The connection above them knows bytes and frames only.
 from __future__ import annotations
 
 import socket
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,21 +34,21 @@ class Stream:
     owed: int = 0
     is_full: bool = False
 
+    @abstractmethod
     def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0, /) -> int:
         """Read into one buffer; 0 at the end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def recvmsg_into(self, buffers: Sequence[memoryview], ancillary: int = 0, flags: int = 0, /) -> Any:
         """Read into several buffers; the first item of the result is the number of bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, data: bytes, flags: int = 0, /) -> int:
         """Write what the kernel takes; return how many bytes that is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sendmsg(self, parts: Sequence[memoryview], ancillary: Any = (), flags: int = 0, /) -> int:
         """Write what the kernel takes of several parts; return how many bytes that is."""
-        raise NotImplementedError
 
     def wait(self, seconds: float) -> None:
         """Sleep while :attr:`is_full`, for at most ``seconds``."""
@@ -55,13 +56,13 @@ class Stream:
     def told(self) -> None:
         """Note that the other side is told how many bytes are :attr:`owed`."""
 
+    @abstractmethod
     def shutdown(self, how: int, /) -> None:
         """Shut the socket."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Close the descriptors."""
-        raise NotImplementedError
 
 
 class SocketStream(Stream):

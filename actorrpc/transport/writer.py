@@ -9,6 +9,7 @@ the connection.
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 from collections import deque
@@ -17,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from actorrpc import _time
-from actorrpc.transport.blocked_sends import BlockedSends
 from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
@@ -26,7 +26,40 @@ from actorrpc.wire.integrity import Seal, chunk_head
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
-__all__ = ["Sendable", "Writer"]
+__all__ = ["SILENT_S", "BlockedSends", "Sendable", "Writer"]
+
+_log = logging.getLogger("actorrpc.calls")
+SILENT_S: Final = 2.0
+"""A wait that takes longer is logged."""
+_QUIET_S: Final = 60.0  # at least so long passes between two such log lines
+
+
+class BlockedSends:
+    """The waits of one kind for one peer.
+
+    Attributes:
+        since: since when threads have waited without a break; None while no thread waits. A lock of the owner guards it.
+    """
+
+    __slots__ = ("_quiet_until", "since")
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self._quiet_until = 0.0
+
+    def is_due(self, since: float) -> bool:
+        """Say whether a wait that has lasted since then is to be logged now. The next ones are then not, for a while."""
+        now = _time.now()
+        if now < since + SILENT_S or now < self._quiet_until:
+            return False
+        self._quiet_until = now + _QUIET_S
+        return True
+
+    @staticmethod
+    def log(what: str, why: str) -> None:
+        """Log that a thread has waited for :data:`SILENT_S` to send something. The caller holds no lock."""
+        _log.warning("%s has been blocked for %.0f s: %s", what, SILENT_S, why)
+
 
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send

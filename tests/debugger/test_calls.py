@@ -300,7 +300,7 @@ def test_a_call_goes_on_when_its_front_end_is_gone_without_a_word(counter: Any) 
     ref = counter.add.remote(1)
     (held,) = _soon_held()
     with _attached(held) as front_end:
-        front_end.visit._stream.close()
+        front_end.visit._sock.close()
         assert actorrpc.get(ref) == 1
 
 

@@ -174,7 +174,7 @@ def test_a_guided_fuzzer_finds_no_way_either(
     with open(handshake.__file__, encoding="utf-8") as file:
         source = file.read().splitlines()
     errors = {number for number, line in enumerate(source, 1) if "self._fail(" in line}
-    assert len(errors - guide.lines()) <= 8, sorted(errors - guide.lines())
+    assert len(errors - guide.lines()) <= 9, sorted(errors - guide.lines())
 
 
 # -- over sockets, before authentication -----------------------------------------------------------------
