@@ -162,7 +162,7 @@ class FlightRecorder:
         self._next: Callable[[], int] = itertools.count(1).__next__
 
     def on_answer(self, call: Any, error: BaseException | None) -> None:
-        """Record an agent's ``Call`` that is over."""
+        """Record an ended ``Call`` of an agent."""
         numbers, peer, label, reply = self._names.numbers, call.peer.name, call.label, call.outcome
         self._last = number = self._next()
         _pack_called(
@@ -184,7 +184,7 @@ class FlightRecorder:
         )
 
     def on_end(self, execution: Any, error: BaseException | None) -> None:
-        """Record an agent's ``Execution`` that is over."""
+        """Record an ended ``Execution`` of an agent."""
         actor, what, peer = execution.actor, execution.what, execution.peer.name
         if type(what) is not str:
             what = name_of(what)

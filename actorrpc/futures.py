@@ -623,7 +623,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         return self._value  # type: ignore[no-any-return]
 
     def acknowledge(self) -> None:
-        """Record that its failure, if it has failed, was retrieved: it is not logged as a failure that nobody looked at."""
+        """Record that its failure, if it has failed, was retrieved: it is not logged as a failure that was never retrieved."""
         if self._report is not None:
             self._report.seen = True
 

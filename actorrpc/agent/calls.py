@@ -56,7 +56,7 @@ MAILBOX_BIT: Final = 63  # set in the chain of what descends from an execution t
 CALLER_BIT: Final = (
     39  # the bits from here to MAILBOX_BIT number the caller; calls of one caller keep their order
 )
-_MANY_NESTED: Final = 64  # with more nested calls than this, calls that are over are removed
+_MANY_NESTED: Final = 64  # with more nested calls than this, ended calls are removed
 
 
 # Marked here, since their modules are below the module of signals.
@@ -99,8 +99,8 @@ class Execution:
         what: the function, or the name of the actor's method, for messages.
         deferred: the function has returned a future, whose value will be the answer.
         notes: see :class:`~actorrpc.agent.hooks.CallHooks`. ``ending``: the ``on_end`` methods of the hooks that take part in
-            this execution, or None: those of the agent.
-        convert: returns what is sent in place of the value that it gets, or None.
+            this execution; None: the ``on_end`` of the agent's hooks.
+        convert: a function that replaces the result before it is packed, or None.
     """
 
     # Class attributes are the defaults: most calls set few of these, and one object is made for each call.
@@ -146,7 +146,7 @@ class Execution:
 
     @property
     def label(self) -> str:
-        """What messages call what is executed."""
+        """The name of the function or method, for messages."""
         name = self.what if isinstance(self.what, str) else getattr(self.what, "__qualname__", None)
         if name is None:
             return "the call"
@@ -366,7 +366,7 @@ class Call(Progress):
                         runner.serve()
                         continue
                 if agent.pool.queue and agent.pool.is_member():
-                    agent.pool.wake()  # this thread will not execute what is queued
+                    agent.pool.wake()  # another thread has to execute the queued tasks, because this one waits
                 foreign = None
                 if reads and conn is not None:
                     if conn.unattended and self.future is not None:

@@ -393,7 +393,7 @@ class Connector:
         return conn
 
     def stream(self, sock: AnySocket, local: bool) -> Stream:
-        """Return the stream over a socket whose handshake is over; ``local``: the socket is not TCP.
+        """Return the stream over a socket after its handshake; ``local``: the socket is not TCP.
 
         Raises:
             OSError: the other side has reset it.

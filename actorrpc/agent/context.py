@@ -45,7 +45,7 @@ class Worker:
         what: the kind of worker, in words for messages.
         namespace: where its actors look up names by default.
         ends: functions that end the packages above, called in reverse order; see ``rpc.api.on_start``.
-        stop: ends what has started the worker; called with whether the end is graceful, and the seconds that are left.
+        stop: ends the owner of the worker; called with whether the end is graceful, and the seconds that are left.
         in_force: it has joined, and has not begun to leave.
     """
 

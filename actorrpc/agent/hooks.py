@@ -2,7 +2,7 @@
 
 A user or a module of this package derives a class from :class:`CallHooks`, overrides the moments that it needs, and adds an
 instance: to all workers of the process (:func:`add_hooks`), or to one agent (:class:`HookSet`). A moment for which no hooks
-were added costs a call one look at an empty tuple. The flight recorder, spans of OpenTelemetry, ranges and remote events of
+were added costs a call one test of an empty tuple. The flight recorder, spans of OpenTelemetry, ranges and remote events of
 torch's profilers, and the faults of ``actorrpc.testing`` are such hooks.
 
 Three more interfaces are here, of which each agent has one instance or none. A :class:`Recorder` follows the tensors in messages
@@ -127,10 +127,10 @@ class CallHooks:
         return None
 
     def on_end(self, execution: Execution, error: BaseException | None) -> None:
-        """Run when an execution is over: before its answer is sent, or after the last item of a stream."""
+        """Run when an execution has ended: before its answer is sent, or after the last item of a stream."""
 
     def on_answer(self, call: Call, error: BaseException | None) -> None:
-        """Run when a call is over, before the threads that wait for it go on. ``error``: why it has failed, or None."""
+        """Run when a call has ended, before the threads that wait for it wake. ``error``: why it has failed, or None."""
 
 
 _MOMENTS: Final = ("on_call", "before_send", "after_send", "on_start", "on_end", "on_answer")
@@ -141,7 +141,7 @@ _sets: weakref.WeakSet[HookSet] = weakref.WeakSet()
 
 
 def add_hooks(hooks: CallHooks) -> None:
-    """Have hooks take part in the calls of every worker of this process, also of those that it becomes later.
+    """Have hooks take part in the calls of every worker of this process, also of workers that are started later.
 
     Other processes need hooks of their own: add them in a module that all import, or by a call.
     """
@@ -166,7 +166,7 @@ class HookSet:
         recorder: the agent's flight recorder, which has two of the methods of :class:`CallHooks`. It takes part first.
 
     Attributes:
-        active: there are hooks besides the recorder and those that take part only under conditions.
+        active: there are hooks that take part in all calls, besides the recorder.
         messages: there are hooks that see messages.
         on_call, before_send, after_send, on_start, on_end, on_answer: the methods of the hooks without conditions.
         riders: hooks that take part in executions with a header field, by the field.
@@ -272,12 +272,12 @@ class OutgoingMessage:
         encoded: its body.
         header: its header, or None.
         call: the call that it makes; None for a request without an answer, and for other kinds.
-        execution: the execution that it answers, where that is known.
+        execution: the execution that it answers, if known.
         function, args: what a request calls, and what with; ``mail``: the header of a call of an actor.
         name: what a request calls, in words; of a notice, its name.
         chain, flags: see :class:`actorrpc.wire.frames.Frame`.
         conn: the connection that an answer has to take.
-        context: what was registered for the message while it was packed.
+        context: the references and objects that were registered while the message was packed.
         lost: hooks that take a notice over set this where its sender is to learn that the notice was not sent.
     """
 
@@ -374,7 +374,7 @@ def _stepped(
 ) -> Generator[Any, Any, None]:
     error: BaseException | None = None
     try:
-        yield  # ``run_hooked`` comes as far as this, so that ``end`` runs even if nobody asks for an item
+        yield  # ``run_hooked`` steps to this line, so that ``end`` runs even if no item is requested
         while True:
             with _entered(scopes):
                 try:

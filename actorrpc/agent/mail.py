@@ -22,8 +22,8 @@ class MailHeader:
     """The header of mail that is all alike, packed once. Never changed.
 
     Args:
-        interrupts: when the time of a call is over, what runs for it is interrupted where that is possible.
-        late: what becomes of a call whose time is over, for the text of its error.
+        interrupts: whether the actor interrupts, if possible, the method of a call whose deadline has passed.
+        late: what the actor does with a call whose deadline has passed, for the text of the error.
     """
 
     __slots__ = ("header", "interrupts", "late", "packed")

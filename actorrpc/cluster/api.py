@@ -268,7 +268,7 @@ def _engine(
 
     Args:
         booked: further options of an engine that is named, where they are not None.
-        settings: options of :func:`init`; those that are no settings are taken out, for an engine that is named.
+        settings: options of :func:`init`; options that are no settings are removed and given to a named engine.
 
     Raises:
         ConfigError: the name is unknown, Ray is not installed, or the options cannot be used.

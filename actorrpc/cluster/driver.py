@@ -494,7 +494,7 @@ class Cluster:
         self._end_creations(worker, report.exit_code == 0)
 
     def _end_creations(self, creator: str, gently: bool = False) -> None:
-        """End the processes that a worker had asked for which has ended: their actors have no supervisor now."""
+        """End the processes that an ended worker had asked for, because their actors have no supervisor now."""
         for name in [name for name, (_, by) in list(self._started.items()) if by == creator]:
             if gently:
                 self.release(name)  # it may be at its end already: some seconds for that

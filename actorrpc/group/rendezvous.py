@@ -353,7 +353,7 @@ class Rendezvous(Membership):
             places = [self._in_round(f"record/{n}", deadline) for n in range(self._size())]
             self._publish(*self._judge(self._ask("multi_get", places), record.host))
         if not self._wait_for(deadline, outcome):
-            # The first worker whose time is over finds out who is missing; the others read that from the store.
+            # The first worker that times out finds the missing workers; the others read their names from the store.
             late = self._ask("add", self._in_round("late", deadline), 1)
             if late == 1 or not self._wait_for(_time.now() + _GRACE, outcome):
                 self._publish(_ERROR, self._name_missing(deadline))

@@ -286,11 +286,11 @@ def look(
 
 
 class _Search:
-    """Asks workers, and those that they know of, each once.
+    """Asks workers, and the workers that these name, each once.
 
     Args:
         ask: begins to ask a worker about some parts.
-        parts: what is asked about.
+        parts: the parts of the state that are requested.
         everybody: also ask the workers that others know of.
 
     Attributes:
@@ -310,7 +310,7 @@ class _Search:
         self._everybody = everybody
         self._asked: set[str] = set()
         self._descended: set[str] = set()  # silent drivers whose children have been asked
-        self._seen: set[bytes] = set()  # records of members: each worker sends those of all
+        self._seen: set[bytes] = set()  # records of members, as each worker sends the records of all
         self.running: dict[Future[dict[str, Any] | Silent], Target] = {}
         self.answers: dict[str, Answer] = {}
 

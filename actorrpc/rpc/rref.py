@@ -688,5 +688,5 @@ def _invoke_kept(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """As :func:`_invoke`; the RRef is sent along, because the caller does not hold it until the call is over."""
+    """As :func:`_invoke`; the RRef is sent along, because the caller may release it before the call has ended."""
     return _invoke(named, name, args, kwargs)

@@ -370,7 +370,7 @@ class Outgoing:
         return numbers + pitches, small[0] if len(small) == 1 else b"".join(small), names
 
     def _divide(self, numbers: list[int]) -> list[blocks.Block]:
-        """Find the blocks in which the tensors of one storage are sent; return those that do not get spans of their own."""
+        """Find the blocks in which the tensors of one storage are sent; return the blocks that do not get spans of their own."""
         pieces = self.pieces
         views = []
         for number in numbers:

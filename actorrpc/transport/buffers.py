@@ -279,7 +279,7 @@ class ForkGuard:
         try:
             pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
-            pipe = (-1, -1)  # no descriptors left: the loans that live now are held for ever
+            pipe = (-1, -1)  # no descriptors left: the present loans are never released
         self._pipes[threading.get_ident()] = pipe
 
     def after(self, lends: bool) -> None:
@@ -367,9 +367,9 @@ class Recycler(Generic[B]):
     """Keeps free blocks of memory and uses them again. Each block is either lent or free.
 
     A subclass makes blocks (``_make``) and puts those back that have become free (``_settle``). A free block is given back to
-    the system after some time, or earlier where there is too much (``_keep_s``).
+    the system after some time, or earlier if there is too much (``_keep_s``).
 
-    One lock guards the tables. Nobody copies memory, unmaps it or runs user code while holding it. It is re-entrant for one
+    One lock guards the tables. No thread copies or unmaps memory or runs user code under it. It is re-entrant for one
     case only: a finaliser that the collector runs in the middle of a section, and that needs memory itself, is refused.
 
     Args:
@@ -397,7 +397,7 @@ class Recycler(Generic[B]):
             self._on_return()
 
     def trim(self) -> None:
-        """Take in what has come back, and unmap what is not kept. Call it about once a second while anything is free."""
+        """Take back returned blocks, and unmap blocks that are not kept. Call it about once a second while a block is free."""
         self._section(self._trim)
 
     def stats(self) -> MemoryStats:
@@ -406,7 +406,7 @@ class Recycler(Generic[B]):
         return MemoryStats(self._count, self._lent_bytes, self._free_bytes)
 
     def close(self) -> None:
-        """Unmap what is free; memory in use is unmapped when it dies. Idempotent."""
+        """Unmap free blocks; a block in use is unmapped when its last view dies. Idempotent."""
         with self._lock:
             self._closed = True
             if self._busy:
@@ -416,7 +416,7 @@ class Recycler(Generic[B]):
         del dropped  # unmaps, after the lock
 
     def abandon(self) -> None:
-        """Give up the memory in a forked child: what is mapped stays valid, nothing is recycled here."""
+        """Give up the memory in a forked child: mapped blocks stay valid, and no block is recycled here."""
         self._lock = _time.RLock()  # a thread of the parent may have held it at the fork
         self._busy = False
         self.close()
@@ -463,7 +463,7 @@ class Recycler(Generic[B]):
         return _KEEP_S
 
     def _find(self, size: int) -> B | None:
-        """Return a block of ``size`` bytes or more, which is lent from here on; None where there is none."""
+        """Return a block of ``size`` bytes or more, which is lent from now on; None if there is none."""
         self._settle()
         return self._pick(size) or self._make(size)
 
@@ -541,7 +541,7 @@ class BufferPool(Recycler[MemoryBlock]):
         return self._loans.lend(block.memory, block.address, block.size, block)[:nbytes]
 
     def close(self) -> None:
-        """Unmap what is free; memory in use is unmapped when it dies. ``take`` then gives plain memory."""
+        """Unmap free blocks; a block in use is unmapped when its last view dies. ``take`` then gives plain memory."""
         self._loans.close()
         super().close()
 

@@ -98,7 +98,7 @@ class Connection(StateMachine):
     """One connected, authenticated stream.
 
     Args:
-        stream: what is read and written. If it is a :class:`ReliableStream`, the connection goes on over another socket after the
+        stream: the stream below. If it is a :class:`ReliableStream`, the connection goes on over another socket after the
             first breaks; otherwise a broken socket means that the peer died.
         attach: the token that names it.
         local: both ends are on this host, without TCP.

@@ -242,7 +242,7 @@ class ObjectStore(Recycler[_Written]):
     Args:
         accounts: what all processes of the group on this host hold.
         limit_bytes: how much all of them may hold together.
-        spill_dir: a directory for objects that find no room; None: those who write wait for room.
+        spill_dir: a directory for objects without room in memory; None: writers wait for room.
         clock: seconds.
         on_let_go: called from finalisers when something here was released: :meth:`trim` is due soon.
 
@@ -269,7 +269,7 @@ class ObjectStore(Recycler[_Written]):
         self._shared: _Written | None = None  # where the next small object goes
         self._views: Loans[tuple[weakref.ref[Segment], int, int, int] | None] = Loans(self.ring)
         self._recycles: bool | None = None  # whether the system grants leases; None: not tried yet
-        # What the group held when its accounts were last read, when that was, and what was written here since.
+        # The bytes of the group when its accounts were last read, the time of that, and the bytes written here since.
         self._total, self._looked_at, self._spent = 0, float("-inf"), 0
 
     def use(self, segment_id: bytes, fd: int = -1) -> _Use:
@@ -592,7 +592,7 @@ class ObjectStore(Recycler[_Written]):
 
     @uninterruptible
     def close(self) -> None:
-        """Give up what is written here; readers, here and elsewhere, keep their segments. Idempotent."""
+        """Release the objects that were written here; readers, here and elsewhere, keep their segments. Idempotent."""
         super().close()
         with self._lock:
             written, self._written, self._shared = self._written, {}, None

@@ -235,7 +235,7 @@ def install(later: Callable[[], None]) -> None:
 
 
 def put_off_during(function: Callable[[], None]) -> None:
-    """Call a function; signal handlers run after it, also where there is no agent."""
+    """Call a function; signal handlers run after it, even if there is no agent."""
     if state.laters or threading.get_ident() != threading.main_thread().ident:
         _call_protected(function)
     else:

@@ -350,7 +350,7 @@ AnySocket = socket.socket | TlsSocket
 def shake_hands(
     sock: AnySocket, dialler: Dialler, limit: float, wait: Callable[[], None] | None = None
 ) -> Session:
-    """Run the dialler's side of a handshake; return what it has established. Reads nothing of what follows it.
+    """Run the dialler's side of a handshake; return the session. Reads no bytes that follow the handshake.
 
     Args:
         limit: the time at which it must be over.

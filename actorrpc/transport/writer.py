@@ -48,7 +48,7 @@ class BlockedSends:
         self._quiet_until = 0.0
 
     def is_due(self, since: float) -> bool:
-        """Say whether a wait that has lasted since then is to be logged now. The next ones are then not, for a while."""
+        """Return whether to log a wait that has lasted since then. If so, later waits are not logged for ``_QUIET_S``."""
         now = _time.now()
         if now < since + SILENT_S or now < self._quiet_until:
             return False
@@ -80,7 +80,7 @@ class Writer:
     Attributes:
         outbox: the frames to send next.
         lock: guards sending, and the counts.
-        sent: bytes that have gone over the connection's sockets; ``sent_in_chunks``: the part of them in chunks.
+        sent: bytes that were written to the connection's sockets; ``sent_in_chunks``: the part of them in chunks.
         seal: seals what is sent, in the order of the wire; None: nothing is sealed.
         blocked: the time in which a thread had a chunk to send and could send no byte.
     """

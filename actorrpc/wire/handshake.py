@@ -10,10 +10,9 @@ Either side may answer REFUSE (a code and a short text) instead. Each proof is a
 group's key over everything both sides have said, plus a role string, so that none can be reflected,
 replayed, moved to another connection or made to choose an older version.
 
-Sans-I/O: the owner of the socket feeds bytes in and sends what comes out; one thread at a time. The dialler's owner reads
-:attr:`Dialler.wanted` bytes at a time, so that it takes nothing of what follows the handshake. No message has more than 256 bytes
-and never more than one is held. This module, and what it imports,
-must never import pickle or call anything that the peer names.
+Sans-I/O: the owner of the socket feeds bytes in and sends the returned bytes; one thread at a time. The dialler's owner reads
+:attr:`Dialler.wanted` bytes at a time, so that it reads no bytes that follow the handshake. No message has more than 256 bytes,
+and at most one is held. This module and its imports must never import pickle or call anything that the peer names.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class CallQueue:
         self.barrier: set[int] | None = None
         self.fate = Fate(card)
         self.place: Place | None = None
-        self._hint = card.location  # until its worker is looked up, which may ask the rendezvous store
+        self._hint = card.location  # used until the peer is found, which may need the rendezvous store
         self._lock = threading.RLock()
         self._unplaced: dict[tuple[str, bool], CallTemplate] = {}
         self._waiting = _WaitingCalls()
@@ -370,7 +370,7 @@ class CallQueue:
         """Make new calls queue; the lock is held."""
         self.templates, self.kept_templates = {}, {}
 
-    def doomed(self) -> None:
+    def mark_killed(self) -> None:
         """Record that this process killed the actor: no further call is sent to the incarnation that lived."""
         with self._lock:
             location = self.location

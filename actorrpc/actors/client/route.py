@@ -356,11 +356,11 @@ class Route:
         Idempotent. The future fails with PeerDiedError if the worker of the actor's supervisor has ended.
         """
 
-        def doom(done: Future[Any]) -> None:
+        def killed_there(done: Future[Any]) -> None:
             done.value()
-            self.queue.doomed()
+            self.queue.mark_killed()
 
-        killed = self._ask("kill", no_restart).then(doom)
+        killed = self._ask("kill", no_restart).then(killed_there)
         killed.label = f"kill() of {self.title}"
         return killed
 

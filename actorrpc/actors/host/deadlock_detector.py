@@ -359,7 +359,7 @@ def _at_function(runtime: Searched, execution: Execution, probe: Probe) -> None:
 
 
 def _at_call(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Probe) -> None:
-    """Go on for a call of an actor here: with its arguments, and with what has to end before it."""
+    """Continue the search at a call of an actor here: at its arguments, and at the calls that have to end before it."""
     if _closes(runtime, entry, hosted, probe):
         return
     queue = entry.queue

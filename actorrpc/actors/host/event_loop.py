@@ -199,7 +199,7 @@ class EventLoop:
         return self._loop.create_task(coroutine, context=context)
 
     def turn(self, entry: Envelope, run: Callable[[], Any]) -> None:
-        """Call ``run()`` for a plain method that is :attr:`due`, behind what is queued; only on the loop's own thread."""
+        """Schedule ``run()`` for a plain method that is :attr:`due`, behind queued callbacks; only on the loop's own thread."""
         self.due[entry] = None
         self._loop.call_soon(run, context=self.fresh_context())
 
@@ -372,7 +372,7 @@ class EventLoop:
 
 
 def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an exception that no code has retrieved, except for those that have ended the actor."""
+    """Log an exception that no code has retrieved, unless the exception has ended the actor."""
     if not is_a(context.get("exception"), (ActorExit, SystemExit)):
         loop.default_exception_handler(context)
 

@@ -74,7 +74,7 @@ class ActorExecutor:
         self._instance_rref: Any = None
         self._numbers = hosted.registry.executions
         self.keeps_state = False  # the actor has checkpoints
-        #: calls that were handed out, and are answered by another thread or coroutine than the one that has run the method
+        #: calls whose answer another thread or coroutine sends, not the thread that has run the method
         self.answered_later: dict[Envelope, None] = {}
 
     def run(self, entry: Any, runner: Runner) -> None:
@@ -578,7 +578,7 @@ class ActorExecutor:
 
 
 def _explain_missing_name(error: NameError) -> None:
-    """Add a note to the error of code that came by value: its globals are those of the moment when it was sent."""
+    """Add a note to the error of code that came by value: its globals are copies, made when the code was sent."""
     spaces = [frame.f_globals for frame, _ in walk_tb(error.__traceback__)]
     module = sys.modules.get(spaces[-1].get("__name__", "")) if spaces else None
     if spaces and (module is None or vars(module) is not spaces[-1]):

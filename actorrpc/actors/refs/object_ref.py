@@ -113,7 +113,7 @@ class _Pursuit(Progress):
     """Follows references until it has the value of a result, and completes a future with the value.
 
     It is the source of the future: a waiting thread reads the replies itself. The outcome of each step is handled once, by the
-    waiting thread or by a callback: the one that pops the step from the list ``_claim``.
+    waiting thread or by a callback, whichever pops the step from the list ``_claim``.
 
     Args:
         stays: a :class:`StoredResult` is not followed: the future gets it.

@@ -149,7 +149,7 @@ class Producer(Stall):
         self._taken = 0  # by the consumer, of all that were produced
         self._end: bytes | None = None
         self._stopped = False  # no more items are produced
-        self._closed = False  # and those that were produced are not wanted
+        self._closed = False  # the items that were produced are discarded, too
         self._error: ShutdownError | None = None
         self._room: Future[None] | None = None  # the producing side waits for it
         self._asked: Future[Batch] | None = None  # the pull that waits for items
@@ -190,7 +190,7 @@ class Producer(Stall):
     # -- the producing side -----------------------------------------------------------------------------
 
     def room(self) -> Future[None] | None:
-        """Return a future to wait for before another item is produced; None where there is room, or no item is wanted."""
+        """Return a future to wait for before another item is produced; None if there is room, or the reader wants no item."""
         with self._lock:
             if self._stopped or self._has_room:
                 return None

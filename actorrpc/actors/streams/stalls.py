@@ -149,7 +149,7 @@ class StreamReader:
         self._thread = weakref.ref(thread)
         self._execution = None if execution is None else weakref.ref(execution)
         self._task = None if task is None else weakref.ref(task)
-        # The runner of an actor's thread; other threads have none that could run an execution.
+        # The runner of an actor's thread. Other threads have no runner that could run an execution.
         runner: Any = WAITING.runner
         self._runner = weakref.ref(runner) if hasattr(runner, "runs") else None
         self.name = "a coroutine" if task is not None else "a thread of its actor"

@@ -391,7 +391,7 @@ class RayEngine(LaunchedEngine):
         agent.on_peer_end.append(self._disconnected)
 
     def _disconnected(self, peer: Peer) -> None:
-        """Have Ray restart a worker of the pool some seconds after its connection has ended, if its process goes on."""
+        """Have Ray restart a worker of the pool some seconds after its connection has ended, if its process still runs."""
         with self._guard:
             hosted = self._hosts.get(peer.name)
         if hosted is not None and hosted.pooled:

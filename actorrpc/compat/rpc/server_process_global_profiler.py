@@ -71,7 +71,7 @@ class _server_process_global_profile(profile):
 
 
 class _Observer(CallHooks):
-    """Profiles executions while profiles are entered, and hands the events to those that are still entered at the end."""
+    """Profiles executions while profiles are entered, and hands the events to the profiles that are still entered at the end."""
 
     def on_start(
         self, execution: Execution, function: Any, args: tuple[Any, ...]

@@ -461,7 +461,7 @@ class RRefTable:
                 for rref_id, fork_id, is_known in message.items:
                     held = self._held.get(fork_id)
                     if held is None:
-                        if is_known:  # a late request has registered a fork again that has ended here
+                        if is_known:  # a late request has registered a released fork again
                             step.add(from_, UserDelete, (rref_id, fork_id))
                     elif held.pending and held.owner == from_ and held.parent is not None:
                         held.tell_owner = is_known

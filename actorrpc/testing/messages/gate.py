@@ -337,7 +337,7 @@ class FaultGate(CallHooks):
             if self._lost:
                 with self._lock:
                     self._lost.pop(message.key(), None)
-            # A call of an actor may not overtake those that are held up.
+            # A call of an actor may not overtake earlier calls that are held up.
             room = None if sent.mail is None else self._rooms.get(sent.peer)
             ahead = None if room is None else room.line_held_by()
             if room is not None and ahead is not None:
@@ -383,7 +383,7 @@ class FaultGate(CallHooks):
             self._expect(call)
             if fault.at_once or call.deadline == _INFINITE:
                 if sent.peer.pending.pop(call.id, None) is not None:
-                    # An RRef knows of its loss before it can be used. Nobody else can have a callback there yet.
+                    # The loss is noted before the RRef can be used, so no other code can have added a callback yet.
                     submit = None if message.type == "remote" else agent.submit
                     call.fail(_loss(str(call), sent.peer, fault), submit)
         elif sent.is_answer:
@@ -439,9 +439,9 @@ class FaultGate(CallHooks):
             return
         if call is not None:
             if not call.done and call.deadline <= agent.clock.now():
-                call.expire()  # nobody has come to it: what is said to the worker then would overtake the call
+                call.expire()  # no thread has expired it yet; a later CANCEL would overtake the call
             if peer.is_self:
-                peer.cancelled.pop(call.id, None)  # that it was given up would have come behind it
+                peer.cancelled.pop(call.id, None)  # its cancellation would have arrived after it
         try:
             self._transmit(sent, left)
         except RpcError as error:
