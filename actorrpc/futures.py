@@ -346,6 +346,10 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         awaits: futures (or objects with an attribute ``future``) that all must complete before this one can.
         source: the object that a waiting thread makes progress on; None once the future is complete. The producer sets it.
         callbacks: the functions to call when the future is complete; :meth:`add_done_callback` adds to it.
+        completed: whether the future is complete. Unlike :meth:`done`, reading it makes no progress. Only the future sets it.
+        error: the error of the future; None while it is pending. Reading it does not acknowledge the failure. Only the future
+            sets it.
+        value_or_none: the value of the future; None while it is pending, and if it has failed. Only the future sets it.
         covered: whether :meth:`cover` was called.
         torch_has_outcome: of a class: whether torch's half of its futures is given the value or the error as well.
 
@@ -356,15 +360,15 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
     __slots__ = (
         "_devices",
-        "_done",
-        "_error",
         "_parked",
         "_report",
         "_unclaimed",
-        "_value",
         "callbacks",
+        "completed",
+        "error",
         "label",
         "source",
+        "value_or_none",
     )
 
     awaits: Sequence[Any] = ()
@@ -379,9 +383,9 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         if _generation:
             self._born = _generation
         self._unclaimed = None
-        self._done = False
-        self._value: Any = None
-        self._error: BaseException | None = None
+        self.completed = False
+        self.value_or_none: Any = None
+        self.error: BaseException | None = None
         # Futures that failed with the same error share it, so that retrieving the error from one counts for all: see follow().
         self._report: _Unretrieved | None = None
         self.callbacks: list[Callable[[Future[T]], Any]] = []
@@ -417,17 +421,17 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             submit: schedules the callbacks on another thread; by default they run on this one.
         """
         if error is None:
-            self._value = value
-            self._done = True
+            self.value_or_none = value
+            self.completed = True
             _base_set_result(self, value if self.torch_has_outcome else None)
         else:
-            self._error = error
+            self.error = error
             report = self._report
             if report is None:
                 report = self._report = _Unretrieved(error, self.label)
             if self.covered:  # read after the line above: handled here or in cover()
                 report.seen = True
-            self._done = True
+            self.completed = True
             if self.torch_has_outcome:
                 _base_set_unwrap(self, _unwrapping(report))
                 _base_set_result(self, _twin(error))
@@ -491,12 +495,12 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         if error is not None:
             self.conclude(None, error, submit)
         else:
-            self.conclude(other._value, other._error, submit)
+            self.conclude(other.value_or_none, other.error, submit)
         return True
 
     def replace_value(self, value: T) -> None:
         """Replace the value of a completed future: later waits return the new one."""
-        self._value = value
+        self.value_or_none = value
 
     def _wake(self) -> None:
         while self._parked:
@@ -572,47 +576,32 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
     # -- looking -----------------------------------------------------------------------------
 
-    @property
-    def completed(self) -> bool:
-        """Whether the future is complete. Unlike :meth:`done`, reading it makes no progress."""
-        return self._done
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of the future; None while it is pending. Reading it does not acknowledge the failure."""
-        return self._error
-
-    @property
-    def value_or_none(self) -> T | None:
-        """The value of the future; None while it is pending, and if it has failed."""
-        return self._value  # type: ignore[no-any-return]
-
     def check_process(self) -> None:
         """Check that the future can complete in this process.
 
         Raises:
             NotInitializedError: it is pending, and was made before this process was forked.
         """
-        if self._born != _generation and not self._done:
+        if self._born != _generation and not self.completed:
             raise lost_by_fork(self.label)
 
     def done(self) -> bool:
         """Say whether the future is complete, with a value or an error."""
-        if not self._done:
+        if not self.completed:
             if QUEUED:
                 run_queued_callbacks()
             self.listen()  # a program that polls done() does not wait
-        return self._done
+        return self.completed
 
     def cancelled(self) -> bool:
         """Say whether the future was cancelled."""
-        return self._done and isinstance(self._error, CancelledError)
+        return self.completed and isinstance(self.error, CancelledError)
 
     def _outcome(self) -> T:
-        if self._error is not None:
+        if self.error is not None:
             self.acknowledge()
             try:
-                raise self._error
+                raise self.error
             finally:
                 # The error's traceback refers to this frame. If a variable here referred to the error, that would be a cycle, and
                 # everything in the frames of the traceback would live until the next garbage collection.
@@ -620,7 +609,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         if self._devices:
             # At completion, torch's half recorded the pending work of the current streams. The streams here wait for it.
             _base_wait(self)
-        return self._value  # type: ignore[no-any-return]
+        return self.value_or_none  # type: ignore[no-any-return]
 
     def acknowledge(self) -> None:
         """Record that its failure, if it has failed, was retrieved: it is not logged as a failure that was never retrieved."""
@@ -640,7 +629,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """
         if QUEUED:
             run_queued_callbacks()
-        if not self._done:
+        if not self.completed:
             raise RuntimeError(f"{self.label} is not complete yet: call wait()")
         try:
             return self._outcome()
@@ -652,10 +641,10 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         try:
             self.wait(timeout)
         except BaseException as error:
-            if not self._done or (error is not self._error and is_of_handler(error)):
+            if not self.completed or (error is not self.error and is_of_handler(error)):
                 raise
         try:
-            return self._error
+            return self.error
         finally:
             del self  # see _outcome()
 
@@ -673,7 +662,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """
         if INTERRUPTED:
             interruption_point()
-        if not self._done:
+        if not self.completed:
             if self._born != _generation:
                 self.check_process()
             if QUEUED:
@@ -684,15 +673,15 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             if source is not None:
                 source.drive(deadline)
                 source = None  # it refers to the arguments of the call, and the traceback of an error may refer to this frame
-            if not self._done and not self.park(deadline):
+            if not self.completed and not self.park(deadline):
                 raise RpcTimeoutError(
                     f"{self.label} was not complete within {say(timeout)} s; it goes on, wait() again or cancel() it",
                     maybe_executed=None,
                 )
             if INTERRUPTED:  # the awaited call may have been cancelled together with the call that waits
                 interruption_point()
-        if self._error is None and not self._devices:
-            return self._value  # type: ignore[no-any-return]  # it is complete
+        if self.error is None and not self._devices:
+            return self.value_or_none  # type: ignore[no-any-return]  # it is complete
         try:
             return self._outcome()
         finally:
@@ -720,7 +709,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             runner.begin_wait(stir, self)
         try:
             # The list is filled before this check, so a thread that completes the future now finds the lock.
-            while not self._done:
+            while not self.completed:
                 if INTERRUPTED:
                     interruption_point()
                 if runner is not None and runner.work:
@@ -739,18 +728,18 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                 self._parked.remove(lock)
             except ValueError:
                 pass
-        return self._done
+        return self.completed
 
     def add_waiter(self, waiter: Callable[[Any], None]) -> None:
         """Call ``waiter(self)`` once, on the thread that completes the future; at once if it is complete.
 
         The waiter must be short and must not block.
         """
-        if not self._done:
+        if not self.completed:
             self._parked.append(waiter)
             # 1. This thread saw a pending future. 2. Another thread completed it and woke the waiters. 3. This thread appended
             # the waiter too late. Therefore this thread looks again; only one of the two threads removes the waiter.
-            if not self._done or not self.remove_waiter(waiter):
+            if not self.completed or not self.remove_waiter(waiter):
                 return
         waiter(self)
 
@@ -778,7 +767,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         if self._born != _generation:
             self.check_process()
         self.callbacks.append(callback)
-        if self._done:
+        if self.completed:
             self._run_callbacks()
             return
         self.listen()
@@ -825,7 +814,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             interruption_point()
         if QUEUED:
             run_queued_callbacks()
-        if self._done:
+        if self.completed:
             try:
                 return self._outcome()
             finally:
@@ -866,10 +855,10 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             del self  # see _outcome()
 
     def __repr__(self) -> str:
-        if not self._done:
+        if not self.completed:
             state = "pending"
-        elif self._error is not None:
-            state = f"failed: {self._error!r}"
+        elif self.error is not None:
+            state = f"failed: {self.error!r}"
         else:
             state = "complete"
         return f"<actorrpc.Future of {self.label}: {state}>"
@@ -925,7 +914,7 @@ class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[ty
 
     def running(self) -> bool:
         """Say whether the future is not complete yet. Unlike in ``concurrent.futures``, it can still be cancelled."""
-        return not self._done
+        return not self.completed
 
 
 def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[Any]]:

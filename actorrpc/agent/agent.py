@@ -264,7 +264,7 @@ class Agent:
             label = getattr(function, "__qualname__", None) or repr(function)
             if type(function) is FunctionType and OWN_MODULES[function.__module__]:
                 label = f"{OWN}{label}"
-        call = Call(self, peer, label, deadline, timeout, chain, future, made)
+        call = Call(self, peer, label, deadline, chain, future, made)
         call.awaits, call.mail, call.keep = awaits, mail, keep
         self._send(call, function, args, kwargs, header)
         return call

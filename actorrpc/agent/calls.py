@@ -227,7 +227,7 @@ class Call(Progress):
         stopping: the caller has cancelled the call, and waits until the worker has ended it.
         introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
         keep: objects that are kept alive until the call ends.
-        size: bytes of body and buffers if they are not in the frame alone. ``charge``: how many of them count as unread.
+        size: bytes of body and buffers if they are not in the frame alone.
         fields, notes: see :class:`~actorrpc.agent.hooks.CallHooks`; there are no fields before ``on_call``.
         ending: the ``on_answer`` of the hooks that take part.
     """
@@ -237,7 +237,6 @@ class Call(Progress):
         "awaits",
         "awake",
         "chain",
-        "charge",
         "conn",
         "deadline",
         "done",
@@ -260,7 +259,6 @@ class Call(Progress):
         "size",
         "stopping",
         "thread",
-        "timeout",
     )
 
     def __init__(
@@ -269,10 +267,9 @@ class Call(Progress):
         peer: Peer,
         label: str,
         deadline: float,
-        timeout: float,
         chain: int,
         future: Future[Any] | None,
-        made: float = 0.0,
+        made: float,
     ) -> None:
         self.made = made
         self.thread = get_ident()
@@ -281,7 +278,6 @@ class Call(Progress):
         self.id = 0
         self.label = label
         self.deadline = deadline
-        self.timeout = timeout
         self.chain = chain
         self.future = future
         self.awaits: Sequence[Future[Any]] = ()
@@ -295,7 +291,6 @@ class Call(Progress):
         self.mail: MailHeader | None = None
         self.lock: threading.Lock | None = None
         self.outcome: Frame | BaseException | None = None
-        self.charge = 0
         self.size = 0
         self.keep: Any = None
         self.introduces: Any = None
@@ -482,9 +477,8 @@ class Call(Progress):
         ran = "it was sent and may have run" if reached else "it was not sent"
         if reached and self.mail is not None and self.mail.late:
             ran = f"{ran}: {self.mail.late}"
-        bound = f"{self.timeout * 1e3:.0f} ms" if self.timeout else "what was left of the call that made it"
         return RpcTimeoutError(
-            f"{self} timed out: RPC ran for more than set timeout ({bound}) and will now be marked "
+            f"{self} timed out: RPC ran for more than set timeout ({(self.deadline - self.made) * 1e3:.0f} ms) and will now be marked "
             f"with an error; {ran}. Give a longer timeout=, or see what {self.peer.name!r} is doing.",
             maybe_executed=reached,
             worker=self.peer.name,

@@ -233,7 +233,7 @@ class Inbox:
         if call is None:
             self.discard(conn, frame)  # the call was given up
             return
-        if call.charge or peer.window.waiting:
+        if peer.window.charged or peer.window.waiting:
             peer.window.release(call)
         if call.introduces is not None and frame[0] == frames.REPLY:
             peer.functions.numbers[call.introduces[1]] = call.introduces[0]

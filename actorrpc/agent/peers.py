@@ -204,7 +204,7 @@ class MessageContext:
 class Window:
     """Limits the bytes that one peer has not read yet: above the limit, callers wait. Thread-safe.
 
-    Its lock guards ``charged`` and is a leaf.
+    Its lock guards ``charged``, and the bytes of each call by its number; it is a leaf.
 
     Attributes:
         limit: bytes that may be unread.
@@ -213,7 +213,7 @@ class Window:
         blocked: the times in which threads have waited.
     """
 
-    __slots__ = ("_lock", "_peer", "_room", "blocked", "charged", "limit", "waiting")
+    __slots__ = ("_charges", "_lock", "_peer", "_room", "blocked", "charged", "limit", "waiting")
 
     def __init__(self, peer: Peer, limit: int) -> None:
         self._peer = peer
@@ -221,6 +221,7 @@ class Window:
         self._room = _time.Condition(self._lock)
         self.limit = limit
         self.charged = 0
+        self._charges: dict[int, int] = {}
         self.waiting = 0
         self.blocked = BlockedSends()
 
@@ -232,7 +233,7 @@ class Window:
     def charge(self, call: Any, size: int) -> None:
         """Count ``size`` bytes of a call as sent and unread, unless the call has ended."""
         with self._lock:  # not the condition: that enters and leaves in Python
-            call.charge = size
+            self._charges[call.id] = size
             self.charged += size
         # The thread that ends the call takes it out of ``pending`` and then releases its charge, which may not be set yet.
         if self._peer.pending.get(call.id) is not call:
@@ -240,11 +241,9 @@ class Window:
 
     def release(self, call: Any) -> None:
         """Count a call's bytes as read, and wake threads that wait for room. Idempotent."""
-        size = call.charge
-        if size:
+        if self.charged:
             with self._lock:
-                size, call.charge = call.charge, 0
-                self.charged -= size
+                self.charged -= self._charges.pop(call.id, 0)
         if self.waiting:
             with self._room:
                 if not self.full:

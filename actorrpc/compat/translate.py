@@ -108,8 +108,8 @@ class Future(futures.Future[T]):
         self.function: Any = None
 
     def _outcome(self) -> T:
-        if self._error is not None:
-            reword(self._error, self.function)
+        if self.error is not None:
+            reword(self.error, self.function)
         return super()._outcome()
 
     def then(self, callback: Callable[[Any], S]) -> futures.Future[S]:

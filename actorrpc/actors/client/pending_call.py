@@ -147,8 +147,8 @@ class ResultFuture(InnerFuture[Any]):
             pending.unwanted = True
         template, call = self.template, self.source
         if template is None or template.method.kind != "async" or type(call) is not Call:
-            return Future.cancel(self) or (pending is not None and not self._done)
-        return call.stop(GRACE_S + _MARGIN_S) or (pending is not None and not self._done)
+            return Future.cancel(self) or (pending is not None and not self.completed)
+        return call.stop(GRACE_S + _MARGIN_S) or (pending is not None and not self.completed)
 
     def end(self, error: BaseException) -> bool:
         """Fail a call that is not in flight; False if it has ended, or if another thread is ending it."""
