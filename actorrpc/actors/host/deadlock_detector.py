@@ -249,7 +249,9 @@ def _holder(entry: Envelope, hosted: HostedActor) -> Envelope | None:
     if queue is not None and queue.is_async:
         # On a loop: what blocks that, unless this one runs inside of the wait.
         held = loop.running if loop is not None else None
-        if loop is None or held is None or (held is not entry and loop.may_run(entry, held)):
+        if loop is None or held is None or (entry.begun and not loop.runs(entry.chain)):
+            return None  # the last: only its answer is missing
+        if held is not entry and loop.may_run(entry, held):
             return None
         return held
     if entry.state is not NEW:

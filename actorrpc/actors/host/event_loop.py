@@ -302,8 +302,13 @@ class EventLoop:
             self._run_within(entry)
             return
         for each in self._awaited():
-            # A plain method whose arguments are not here yet may still run.
-            if each.begun or not (self._hosted.mailbox.reentrant and self._hosted.is_plain(each)):
+            if each.begun:
+                never_ends = self.runs(
+                    each.chain
+                )  # otherwise it has ended, and its answer waits for a checkpoint or a future
+            else:  # a plain method whose arguments are not here yet may still run
+                never_ends = not (self._hosted.mailbox.reentrant and self._hosted.is_plain(each))
+            if never_ends:
                 error = self._circle(each)
                 self._hosted.registry.deadlocks.note(error)
                 self._hosted.deadlocked(each, error)

@@ -93,10 +93,15 @@ def test_results_that_cannot_be_sent() -> None:
         list(actor.stream.remote().values())
 
 
+@actorrpc.remote
+def occupy(seconds: float) -> None:
+    time.sleep(seconds)
+
+
 def test_tasks_are_called_by_their_names() -> None:
     gate = Gate.remote()
-    with pytest.raises(actorrpc.RpcTimeoutError, match=r"the call of task wait_for .*timed out"):
-        actorrpc.get(wait_for.options(timeout=0.5).remote(gate))
+    with pytest.raises(actorrpc.RpcTimeoutError, match=r"the call of task occupy .*timed out"):
+        actorrpc.get(occupy.options(timeout=0.1).remote(1.0))
     late = wait_for.options(name="patience").remote(gate)
     while not actorrpc.get(gate.count.remote()):
         time.sleep(0)
