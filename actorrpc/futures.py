@@ -42,9 +42,9 @@ __all__ = [
     "collect_all",
     "forked",
     "generation",
-    "hush",
     "interruption_point",
     "lost_by_fork",
+    "mute",
     "run_queued_callbacks",
     "stand_by",
     "wait_all",
@@ -68,15 +68,15 @@ _base_set_unwrap = torch._C.Future._set_unwrap_func
 class NestedRunner(Protocol):
     """Runs, on a thread of an actor that waits, the calls that descend from the waiting call.
 
-    The thread that waits calls all methods. Any thread may call ``stir``.
+    The thread that waits calls all methods. Any thread may call ``wake``.
     """
 
     @property
     def work(self) -> Any:
         """True if a call may run now."""
 
-    def begin_wait(self, stir: Callable[[], None], what: object) -> None:
-        """Record that the thread is about to wait for ``what``. ``stir()`` wakes it, so that it checks ``work``."""
+    def begin_wait(self, wake: Callable[[], None], what: object) -> None:
+        """Record that the thread is about to wait for ``what``. ``wake()`` wakes it, so that it checks ``work``."""
 
     def end_wait(self) -> None:
         """Record that the thread does not wait any longer."""
@@ -159,7 +159,7 @@ class _Unretrieved:
         self.error = error
         self.label = label
         # The thread that cancels a call, or leaves the group, knows that calls fail.
-        self.seen = type(error) is CancelledError or _hushed
+        self.seen = type(error) is CancelledError or _muted
 
     def __del__(self) -> None:
         if not self.seen and not sys.is_finalizing():
@@ -168,7 +168,7 @@ class _Unretrieved:
 
 
 _reports: Final[list[str]] = []
-_hushed = False
+_muted = False
 
 
 def _report(line: str) -> None:
@@ -187,10 +187,10 @@ def _log_reports() -> None:
         del _reports[0]
 
 
-def hush(hushed: bool) -> None:
+def mute(muted: bool) -> None:
     """Suppress the reports of failures of futures from now on, or no longer: a process that leaves its group ends its calls."""
-    global _hushed
-    _hushed = hushed
+    global _muted
+    _muted = muted
 
 
 _generation = 0  # the number of forks, of processes in a group, between the first process and this one
@@ -513,7 +513,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                 continue
             try:
                 waiter.release()
-            except RuntimeError:  # stir() has just released it
+            except RuntimeError:  # wake() has just released it
                 pass
 
     def _run_callbacks(self) -> None:
@@ -700,13 +700,13 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         runner = WAITING.runner
         if runner is not None:
 
-            def stir() -> None:
+            def wake() -> None:
                 try:
                     lock.release()
                 except RuntimeError:
                     pass
 
-            runner.begin_wait(stir, self)
+            runner.begin_wait(wake, self)
         try:
             # The list is filled before this check, so a thread that completes the future now finds the lock.
             while not self.completed:

@@ -49,7 +49,7 @@ def _switch(way: str) -> float:
     assert worker is not None
     agent = worker.agent
     if not _hooks:
-        _hooks.update(otel=agent.hooks, on=HookSet(agent.flights), off=HookSet())
+        _hooks.update(otel=agent.hooks, on=HookSet(agent.flight_recorder), off=HookSet())
     agent.hooks = _hooks[way]
     return time.process_time()
 

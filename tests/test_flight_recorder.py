@@ -51,8 +51,8 @@ def _later(agent: Agent, to: str, function: Any, *args: Any, timeout: float = 0.
 
 
 def _records(agent: Agent, kind: int) -> list[tuple[Any, ...]]:
-    assert agent.flights is not None
-    return [each for each in agent.flights.since(0, 1000) if each[1] == kind]
+    assert agent.flight_recorder is not None
+    return [each for each in agent.flight_recorder.since(0, 1000) if each[1] == kind]
 
 
 def _labels(agent: Agent) -> list[tuple[str, bool, bool]]:
@@ -117,8 +117,8 @@ def test_calls_that_are_given_up_have_a_record() -> None:
 def test_turned_off() -> None:
     with agents(2, recorder=False) as (a, b):
         assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
-        assert a.flights is None
-        assert b.flights is None
+        assert a.flight_recorder is None
+        assert b.flight_recorder is None
 
 
 def test_the_newest_records_are_kept() -> None:
@@ -160,9 +160,9 @@ def test_a_recorded_call_adds_no_object_to_the_garbage_collector() -> None:
             added = gc.get_count()[0] - before
         finally:
             gc.enable()
-        assert a.flights is not None
-        assert b.flights is not None
-        assert a.flights.total + b.flights.total >= 20_000
+        assert a.flight_recorder is not None
+        assert b.flight_recorder is not None
+        assert a.flight_recorder.total + b.flight_recorder.total >= 20_000
         assert added < 1000  # tuples of records: 20 000
 
 

@@ -76,8 +76,8 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     in_force = runtime()
     names: Names = in_force.names
     routes: Routes = in_force.routes
-    card = replace(names.lookup(name, namespace), anchor=None)
-    return ActorHandle(card, routes.of(card))
+    descriptor = replace(names.lookup(name, namespace), anchor=None)
+    return ActorHandle(descriptor, routes.of(descriptor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +285,7 @@ def get_runtime_context() -> RuntimeContext:
         worker=in_force.agent.record.info,
         namespace=in_force.names.namespace,
         actor_id=None if spec is None else spec.actor_id,
-        actor_name=None if spec is None else spec.card.name,
+        actor_name=None if spec is None else spec.descriptor.name,
         caller=None if execution is None else execution.peer.record.info,
         was_current_actor_reconstructed=spec is not None and spec.epoch > 0,
     )
@@ -301,7 +301,7 @@ def current_actor() -> ActorHandle[Any]:
     if spec is None:
         raise RuntimeError("current_actor() was called outside of an actor")
     routes: Routes = runtime().routes
-    return ActorHandle(spec.card, routes.of(spec.card))
+    return ActorHandle(spec.descriptor, routes.of(spec.descriptor))
 
 
 T = TypeVar("T")

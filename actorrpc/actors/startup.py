@@ -16,7 +16,7 @@ from actorrpc.actors.streams.producer import Streams
 from actorrpc.actors.supervision.names import Names
 from actorrpc.actors.supervision.supervisor import Supervisor
 from actorrpc.agent.context import Worker
-from actorrpc.futures import hush
+from actorrpc.futures import mute
 from actorrpc.rpc import api
 
 __all__ = ["start"]
@@ -29,7 +29,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made.names = Names(made, api.namespace())
     made.streams = Streams(agent)
     made.registry = ActorRegistry(made)
-    made.streams.poke = made.registry.deadlocks.poke
+    made.streams.wake = made.registry.deadlocks.wake
     made.routes = Routes(made)
     made.host_copies = HostCopies(worker.references)
     made.meetings = Generations(agent, member.cut)
@@ -39,7 +39,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     worker.actors = made
 
     def end(graceful: bool) -> None:
-        hush(True)
+        mute(True)
         try:
             made.meetings.end()
             made.members.close()

@@ -142,8 +142,8 @@ class Agent:
         self.buffers = BufferPool(settings.recycle_bytes, on_return=self._trim_later)
         self.objects = self._object_store(key)
         self.recorder: Recorder = Recorder()
-        self.flights = FlightRecorder() if settings.recorder else None
-        self.hooks = HookSet(self.flights)
+        self.flight_recorder = FlightRecorder() if settings.recorder else None
+        self.hooks = HookSet(self.flight_recorder)
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
         self.held: set[int] = set()  # threads whose calls a debugger holds
         self.on_failure: Callable[[Execution, Exception], None] | None = None

@@ -308,7 +308,7 @@ class Call(Progress):
         """Note that the call has ended, and wake its waiter. Runs no user code."""
         self.outcome = outcome
         self.done = True
-        self.rouse()
+        self.wake()
 
     def fail(self, error: BaseException, submit: Any = None) -> None:
         """End the call with an error that arose on this side."""
@@ -342,7 +342,7 @@ class Call(Progress):
         if runner is not None:
             if self.done:
                 return
-            runner.begin_wait(self.rouse, self)
+            runner.begin_wait(self.wake, self)
         try:
             while True:
                 self.awake = (
@@ -390,7 +390,7 @@ class Call(Progress):
         if not self.done and self.deadline <= _time.now():
             self.expire()
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """Wake the thread that waits, if there is one: the call has ended, or the thread has something else to do."""
         self.awake = True
         polling = self.polling
@@ -477,8 +477,9 @@ class Call(Progress):
         ran = "it was sent and may have run" if reached else "it was not sent"
         if reached and self.mail is not None and self.mail.late:
             ran = f"{ran}: {self.mail.late}"
+        bound = f"{(self.deadline - self.made) * 1e3:.0f} ms"
         return RpcTimeoutError(
-            f"{self} timed out: RPC ran for more than set timeout ({(self.deadline - self.made) * 1e3:.0f} ms) and will now be marked "
+            f"{self} timed out: RPC ran for more than set timeout ({bound}) and will now be marked "
             f"with an error; {ran}. Give a longer timeout=, or see what {self.peer.name!r} is doing.",
             maybe_executed=reached,
             worker=self.peer.name,

@@ -452,7 +452,7 @@ class Connector:
         peer.conns.append(conn)
         if peer.conn is None or peer.conn.state is CLOSED:
             peer.conn = conn
-        self._agent.scheduler.pulse.poke()
+        self._agent.scheduler.pulse.wake()
 
     def forget(self, conn: Connection) -> None:
         """Drop what is kept about a connection that has ended."""

@@ -42,7 +42,7 @@ from actorrpc.wire.headers import Header, unpack_header
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
 
-__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "pack_error", "path_of"]
+__all__ = ["ASYNC_MARK", "Deferred", "Executor", "future_of", "pack_error", "path_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
@@ -74,7 +74,7 @@ def path_of(header: Header, chain: int) -> tuple[int, ...]:
     return (*path, chain)
 
 
-class Later:
+class Deferred:
     """Returned by internal functions whose answer is the value of a future, not the future."""
 
     __slots__ = ("future",)
@@ -161,7 +161,7 @@ class Executor:
                     else:
                         value = function(*args, **kwargs)
                     opened = args = kwargs = None  # shared memory goes back with the answer
-                    if type(value) is Later or getattr(function, ASYNC_MARK, None) is not None:
+                    if type(value) is Deferred or getattr(function, ASYNC_MARK, None) is not None:
                         self._answer_later(execution, value, function)
                         answered = False
                 except BaseException as error:
@@ -258,7 +258,7 @@ class Executor:
             running.pop(id, None)
 
         execution.deferred = True
-        future = value.future if type(value) is Later else future_of(value, function)
+        future = value.future if type(value) is Deferred else future_of(value, function)
         self.when_done(future, execution, answer, fail)
 
     def when_done(

@@ -259,7 +259,7 @@ class Inbox:
             call.future = None
         call.done = call.awake = True
         if call.polling is not None or call.lock is not None:
-            call.rouse()
+            call.wake()
 
     def _notice(self, peer: Peer, frame: Frame, conn: Connection, waiting: bool) -> bool:
         """Handle a notice; return whether it was queued."""

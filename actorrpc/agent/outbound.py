@@ -133,7 +133,7 @@ class _SendingAgent(Protocol):
     """The parts of an agent that messages are sent with."""
 
     settings: Settings
-    flights: FlightRecorder | None
+    flight_recorder: FlightRecorder | None
 
     def lender(self, conn: Connection) -> Any: ...
 
@@ -266,9 +266,9 @@ def _place(
         placement = lender.place(spans) if lender is not None else None
         if placement is not None:
             copied = sum(sizes)
-            if agent.flights is not None and copied >= COPIED_BYTES:
+            if agent.flight_recorder is not None and copied >= COPIED_BYTES:
                 text = f"of {copied} bytes into memory shared with {conn.peer.name}"
-                agent.flights.noted(begun, "copy", text)
+                agent.flight_recorder.noted(begun, "copy", text)
             header["placement"] = placement
             return LANE, body, []
     flags = STREAM
@@ -287,7 +287,7 @@ def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadlin
 
     Returns whether all of them were sent; False if the deadline, an interrupt or the end of the connection came before.
     """
-    flights, begun = agent.flights, _time.now()
+    flight_recorder, begun = agent.flight_recorder, _time.now()
     limit = None if deadline == _INFINITE else deadline
     size = agent.settings.chunk
     pieces = (
@@ -296,8 +296,10 @@ def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadlin
         for offset in range(0, len(buffer), size)
     )
     is_out = conn.writer.send_chunks(packed.stream, pieces, limit)
-    if flights is not None and packed.size >= COPIED_BYTES:
-        flights.noted(begun, "copy", f"of {packed.size} bytes into the connection to {conn.peer.name}")
+    if flight_recorder is not None and packed.size >= COPIED_BYTES:
+        flight_recorder.noted(
+            begun, "copy", f"of {packed.size} bytes into the connection to {conn.peer.name}"
+        )
     return is_out
 
 

@@ -85,13 +85,13 @@ class Scheduler:
         """Send the outbox in a moment, together with the frames that are added until then."""
         self.corked[conn] = None
         if not self._cork.active:
-            self._cork.poke()
+            self._cork.wake()
 
     def expect(self, conn: Connection) -> None:
         """Have the pool listen to a disarmed connection again soon, unless a caller reads the expected reply."""
         self.expecting[conn] = None
         if not self.expected.active:
-            self.expected.poke()
+            self.expected.wake()
 
     def _listen(self) -> bool:
         busy = bool(self.expecting)
@@ -129,7 +129,7 @@ class Scheduler:
         """
         self._laden[conn, taken_up] = None
         if not self._soon.active:
-            self._soon.poke()
+            self._soon.wake()
 
     def _send_laden(self) -> bool:
         busy = False
@@ -145,7 +145,7 @@ class Scheduler:
     def freed(self) -> None:
         """Return borrowed memory soon, because some has died. May be called in a finaliser."""
         if not self._hand_back.active:
-            self._hand_back.poke()
+            self._hand_back.wake()
 
     def _hand_back_lanes(self) -> bool:
         for conn in self._connections():
@@ -159,11 +159,11 @@ class Scheduler:
     def keep_trim(self) -> None:
         """Start the tick that gives memory kept for reuse back to the system."""
         if not self._trimming.active:
-            self._trimming.poke()
+            self._trimming.wake()
 
     def keep_objects(self) -> None:
         """Start the tick that gives shared memory without readers back to the system."""
-        self._objects.poke()
+        self._objects.wake()
 
     def _trim_objects(self) -> bool:
         objects = self._agent.objects
@@ -198,7 +198,7 @@ class Scheduler:
             peer.scan_at = call.deadline
             self._agent.clock.at(call.deadline, lambda: self._scan(peer))
         if not self.pulse.active and not peer.is_self:
-            self.pulse.poke()
+            self.pulse.wake()
 
     def _scan(self, peer: Peer) -> None:
         """End the calls to a peer whose deadlines have passed. Runs on the clock's thread."""

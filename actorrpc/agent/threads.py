@@ -168,7 +168,7 @@ class Pool:
         """Have other threads help with the queue, after a thread has queued messages of which it will run the first itself."""
         if self._mean > _SLOW_S and not self._crowded:
             self.wake()
-        self._starvation.poke()
+        self._starvation.wake()
 
     # -- keeping a reader ------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Pool:
                         elif not idle and not self._start():
                             listening_s = _LAST_S  # the last thread never runs user code
                         if listening_s:
-                            starvation.poke()
+                            starvation.wake()
                             continue
                         try:
                             task = queue.popleft()
@@ -238,7 +238,7 @@ class Pool:
                             continue
                         # Wake-ups may merge into one: the tick handles the rest of the queue if this task blocks.
                         if queue and not starvation.active:
-                            starvation.poke()
+                            starvation.wake()
                         # How long work takes matters only where more of it is waiting.
                         begun = _time.now() if queue else 0.0
                         try:

@@ -47,7 +47,7 @@ class Timer:
 class Tick:
     """Calls ``look()`` at an interval for as long as ``look`` returns that there is work left.
 
-    :meth:`poke` starts it. On the path of a call, test ``active`` first: that saves the call of ``poke``.
+    :meth:`wake` starts it. On the path of a call, test ``active`` first: that saves the call of ``wake``.
     """
 
     __slots__ = ("_clock", "_due", "_look", "active", "interval", "late")
@@ -60,7 +60,7 @@ class Tick:
         self.active = False
         self.late = 0.0  # how late the last look was, in seconds
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Make sure that ``look`` is called within the interval."""
         if not self.active:
             self.active = True
@@ -68,11 +68,11 @@ class Tick:
             self._clock.at(self._due, self._run)
 
     def _run(self) -> None:
-        # Inactive first, then look: a poke from now on starts the tick again, so nothing can be missed.
+        # Inactive first, then look: a wake() from now on starts the tick again, so nothing can be missed.
         self.active = False
         self.late = self._clock.now() - self._due
         if self._look() and not self.active:
-            self.poke()
+            self.wake()
 
 
 @uninterruptible

@@ -12,7 +12,7 @@ from actorrpc._exception_text import is_of_handler
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.autograd.messages import (
     Contribution,
     Discover,
@@ -60,7 +60,7 @@ def serve(kind: int, *fields: Any) -> Any:
         raise NotInitializedError("this worker has no distributed autograd: it has been shut down")
     message = make(Gradient, fields) if kind == _GRADIENT else message_of(kind, fields)
     answer = participant.handle(execution.peer.key, message)
-    return Later(answer) if isinstance(answer, Future) else answer
+    return Deferred(answer) if isinstance(answer, Future) else answer
 
 
 def fields_of(message: Message) -> tuple[Any, ...]:
@@ -191,9 +191,9 @@ class AgentTransport:
             return f"worker {worker.rank}"
 
     def noted(self, kind: str, begun: float, context: int) -> None:
-        flights = self._agent.flights
-        if flights is not None:
-            flights.noted(begun, kind, f"of context {context:x}")
+        flight_recorder = self._agent.flight_recorder
+        if flight_recorder is not None:
+            flight_recorder.noted(begun, kind, f"of context {context:x}")
 
     def attend(self, part: LocalPass) -> _Posts | None:
         outer = WAITING.posts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from actorrpc.agent.context import current_worker
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.cluster.driver import Cluster
 from actorrpc.errors import ShutdownError
 from actorrpc.futures import Future
@@ -44,4 +44,4 @@ def ask(method: str, *arguments: Any) -> Any:
     if method not in _ASKED:
         raise AttributeError(f"other workers cannot call Cluster.{method}")
     found = getattr(cluster, method)(*arguments)
-    return Later(found) if isinstance(found, Future) else found
+    return Deferred(found) if isinstance(found, Future) else found

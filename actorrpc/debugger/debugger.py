@@ -131,7 +131,7 @@ class Debugger:
         """Record that a session holds its call; on the call's thread."""
         self._sessions[session.number] = session
         self._agent.held.add(session.thread)
-        self._tick.poke()
+        self._tick.wake()
         if session.attached is None:
             _log.warning(
                 "%s on %r is held by %s at %s. To debug it: actorrpc debug %s; it goes on by itself after %g s "

@@ -36,7 +36,7 @@ from actorrpc._undo import undo_on_error
 from actorrpc.agent import hooks
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import current_worker
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer, state_of
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
@@ -415,7 +415,7 @@ def _arrive(stage: int, name: str) -> Any:
     worker = current_worker()
     if worker is None or worker.group is None:
         return None
-    return Later(worker.group.barrier.arrive(stage, name))
+    return Deferred(worker.group.barrier.arrive(stage, name))
 
 
 # -- joining ---------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ class CallSums:
     """The sums of one worker. Thread-safe: ``_lock`` guards them; it is a leaf."""
 
     def __init__(
-        self, flights: FlightRecorder, clock: Clock, submit: Callable[[Callable[[], None]], object]
+        self, flight_recorder: FlightRecorder, clock: Clock, submit: Callable[[Callable[[], None]], object]
     ) -> None:
-        self._flights = flights
+        self._flight_recorder = flight_recorder
         self._submit = submit
         self._lock = threading.Lock()
         self._next = 0
@@ -47,7 +47,7 @@ class CallSums:
         """Return the sums as plain values."""
         self._asked = _time.now()
         self._fold()
-        self._tick.poke()
+        self._tick.wake()
         with self._lock:
             return {
                 "calls": [
@@ -67,7 +67,7 @@ class CallSums:
 
     def _fold(self) -> None:
         with self._lock:
-            records = self._flights.since(self._next, KEPT)
+            records = self._flight_recorder.since(self._next, KEPT)
             if not records:
                 return
             self._dropped += max(0, records[0][0] - self._next)

@@ -126,17 +126,17 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int], first: int) -> None:
-    flights = worker.agent.flights
-    if flights is not None and first <= 0:  # the first page
+    flight_recorder = worker.agent.flight_recorder
+    if flight_recorder is not None and first <= 0:  # the first page
         # Before the records are taken: what ends in between is in both, and not in neither.
         found["under_way"], found["under_way_all"] = _under_way(worker)
     if first < 0:  # so many of the last ones
-        first = 0 if flights is None else max(0, flights.total + first)
-    rows = [] if flights is None else flights.since(first, _RECORDS)
+        first = 0 if flight_recorder is None else max(0, flight_recorder.total + first)
+    rows = [] if flight_recorder is None else flight_recorder.since(first, _RECORDS)
     found["records"] = rows
     found["recorder"] = {
-        "on": flights is not None,
-        "total": 0 if flights is None else flights.total,
+        "on": flight_recorder is not None,
+        "total": 0 if flight_recorder is None else flight_recorder.total,
         "now": _time.now(),
         "threads": {each.ident or 0: each.name for each in threading.enumerate()},
     }
@@ -432,9 +432,9 @@ def _hosted(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]]
 
 def _latest(worker: Worker) -> dict[str, list[tuple[float, bool]]]:
     """Return how long the latest calls of the actors ran, and whether they failed, by the actors' titles."""
-    flights, found = worker.agent.flights, defaultdict(list)
-    if flights is not None:
-        for record in flights.since(flights.total - _LATEST, _LATEST):
+    flight_recorder, found = worker.agent.flight_recorder, defaultdict(list)
+    if flight_recorder is not None:
+        for record in flight_recorder.since(flight_recorder.total - _LATEST, _LATEST):
             if record[1] == EXECUTED and record[11] and record[8] != "__init__":
                 found[record[11]].append((record[4] - record[3], record[10]))
     return found
@@ -472,10 +472,10 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
         "instance": f"{hosted.id:016x}",
         "title": hosted.title,
         "class_name": spec.info.name,
-        "name": spec.card.name,
-        "namespace": spec.card.namespace,
+        "name": spec.descriptor.name,
+        "namespace": spec.descriptor.namespace,
         "state": hosted.state,
-        "supervisor": spec.card.supervisor_name,
+        "supervisor": spec.descriptor.supervisor_name,
         "detached": spec.options.lifetime == "detached",
         "max_restarts": spec.options.max_restarts,
         "age": now - hosted.begun,

@@ -54,8 +54,8 @@ class Observer:
     def metrics(self) -> dict[str, Any]:
         """Return sums over the calls of this worker, from the first time that it was asked for them on."""
         agent = self._worker.agent
-        if self._sums is None and agent.flights is not None:
-            self._sums = CallSums(agent.flights, agent.clock, agent.submit)
+        if self._sums is None and agent.flight_recorder is not None:
+            self._sums = CallSums(agent.flight_recorder, agent.clock, agent.submit)
         return {} if self._sums is None else self._sums.read()
 
     def ask(self, peer: Peer, question: dict[str, Any]) -> Future[dict[str, Any]]:

@@ -30,7 +30,7 @@ from actorrpc.agent.context import (
 )
 from actorrpc.agent.peers import Listener, Peer, state_of
 from actorrpc.errors import ConfigError, NotInitializedError, RpcError, WrongTypeError
-from actorrpc.futures import INTERRUPTED, Future, forked, hush, interruption_point
+from actorrpc.futures import INTERRUPTED, Future, forked, interruption_point, mute
 from actorrpc.group import group as groups
 from actorrpc.group.group import Group
 from actorrpc.group.launchers import fill_in
@@ -290,7 +290,7 @@ def close(worker: Worker) -> None:
     finally:
         worker.references.carry_out(worker.references.table.close())
         worker.group.close()
-        hush(False)
+        mute(False)
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
+from actorrpc.agent.executor import ASYNC_MARK, Deferred, future_of
 from actorrpc.rpc.rref import RRef
 
 __all__ = [
@@ -90,7 +90,7 @@ def forward(module: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[
         args, kwargs = relocate((args, kwargs), place)
     output = module(*args, **kwargs)
     if getattr(module.forward, ASYNC_MARK, None) is not None:
-        return Later(future_of(output, module.forward))
+        return Deferred(future_of(output, module.forward))
     return output if place is None else _brought_home(output)
 
 

@@ -19,7 +19,7 @@ from actorrpc._exception_text import cut_frames, is_of_handler
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
-from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
+from actorrpc.agent.executor import ASYNC_MARK, Deferred, future_of
 from actorrpc.agent.hooks import is_profiled
 from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import (
@@ -133,12 +133,12 @@ def _create(
 
     def call() -> Any:
         value = function(*args, **kwargs)
-        if type(value) is not Later and getattr(function, ASYNC_MARK, None) is not None:
-            value = Later(future_of(value, function))
+        if type(value) is not Deferred and getattr(function, ASYNC_MARK, None) is not None:
+            value = Deferred(future_of(value, function))
         return value
 
     value = _keep_outcome(references, rref_id, call)
-    if type(value) is not Later:
+    if type(value) is not Deferred:
         return None
     stored: Future[None] = Future()
 
@@ -147,7 +147,7 @@ def _create(
         stored.set_result(None)
 
     value.future.add_done_callback(ready)
-    return Later(stored)
+    return Deferred(stored)
 
 
 def _keep_outcome(references: References, rref_id: RRefId, call: Callable[[], Any]) -> Any:
@@ -157,7 +157,7 @@ def _keep_outcome(references: References, rref_id: RRefId, call: Callable[[], An
     except BaseException as error:
         _keep_error(references, rref_id, error)
         return None
-    if type(value) is not Later:
+    if type(value) is not Deferred:
         references.carry_out(references.table.set_value(rref_id, value))
     return value
 
@@ -182,7 +182,7 @@ def _fetch(named: tuple[int, int, str]) -> Any:
     future = _wait_outcome(references, RRefId(*named))
     if future.completed:
         return future.wait()
-    return Later(future)
+    return Deferred(future)
 
 
 def _value_of(references: References, named: tuple[int, int, str]) -> Any:
@@ -205,7 +205,7 @@ def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwarg
     method = getattr(_value_of(runtime(), named), name)
     result = method(*args, **kwargs)
     if getattr(method, ASYNC_MARK, None) is not None:
-        return Later(future_of(result, method))
+        return Deferred(future_of(result, method))
     return result
 
 

@@ -41,7 +41,7 @@ from actorrpc.autograd import startup as autograd
 from actorrpc.config import Settings
 from actorrpc.debugger import startup as debugger
 from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError
-from actorrpc.futures import Future, hush
+from actorrpc.futures import Future, mute
 from actorrpc.group import group as groups
 from actorrpc.observe import startup as observe
 from actorrpc.rpc import api, spans
@@ -218,7 +218,7 @@ class InProcessCluster:
         with contextlib.ExitStack() as stack:
             if self._clock is not None:
                 stack.enter_context(self._clock)
-            stack.callback(hush, False)
+            stack.callback(mute, False)
             stack.callback(end_several)
             stack.callback(self._close_relays)
             self._state = "open"
@@ -252,7 +252,7 @@ class InProcessCluster:
         self._state = "closed"
         self._relays.clear()
         self._stack = contextlib.ExitStack()
-        hush(False)
+        mute(False)
 
     def _make(self, worker: ClusterWorker, key: Key, stack: contextlib.ExitStack) -> None:
         # Another host for each: what is silent is dead then, and not just a busy process that this one could ask after.

@@ -12,8 +12,8 @@ from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.rpc import api
 from actorrpc.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.testing.messages import active
+from actorrpc.testing.messages.fault_filter import FaultFilter
 from actorrpc.testing.messages.faults import Fault, FaultOptions
-from actorrpc.testing.messages.gate import FaultGate
 from actorrpc.testing.messages.kill_points import KillOptions, KillPoint
 from actorrpc.validation import read
 
@@ -113,14 +113,14 @@ def start(worker: Worker) -> Callable[[bool], None]:
     for old in _standing:  # of a former group: they may stand at its very end
         old.stop()
     _standing[:] = [fault for fault in faults if isinstance(fault, KillPoint)]
-    gate = FaultGate(worker.agent)
-    active.begin(gate)
+    fault_filter = FaultFilter(worker.agent)
+    active.begin(fault_filter)
     for fault in faults:
         fault.start()
 
     def end(graceful: bool) -> None:
         active.begin(None)
-        gate.close(graceful)
+        fault_filter.close(graceful)
 
     return end
 

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 MAX_MESSAGE = 256
-VERSIONS = (5, 5)
+VERSIONS = (6, 6)
 """The lowest and the highest version of the protocol that this code speaks."""
 
 _MAGIC = b"aRPC"

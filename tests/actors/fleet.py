@@ -29,7 +29,7 @@ from actorrpc.actors.supervision.supervisor import Supervisor
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import Worker as WorkerInForce
 from actorrpc.agent.context import set_worker
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.agent.hooks import HookSet, Recorder
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
 from actorrpc.futures import Future, Progress
@@ -151,7 +151,7 @@ class FakeAgent:
         self.on_peer_end: list[Callable[[Any], None]] = []
         self.closed_down = False
         self.recorder = Recorder()
-        self.flights = None
+        self.flight_recorder = None
         self.hooks = HookSet()
         self.next_chain = itertools.count(1).__next__
         self.peers: dict[int, FakePeer] = {}
@@ -251,7 +251,7 @@ class FakeAgent:
             return
         finally:
             CURRENT.reset(token)
-        if type(value) is Later:
+        if type(value) is Deferred:
 
             def ready(done: Any) -> None:
                 done.acknowledge()
@@ -540,8 +540,8 @@ class World:
 
     def create(self, worker: Worker, /, **options: Any) -> Route:
         self.on(worker)
-        card = worker.runtime.supervisor.create(Counter, INFO, ActorOptions().merged(**options), (), {})
-        return worker.runtime.routes.of(card)
+        descriptor = worker.runtime.supervisor.create(Counter, INFO, ActorOptions().merged(**options), (), {})
+        return worker.runtime.routes.of(descriptor)
 
     def call(
         self, worker: Worker, route: Route, *args: Any, method: str = "step", **options: Any

@@ -75,7 +75,7 @@ class Scene:
 
     def handle(self, number: int) -> ActorHandle[Any]:
         route = self.routes[number]
-        return ActorHandle(route.card, route)
+        return ActorHandle(route.descriptor, route)
 
     def group(self, *children: Any, **options: Any) -> Supervision:
         self.world.on(self.driver)

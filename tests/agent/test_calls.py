@@ -43,7 +43,7 @@ class _Guest:
         self.left: list[int] = []
         self._conn = conn
 
-    def begin_wait(self, stir: Any, what: Any) -> None:
+    def begin_wait(self, wake: Any, what: Any) -> None:
         pass
 
     def end_wait(self) -> None:

@@ -435,12 +435,12 @@ def world(seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
     gc.disable()  # what finalisers do is no matter of the dice
     made = _World(seed, monkeypatch)
     _here.append(made)
-    futures.hush(True)
+    futures.mute(True)
     try:
         yield made
         made.close()
     finally:
-        futures.hush(False)
+        futures.mute(False)
         _here.clear()
         gc.enable()
 

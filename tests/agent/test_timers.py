@@ -71,13 +71,13 @@ def test_a_tick_runs_while_there_is_something_to_look_after() -> None:
     tick = Tick(clock, 0.5, look)
     clock.advance(5.0)
     assert looks == []
-    tick.poke()
-    tick.poke()
+    tick.wake()
+    tick.wake()
     clock.advance(5.0)
     assert looks == [5.5, 6.0, 6.5]
     assert not tick.active
     left.append(False)
-    tick.poke()
+    tick.wake()
     clock.advance(1.0)
     assert looks[3:] == [10.5]
 
@@ -89,11 +89,11 @@ def test_a_poke_while_looking_is_not_lost() -> None:
     def look() -> bool:
         looks.append(clock.now())
         if len(looks) == 1:
-            tick.poke()  # something came up just now
+            tick.wake()  # something came up just now
         return False
 
     tick = Tick(clock, 1.0, look)
-    tick.poke()
+    tick.wake()
     clock.advance(10.0)
     assert looks == [1.0, 2.0]
 

@@ -183,7 +183,7 @@ def _later(self: Any, x: int) -> Future[int]:
 
 @pytest.mark.usefixtures("here")
 def test_an_async_execution_forward() -> None:
-    made = type("Later", (nn.Module,), {"forward": _later, "__module__": __name__})
+    made = type("Deferred", (nn.Module,), {"forward": _later, "__module__": __name__})
     assert RemoteModule("w0", made)(-3) == 3
 
 

@@ -109,7 +109,7 @@ class Actor:
 
 
 @pytest.fixture
-def gate() -> Iterator[str]:
+def fault_filter() -> Iterator[str]:
     name = f"gate{random.random()}"
     _gates[name] = threading.Event()
     yield name
@@ -239,18 +239,18 @@ def test_shutdown() -> None:
             rpc.rpc_sync("worker2", who)
 
 
-def test_a_time_out_of_a_minute_takes_no_minute(gate: str) -> None:
+def test_a_time_out_of_a_minute_takes_no_minute(fault_filter: str) -> None:
     with InProcessCluster(autojump=True) as cluster, minutes():
         with pytest.raises(RpcTimeoutError, match="60000 ms"):
-            cluster["worker0"].rpc_sync("worker1", hold, (gate,), timeout=60.0)
+            cluster["worker0"].rpc_sync("worker1", hold, (fault_filter,), timeout=60.0)
         assert 60.0 - _ROUNDED <= cluster.clock.elapsed < 61.0
-        _gates[gate].set()
+        _gates[fault_filter].set()
 
 
-def test_nothing_is_late_before_its_time(gate: str) -> None:
+def test_nothing_is_late_before_its_time(fault_filter: str) -> None:
     with InProcessCluster() as cluster, minutes():
-        early = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=60.0)
-        late = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=90.0)
+        early = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=60.0)
+        late = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=90.0)
         cluster.clock.advance(59.0)
         assert not early.done()
         cluster.clock.advance(1.0)
@@ -258,34 +258,34 @@ def test_nothing_is_late_before_its_time(gate: str) -> None:
         assert not late.done()
         with pytest.raises(RpcTimeoutError):
             early.wait()
-        _gates[gate].set()
-        assert late.wait() == gate
+        _gates[fault_filter].set()
+        assert late.wait() == fault_filter
         assert cluster.clock.elapsed == pytest.approx(60.0, abs=1.0)
 
 
-def test_waits_with_a_time_out_go_by_it(gate: str) -> None:
+def test_waits_with_a_time_out_go_by_it(fault_filter: str) -> None:
     with InProcessCluster(autojump=True, heartbeat=60.0) as cluster, minutes():
-        call = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=0)
+        call = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=0)
         for wait in (call.wait, actorrpc.Future().wait):
             before = cluster.clock.elapsed
             with pytest.raises(RpcTimeoutError):
                 wait(300.0)
             assert 300.0 - _ROUNDED <= cluster.clock.elapsed - before < 302.0
         with pytest.raises(RpcTimeoutError):
-            cluster["worker0"].rpc_sync("worker1", ask_for_ever, ("worker0", gate), timeout=100.0)
+            cluster["worker0"].rpc_sync("worker1", ask_for_ever, ("worker0", fault_filter), timeout=100.0)
         begun = _time.now()
         cluster.clock.sleep(1000.0)
         assert _time.now() - begun >= 1000.0 - _ROUNDED
-        _gates[gate].set()
+        _gates[fault_filter].set()
 
 
-def test_threads_that_block_are_joined_by_others_without_a_word(gate: str) -> None:
+def test_threads_that_block_are_joined_by_others_without_a_word(fault_filter: str) -> None:
     """The pool brings in threads after some milliseconds, which pass by themselves."""
     with InProcessCluster() as cluster:
-        held = [cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=0) for _ in range(30)]
+        held = [cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=0) for _ in range(30)]
         assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"
-        _gates[gate].set()
-        assert [each.wait() for each in held] == [gate] * 30
+        _gates[fault_filter].set()
+        assert [each.wait() for each in held] == [fault_filter] * 30
         assert cluster.clock.elapsed < 2.0
 
 
@@ -368,9 +368,9 @@ def test_a_killed_worker_is_dead_at_once() -> None:
         assert one.rpc_sync("worker2", who) == "worker2"
 
 
-def test_cancellation(gate: str) -> None:
+def test_cancellation(fault_filter: str) -> None:
     with InProcessCluster(3) as cluster:
-        call = cluster["worker0"].rpc_async("worker1", ask_for_ever, ("worker2", gate), timeout=0)
+        call = cluster["worker0"].rpc_async("worker1", ask_for_ever, ("worker2", fault_filter), timeout=0)
         cluster.clock.settle()
         pending = cluster["worker1"].run(api.group).agent.peer("worker2").pending
         assert len(pending) == 1
@@ -379,20 +379,20 @@ def test_cancellation(gate: str) -> None:
             call.wait()
         cluster.clock.settle()
         assert not pending  # the call that it was waiting for
-        _gates[gate].set()
+        _gates[fault_filter].set()
 
 
 @pytest.mark.slow
 @pytest.mark.prints("the main thread waits, and virtual time stands still: call advance")
 def test_who_waits_where_time_stands_still_is_told(
-    caplog: pytest.LogCaptureFixture, gate: str, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, fault_filter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(testing.virtual_time, "_STUCK_S", 0.05)
     with InProcessCluster() as cluster:
-        call = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=5.0)
-        opener = threading.Timer(1.0, _gates[gate].set)
+        call = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=5.0)
+        opener = threading.Timer(1.0, _gates[fault_filter].set)
         opener.start()
-        assert call.wait() == gate
+        assert call.wait() == fault_filter
         opener.join()
     assert "autojump=True" in caplog.text
 
@@ -427,11 +427,11 @@ def test_nothing_is_left_behind() -> None:
         assert threading.Thread.start.__module__ == "threading"
 
 
-def test_the_real_time_is_given_back_after_an_exception(gate: str) -> None:
+def test_the_real_time_is_given_back_after_an_exception(fault_filter: str) -> None:
     with pytest.raises(ZeroDivisionError), InProcessCluster() as cluster:  # noqa: PT012
-        call = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=0)
+        call = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=0)
         cluster.clock.advance(100.0)
-        _gates[gate].set()
+        _gates[fault_filter].set()
         raise ZeroDivisionError
     assert _time.now is time.monotonic
     assert _time.near_s == 1.0

@@ -12,7 +12,7 @@ from actorrpc._exception_text import say
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.client.route import Routes
 from actorrpc.actors.context import runtime
-from actorrpc.actors.spec.actor_spec import Card
+from actorrpc.actors.spec.actor_spec import ActorDescriptor
 from actorrpc.actors.spec.class_info import BASE, ClassInfo
 from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.errors import ConfigError, SerializationError
@@ -202,14 +202,14 @@ class ActorClass(Generic[P, C], metaclass=_Making):
                 own["_actorrpc_info"] = info
             in_force = runtime(start=True)
             try:
-                card: Card = in_force.supervisor.create(
+                descriptor: ActorDescriptor = in_force.supervisor.create(
                     self._to_send(), info, own["_actorrpc_options"], args, kwargs
                 )
             except SerializationError as error:
                 info.constructor.signature.name_argument(error)
                 raise
             routes: Routes = in_force.routes
-            return ActorHandle(card, routes.of(card))
+            return ActorHandle(descriptor, routes.of(descriptor))
 
     def options(self, **options: Any) -> ActorClass[P, C]:
         """Return the same class with other options of its actors: see :class:`~actorrpc.actors.spec.options.ActorOptions`.

@@ -6,7 +6,7 @@ first whether the actor restarts, which decides about calls that may have run, a
 run, and calls that may be made again, return to their places in the queue. No call is sent before all calls to the former
 incarnation are accounted for.
 
-``_lock`` guards everything here except ``flying`` and the tables of templates, whose single steps are atomic. Only
+``_lock`` guards everything here except ``in_flight`` and the tables of templates, whose single steps are atomic. Only
 ``agent.submit`` and the clock are called under it, which do not call other code. It is re-entrant, because the garbage collector
 may run a finaliser that calls this actor at any allocation.
 """
@@ -34,7 +34,7 @@ from actorrpc.actors.client.pending_call import (
 )
 from actorrpc.actors.client.supervisor_client import ask, peer_of
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
-from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
+from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -111,8 +111,8 @@ class CallQueue:
     """One process's calls to one actor. Thread-safe.
 
     Attributes:
-        card: the actor's card, which does not keep the actor alive.
-        flying: the calls that are on the way, by number.
+        descriptor: the actor's descriptor, which does not keep the actor alive.
+        in_flight: the calls that are on the way, by number.
         templates, kept_templates: how calls are made now, by method (without and with ``refs``); empty unless new calls may be
             sent at once.
         barrier: numbers of calls to a former incarnation that are not accounted for yet.
@@ -121,19 +121,19 @@ class CallQueue:
         max_pending: the limit of ``max_pending_calls``, or -1.
     """
 
-    def __init__(self, runtime: Runtime, card: Card) -> None:
+    def __init__(self, runtime: Runtime, descriptor: ActorDescriptor) -> None:
         self.runtime = runtime
         self.agent = runtime.agent
-        self.card = replace(card, anchor=None, location=None)
-        self.max_pending = -1 if card.options is None else card.options.max_pending_calls
+        self.descriptor = replace(descriptor, anchor=None, location=None)
+        self.max_pending = -1 if descriptor.options is None else descriptor.options.max_pending_calls
         self.next_number = itertools.count().__next__
-        self.flying: dict[int, ResultFuture] = {}
+        self.in_flight: dict[int, ResultFuture] = {}
         self.templates: dict[str, CallTemplate] = {}
         self.kept_templates: dict[str, CallTemplate] = {}
         self.barrier: set[int] | None = None
-        self.fate = Fate(card)
+        self.fate = Fate(descriptor)
         self.place: Place | None = None
-        self._hint = card.location  # used until the peer is found, which may need the rendezvous store
+        self._hint = descriptor.location  # used until the peer is found, which may need the rendezvous store
         self._lock = threading.RLock()
         self._unplaced: dict[tuple[str, bool], CallTemplate] = {}
         self._waiting = _WaitingCalls()
@@ -146,7 +146,7 @@ class CallQueue:
     @property
     def pending(self) -> int:
         """How many calls are under way, or wait."""
-        return len(self.flying) + len(self._waiting) + len(self._failing)
+        return len(self.in_flight) + len(self._waiting) + len(self._failing)
 
     # -- calls on their way out ------------------------------------------------------------------------
 
@@ -205,13 +205,13 @@ class CallQueue:
         Args:
             unresolved: there are ObjectRefs among the arguments.
 
-        Raises: what ``agent.call`` does, but for PeerDiedError. The call is still in :attr:`flying`.
+        Raises: what ``agent.call`` does, but for PeerDiedError. The call is still in :attr:`in_flight`.
         """
-        flying, pending = self.flying, future.pending
-        flying[future.number] = future
+        in_flight, pending = self.in_flight, future.pending
+        in_flight[future.number] = future
         awaits: Sequence[Future[Any]] = ()
         # Many large results at a time would fill this process. Then they stay with their actors.
-        mail = template.mail if not template.inlines or len(flying) < _INLINED else template.kept_mail
+        mail = template.mail if not template.inlines or len(in_flight) < _INLINED else template.kept_mail
         try:
             if unresolved or (pending is not None and pending.place is not None):
                 awaits = awaited(args, kwargs)
@@ -388,23 +388,23 @@ class CallQueue:
             return  # known already
         self._hold_back()
         self.place = self._hint = None
-        templates = {each: future.template for each, future in list(self.flying.items())}
-        flying = {
+        templates = {each: future.template for each, future in list(self.in_flight.items())}
+        in_flight = {
             each: found for each, found in templates.items() if found is not None and found.epoch <= epoch
         }
-        if flying:
-            first = min(flying)
+        if in_flight:
+            first = min(in_flight)
             if first < number:
-                label = flying[first].label
-            self.barrier = set(flying)
+                label = in_flight[first].label
+            self.barrier = set(in_flight)
             lift, submit = partial(self._lift, epoch), self.agent.submit
             self.agent.clock.after(_BARRIER_S, lambda: submit(lift))
         self.fate.lost(epoch, label)
         self._ask_soon()
 
     def passed(self, number: int) -> None:
-        """Record that a call has left :attr:`flying`. If the call was made to a former incarnation, the barrier drops it, too."""
-        self.flying.pop(number, None)
+        """Record that a call is not in flight any more. If it was made to a former incarnation, the barrier drops it, too."""
+        self.in_flight.pop(number, None)
         if self.barrier is None:
             return
         with self._lock:
@@ -473,7 +473,7 @@ class CallQueue:
     def located(self) -> Future[Location]:
         """Return a future for where the actor lives."""
         answer: Future[Location] = Future()
-        answer.label = f"the location of {self.card.title}"
+        answer.label = f"the location of {self.descriptor.title}"
         if self.location is None:
             self._ask_here()
         with self._lock:
@@ -489,7 +489,7 @@ class CallQueue:
 
     def _ask_here(self) -> None:
         """Ask the supervisor at once if it is in this process, without waking a thread."""
-        if self.card.supervisor != self.runtime.references.me:
+        if self.descriptor.supervisor != self.runtime.references.me:
             return
         with self._lock:
             if self._asking or self.place is not None or self.fate.death is not None:
@@ -504,8 +504,8 @@ class CallQueue:
             self.agent.submit(partial(self._ask, False))
 
     def _ask(self, wait: bool) -> None:
-        card = self.card
-        asked = ask(self.runtime, card.supervisor, "locate", card.actor_id, self.fate.after, wait)
+        descriptor = self.descriptor
+        asked = ask(self.runtime, descriptor.supervisor, "locate", descriptor.actor_id, self.fate.after, wait)
         asked.add_done_callback(self._answered)
 
     def _answered(self, done: Future[Any]) -> None:
@@ -607,7 +607,7 @@ class CallQueue:
         """End every call that waits, with ShutdownError."""
         self._give_up(
             lambda template, ran: ShutdownError(
-                f"{template or self.card.title}: this worker shut down",
+                f"{template or self.descriptor.title}: this worker shut down",
                 maybe_executed=ran,
                 worker=self.agent.name,
             )

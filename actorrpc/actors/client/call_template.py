@@ -9,7 +9,7 @@ from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
-    from actorrpc.actors.spec.actor_spec import Card, Location
+    from actorrpc.actors.spec.actor_spec import ActorDescriptor, Location
     from actorrpc.actors.spec.class_info import Kind, MethodInfo
     from actorrpc.actors.spec.options import CallOptions
     from actorrpc.agent.peers import Peer
@@ -24,7 +24,7 @@ _GENERATORS: Final = ("generator", "async_generator")
 class Templated(Protocol):
     """The actor that is called, as templates need it: a CallQueue."""
 
-    card: Card
+    descriptor: ActorDescriptor
     runtime: Runtime
 
 
@@ -33,7 +33,7 @@ class CallTemplate:
 
     Attributes:
         peer: the worker on which the incarnation lives; None as long as this process does not know it.
-        returns: the actor may be restarted. A call that did not run is then sent again, from a copy of its arguments.
+        survives_restart: the actor may be restarted. A call that did not run is then sent again, from a copy of its arguments.
         tries: how often a call that may have run is sent again; -1: without limit.
         impatient: a call fails, rather than waits, while the actor is being restarted.
     """
@@ -52,8 +52,8 @@ class CallTemplate:
         "peer",
         "refs",
         "retried",
-        "returns",
         "seconds",
+        "survives_restart",
         "tries",
     )
 
@@ -68,7 +68,7 @@ class CallTemplate:
         self.method = method
         self.options = options
         self.refs = refs
-        info, general = queue.card.info, queue.card.options
+        info, general = queue.descriptor.info, queue.descriptor.options
         self.label = info.prefix + (options.name or method.name.strip("<>"))
         self.peer: Any = None if place is None else place[1]
         self.epoch = -1 if place is None else place[0].epoch
@@ -85,7 +85,7 @@ class CallTemplate:
             seconds = 0.0 if refs else queue.runtime.references.default_timeout()
         self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
         # What keeps its state may also be handed over to another worker, whatever its options say.
-        self.returns = general is not None and (general.max_restarts != 0 or info.has_checkpoint)
+        self.survives_restart = general is not None and (general.max_restarts != 0 or info.has_checkpoint)
         self.mail: MailHeader | None = None
         self.kept_mail: MailHeader | None = None
         #: large results come with the reply

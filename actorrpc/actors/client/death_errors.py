@@ -12,7 +12,7 @@ from actorrpc.serialization import exceptions
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.call_template import CallTemplate
-    from actorrpc.actors.spec.actor_spec import Card
+    from actorrpc.actors.spec.actor_spec import ActorDescriptor
     from actorrpc.actors.spec.death_report import Restarting
 
 __all__ = ["Fate", "forgotten", "unreachable"]
@@ -28,8 +28,12 @@ class Fate:
 
     __slots__ = ("_actor_id", "_oldest", "_supervisor", "_title", "_verdict", "after", "death")
 
-    def __init__(self, card: Card) -> None:
-        self._title, self._actor_id, self._supervisor = card.title, card.actor_id, card.supervisor_name
+    def __init__(self, descriptor: ActorDescriptor) -> None:
+        self._title, self._actor_id, self._supervisor = (
+            descriptor.title,
+            descriptor.actor_id,
+            descriptor.supervisor_name,
+        )
         self.death: ActorDiedError | None = None
         self.after = -1
         self._verdict: Restarting | None = None

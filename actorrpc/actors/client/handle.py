@@ -58,7 +58,7 @@ from actorrpc.serialization.local_refs import LocalReferences
 if TYPE_CHECKING:
     from actorrpc.actors.client.actor_base import Actor
     from actorrpc.actors.client.route import Route, Routes
-    from actorrpc.actors.spec.actor_spec import Card
+    from actorrpc.actors.spec.actor_spec import ActorDescriptor
 
 __all__ = [
     "ActorHandle",
@@ -157,7 +157,7 @@ class _Doc:
     def __get__(self, method: Any, owner: Any = None) -> str | None:
         if method is None:
             return self._own
-        documented: str | None = getattr(method._card.info.function(method._info.name), "__doc__", None)
+        documented: str | None = getattr(method._descriptor.info.function(method._info.name), "__doc__", None)
         return documented
 
 
@@ -165,7 +165,7 @@ class _LikeItsMethod:
     """What is shown of the method to people who ask for it: by ``help()``, ``inspect.signature`` or a shell."""
 
     __slots__ = ()
-    _card: Card
+    _descriptor: ActorDescriptor
     _info: MethodInfo
 
     @property
@@ -174,7 +174,7 @@ class _LikeItsMethod:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return self._info.shown(self._card.info.function(self._info.name))
+        return self._info.shown(self._descriptor.info.function(self._info.name))
 
     def __get__(self, instance: object, owner: Any = None) -> Self:
         # help() shows an object with this method as a function: with name, signature and docstring.
@@ -189,11 +189,13 @@ def gives_one(info: MethodInfo, options: CallOptions) -> bool:
 class _RemoteCall(_LikeItsMethod):
     """``handle.method.remote``. An object, because a bound method would not show the signature."""
 
-    __slots__ = ("_card", "_info", "_options", "_route", "_sent", "_simple")
+    __slots__ = ("_descriptor", "_info", "_options", "_route", "_sent", "_simple")
     __doc__ = _Doc("``handle.method.remote``.")
 
-    def __init__(self, card: Card, route: Route, info: MethodInfo, options: CallOptions) -> None:
-        self._card = card
+    def __init__(
+        self, descriptor: ActorDescriptor, route: Route, info: MethodInfo, options: CallOptions
+    ) -> None:
+        self._descriptor = descriptor
         self._route = route
         self._info = info
         self._options = options
@@ -213,10 +215,10 @@ class _RemoteCall(_LikeItsMethod):
         return shaped(future, info, self._options, self._route.explain, again)
 
     def __repr__(self) -> str:
-        return f"<remote of {ActorMethod(self._card, self._route, self._info, self._options)!r}>"
+        return f"<remote of {ActorMethod(self._descriptor, self._route, self._info, self._options)!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (ActorMethod(self._card, self._route, self._info, self._options), "remote")
+        return getattr, (ActorMethod(self._descriptor, self._route, self._info, self._options), "remote")
 
 
 class ActorMethod(_LikeItsMethod, Generic[P, Out]):
@@ -228,13 +230,15 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
         """
     )
 
-    def __init__(self, card: Card, route: Route, info: MethodInfo, options: CallOptions) -> None:
-        self._card = card  # with the anchor in it
+    def __init__(
+        self, descriptor: ActorDescriptor, route: Route, info: MethodInfo, options: CallOptions
+    ) -> None:
+        self._descriptor = descriptor  # with the anchor in it
         self._route = route
         self._info = info
         self._options = options
         if not TYPE_CHECKING:
-            self.remote = _RemoteCall(card, route, info, options)
+            self.remote = _RemoteCall(descriptor, route, info, options)
 
     if TYPE_CHECKING:
 
@@ -243,7 +247,7 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
             raise AssertionError
     else:
         __slots__ = {
-            "_card": "",
+            "_descriptor": "",
             "_info": "",
             "_options": "",
             "_route": "",
@@ -274,8 +278,8 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
             ConfigError: an option is unknown, or its value is wrong.
         """
         merged = self._options.merged(**options)
-        _check_group(merged, self._card)
-        return ActorMethod(self._card, self._route, self._info, merged)
+        _check_group(merged, self._descriptor)
+        return ActorMethod(self._descriptor, self._route, self._info, merged)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: remote methods are called with ``remote``. Only what torch's modules have is called on the handle of one.
@@ -283,7 +287,7 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
         Raises:
             TypeError: it is not a method of nn.Module.
         """
-        if is_direct(self._card.info, self._info):
+        if is_direct(self._descriptor.info, self._info):
             return self._call_directly(args, kwargs)
         name = self._info.name
         raise TypeError(
@@ -301,28 +305,28 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
         asked = (run, info.name, args, kwargs)
         options = options.merged(name=info.name)  # so that errors say what was called
         itself, value = route.call(_CALL, options, asked, {}, refs=False).wait()
-        return ActorHandle(self._card, route) if itself else value
+        return ActorHandle(self._descriptor, route) if itself else value
 
     def __repr__(self) -> str:
-        return f"<remote method {self._info.signature.title} of {self._card.title}>"
+        return f"<remote method {self._info.signature.title} of {self._descriptor.title}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ActorMethod._rebuild, (ActorHandle(self._card, self._route), self._info, self._options)
+        return ActorMethod._rebuild, (ActorHandle(self._descriptor, self._route), self._info, self._options)
 
     @staticmethod
     def _rebuild(handle: ActorHandle[Any], info: MethodInfo, options: CallOptions) -> ActorMethod[..., Any]:
         state = handle.__dict__
-        return ActorMethod(state["_actorrpc_card"], state["_actorrpc_route"], info, options)
+        return ActorMethod(state["_actorrpc_descriptor"], state["_actorrpc_route"], info, options)
 
 
-def _check_group(options: CallOptions, card: Card) -> None:
+def _check_group(options: CallOptions, descriptor: ActorDescriptor) -> None:
     group = options.concurrency_group
-    if group is None or card.options is None:
+    if group is None or descriptor.options is None:
         return
-    groups = card.options.concurrency_groups or {}
+    groups = descriptor.options.concurrency_groups or {}
     if group not in groups:
         raise ConfigError(
-            f"{card.title} has no concurrency group {group!r}; it has: {', '.join(map(repr, groups)) or 'none'}"
+            f"{descriptor.title} has no concurrency group {group!r}; it has: {', '.join(map(repr, groups)) or 'none'}"
         )
 
 
@@ -344,7 +348,7 @@ class _Own:
     def __get__(self, handle: ActorHandle[Any] | None, owner: Any = None) -> Any:
         if handle is None:
             return self._function
-        if self._function.__name__ in _OF_MODULES and not _card(handle).info.is_module:
+        if self._function.__name__ in _OF_MODULES and not _descriptor(handle).info.is_module:
             raise AttributeError  # __getattr__ says which methods there are
         return self._function(handle) if self._is_value else _OwnMethod(handle, self._function)
 
@@ -373,7 +377,7 @@ class _OwnMethod:
         own = self._function.__name__
         if name == "remote":
             raise AttributeError(
-                f"{_card(self._handle).info.name} has no method {own!r}: this is the handle's own, which is called "
+                f"{_descriptor(self._handle).info.name} has no method {own!r}: this is the handle's own, which is called "
                 f"directly, as handle.{own}(...)"
             )
         raise AttributeError(name)
@@ -390,13 +394,13 @@ class _Calling:
     def __get__(self, handle: ActorHandle[Any] | None, owner: Any = None) -> Any:
         if handle is None:
             return self
-        if "__call__" not in _card(handle).info.methods:
+        if "__call__" not in _descriptor(handle).info.methods:
             return _OwnMethod(handle, _not_callable)
         return handle.__dict__.get("__call__") or handle.__getattr__("__call__")
 
 
 def _not_callable(handle: ActorHandle[Any], *_args: Any, **_kwargs: Any) -> Any:
-    name = _card(handle).info.name
+    name = _descriptor(handle).info.name
     raise TypeError(
         f"{name} is not callable: it has no __call__; its methods are called as handle.method.remote(...)"
     )
@@ -434,12 +438,14 @@ class ActorHandle(Generic[C_co]):
 
     _is_actor_handle = True  # for modules that cannot import this one
 
-    def __init__(self, card: Card, route: Route, given: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, descriptor: ActorDescriptor, route: Route, given: dict[str, Any] | None = None
+    ) -> None:
         state = self.__dict__
-        state["_actorrpc_card"] = card
+        state["_actorrpc_descriptor"] = descriptor
         state["_actorrpc_route"] = route
         state["_actorrpc_given"] = given
-        methods = card.info.methods
+        methods = descriptor.info.methods
         if not _OWN.isdisjoint(methods):
             for name in _OWN.intersection(methods):
                 self.__getattr__(
@@ -466,12 +472,12 @@ class ActorHandle(Generic[C_co]):
     def options(self, **options: Any) -> ActorHandle[C_co]:
         """Return the same handle with other options of its calls."""
         state = self.__dict__
-        card, given = (
-            state["_actorrpc_card"],
+        descriptor, given = (
+            state["_actorrpc_descriptor"],
             {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)},
         )
-        _check_group(CallOptions(**given), card)
-        return ActorHandle(card, state["_actorrpc_route"], given)
+        _check_group(CallOptions(**given), descriptor)
+        return ActorHandle(descriptor, state["_actorrpc_route"], given)
 
     @_own
     def ready(self) -> ObjectRef[None]:
@@ -522,7 +528,7 @@ class ActorHandle(Generic[C_co]):
         @partial(_Own, is_value=True)
         def actor_id(self):
             """The number of the actor, which is unique in the group."""
-            return _card(self).actor_id
+            return _descriptor(self).actor_id
 
         @partial(_Own, is_value=True)
         def rref(self):
@@ -531,39 +537,39 @@ class ActorHandle(Generic[C_co]):
 
         def __getattr__(self, name):
             state = self.__dict__
-            card = state.get("_actorrpc_card")
-            if card is None:  # a handle that is only half made: by copy, or by an error in its making
+            descriptor = state.get("_actorrpc_descriptor")
+            if descriptor is None:  # a handle that is only half made: by copy, or by an error in its making
                 raise AttributeError(name)
-            info = card.info.methods.get(name)
+            info = descriptor.info.methods.get(name)
             if info is not None:
                 # The method refers to the route, not to the handle: a cycle would keep the handle alive, and so the actor.
-                options = _options_of(card, info, state["_actorrpc_given"])
-                found = state[name] = ActorMethod(card, state["_actorrpc_route"], info, options)
+                options = _options_of(descriptor, info, state["_actorrpc_given"])
+                found = state[name] = ActorMethod(descriptor, state["_actorrpc_route"], info, options)
                 return found
-            raise AttributeError(_missing(card, name))
+            raise AttributeError(_missing(descriptor, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"cannot set {name!r} on a handle: the actor is elsewhere; give {_card(self).info.name} a method for it, or use "
-            f"actorrpc.call(handle, setattr, {name!r}, value)"
+            f"cannot set {name!r} on a handle: the actor is elsewhere; give {_descriptor(self).info.name} a method for "
+            f"it, or use actorrpc.call(handle, setattr, {name!r}, value)"
         )
 
     def __dir__(self) -> list[str]:
-        info = _card(self).info
+        info = _descriptor(self).info
         return sorted({*info.methods, *(_OWN if info.is_module else _OWN - _OF_MODULES)})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ActorHandle):
             return NotImplemented
-        return _card(self).actor_id == _card(other).actor_id
+        return _descriptor(self).actor_id == _descriptor(other).actor_id
 
     def __hash__(self) -> int:
-        return hash(_card(self).actor_id)
+        return hash(_descriptor(self).actor_id)
 
     def __repr__(self) -> str:
-        card = _card(self)
-        named = f" {card.name!r}" if card.name else ""
-        return f"<ActorHandle of {card.info.name}{named} {card.actor_id:016x}>"
+        descriptor = _descriptor(self)
+        named = f" {descriptor.name!r}" if descriptor.name else ""
+        return f"<ActorHandle of {descriptor.info.name}{named} {descriptor.actor_id:016x}>"
 
     def __copy__(self) -> ActorHandle[C_co]:
         return self
@@ -573,34 +579,36 @@ class ActorHandle(Generic[C_co]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # In a pickle of the program's own; messages have _reduce().
-        card = _card(self)
-        address = pickles.here() if card.anchor is None else pickles.address_of(card.anchor)
-        return _load, (address, replace(card, anchor=None, location=None), self.__dict__["_actorrpc_given"])
+        descriptor = _descriptor(self)
+        address = pickles.here() if descriptor.anchor is None else pickles.address_of(descriptor.anchor)
+        return _load, (
+            address,
+            replace(descriptor, anchor=None, location=None),
+            self.__dict__["_actorrpc_given"],
+        )
 
 
 _OWN: Final = frozenset(name for name, each in vars(ActorHandle).items() if isinstance(each, _Own))
 
 
-def _card(handle: ActorHandle[Any]) -> Card:
-    card: Card = handle.__dict__["_actorrpc_card"]
-    return card
+def _descriptor(handle: ActorHandle[Any]) -> ActorDescriptor:
+    descriptor: ActorDescriptor = handle.__dict__["_actorrpc_descriptor"]
+    return descriptor
 
 
-def _options_of(card: Card, info: MethodInfo, given: dict[str, Any] | None) -> CallOptions:
-    options = info.options if card.options is None else info.options_of(card.options.for_calls())
+def _options_of(descriptor: ActorDescriptor, info: MethodInfo, given: dict[str, Any] | None) -> CallOptions:
+    options = info.options if descriptor.options is None else info.options_of(descriptor.options.for_calls())
     return options.merged(**given) if given else options
 
 
-def _missing(card: Card, name: str) -> str:
-    methods = [each for each in card.info.methods if not each.startswith("_")]
-    close = difflib.get_close_matches(name, [*card.info.methods, *_OWN], n=3)
+def _missing(descriptor: ActorDescriptor, name: str) -> str:
+    methods = [each for each in descriptor.info.methods if not each.startswith("_")]
+    close = difflib.get_close_matches(name, [*descriptor.info.methods, *_OWN], n=3)
     if close:
         hint = f"did you mean {' or '.join(map(repr, close))}?"
     else:
         hint = f"its methods are: {', '.join(methods[:20]) or 'none'}"
-    return (
-        f"{card.info.name} has no method {name!r}; {hint} (attributes are read with handle.rpc_sync().{name})"
-    )
+    return f"{descriptor.info.name} has no method {name!r}; {hint} (attributes are read with handle.rpc_sync().{name})"
 
 
 # -- travelling -------------------------------------------------------------------------------------------------
@@ -610,24 +618,26 @@ def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
     context = codec.current_encoding()
     if isinstance(context, LocalReferences):
         return context.hold(handle)
-    card = _card(handle)
-    if context is None and card.anchor is not None:
+    descriptor = _descriptor(handle)
+    if context is None and descriptor.anchor is not None:
         raise SerializationError(
             f"{handle!r} can only be sent in the arguments and results of calls, and not with an exception: give the actor a "
             "name= and find it with actorrpc.get_actor()"
         )
     state = handle.__dict__
     # The anchor in it is an RRef: its reducer makes the fork that keeps the actor alive over there.
-    return _rebuild, (state["_actorrpc_route"].card, state["_actorrpc_given"])
+    return _rebuild, (state["_actorrpc_route"].descriptor, state["_actorrpc_given"])
 
 
-def _rebuild(card: Card, given: dict[str, Any] | None = None) -> ActorHandle[Any]:
+def _rebuild(descriptor: ActorDescriptor, given: dict[str, Any] | None = None) -> ActorHandle[Any]:
     routes: Routes = runtime().routes
-    return ActorHandle(card, routes.of(card), given)
+    return ActorHandle(descriptor, routes.of(descriptor), given)
 
 
 def _load(
-    address: pickles.Address | pickles.GroupIdentity, card: Card, given: dict[str, Any] | None
+    address: pickles.Address | pickles.GroupIdentity,
+    descriptor: ActorDescriptor,
+    given: dict[str, Any] | None,
 ) -> ActorHandle[Any]:
     """Rebuild a handle that a program has pickled (named in pickles).
 
@@ -635,21 +645,21 @@ def _load(
         ActorDiedError: the actor has ended.
         NotInitializedError, SerializationError, RpcTimeoutError: as :func:`pickles.find`.
     """
-    what = f"a handle of {card.title}"
+    what = f"a handle of {descriptor.title}"
     if isinstance(address, pickles.GroupIdentity):
         pickles.enter(address, what)
     else:
         try:
-            card = card.held_by(pickles.find(address, what))
+            descriptor = descriptor.held_by(pickles.find(address, what))
         except (RRefError, PeerDiedError) as error:
             raise ActorDiedError(
-                f"{card.title} has ended: {error}",
+                f"{descriptor.title} has ended: {error}",
                 maybe_executed=False,
-                worker=card.supervisor_name,
-                actor=card.title,
-                actor_id=card.actor_id,
+                worker=descriptor.supervisor_name,
+                actor=descriptor.title,
+                actor_id=descriptor.actor_id,
             ) from None
-    return _rebuild(card, given)
+    return _rebuild(descriptor, given)
 
 
 codec.register(ActorHandle, _reduce)
@@ -676,7 +686,7 @@ class ActorProxy:
 
     def __getattr__(self, name: str) -> Any:
         handle = self._actorrpc_handle
-        if name in _card(handle).info.methods:
+        if name in _descriptor(handle).info.methods:
             return _ProxyMethod(handle, self._actorrpc_style, self._actorrpc_timeout, name)
         if (name.startswith("__") and name.endswith("__")) or name.startswith(("_ipython_", "_repr_")):
             raise AttributeError(name)  # what Python and its tools look for on any object
@@ -685,12 +695,12 @@ class ActorProxy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the instance itself: its ``__call__``."""
         handle = self._actorrpc_handle
-        if "__call__" not in _card(handle).info.methods:
-            raise TypeError(f"{_card(handle).info.name} is not callable: it has no __call__")
+        if "__call__" not in _descriptor(handle).info.methods:
+            raise TypeError(f"{_descriptor(handle).info.name} is not callable: it has no __call__")
         return _ProxyMethod(handle, self._actorrpc_style, self._actorrpc_timeout, "__call__")(*args, **kwargs)
 
     def __dir__(self) -> list[str]:
-        return sorted(_card(self._actorrpc_handle).info.methods)
+        return sorted(_descriptor(self._actorrpc_handle).info.methods)
 
     def __repr__(self) -> str:
         return f"<{self._actorrpc_style} proxy of {self._actorrpc_handle!r}>"
@@ -714,7 +724,7 @@ class _ProxyMethod:
         return f"<{self._style} method {self._name} of {self._handle!r}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        info = _card(self._handle).info.methods[self._name]
+        info = _descriptor(self._handle).info.methods[self._name]
         info.check(args, kwargs)
         return _send(self._handle, self._style, self._timeout, info, args, kwargs)
 
@@ -728,7 +738,7 @@ def _call_of_rref(
     timeout: float,
 ) -> Any:
     """Make a call of an actor's RRef as a call of a handle of the actor."""
-    info = _card(handle).info.methods.get(name)
+    info = _descriptor(handle).info.methods.get(name)
     if info is None:  # an attribute that can be called
         info, args, kwargs = _CALL, (_call_attribute, name, args, kwargs), {}
     else:
@@ -750,12 +760,12 @@ def _send(
     kwargs: dict[str, Any],
 ) -> Any:
     state = handle.__dict__
-    card, route = state["_actorrpc_card"], state["_actorrpc_route"]
+    descriptor, route = state["_actorrpc_descriptor"], state["_actorrpc_route"]
     known = state.get(info.name)
-    if known is None and info.name in card.info.methods:
+    if known is None and info.name in descriptor.info.methods:
         known = handle.__getattr__(info.name)
     # The object that other calls of the method use, because the route keeps a template for it.
-    options = known._options if known is not None else _options_of(card, info, state["_actorrpc_given"])
+    options = known._options if known is not None else _options_of(descriptor, info, state["_actorrpc_given"])
     seconds = None if timeout == UNSET_RPC_TIMEOUT else timeout
     if style == "remote" or info.streams or options.num_returns == "streaming":
         again = route.again(info, options, args, kwargs)
@@ -781,7 +791,7 @@ def _rref(handle: ActorHandle[Any]) -> Any:
         state = handle.__dict__
         # A handle of its own, because a cycle would keep `handle`, and so the actor, until the next garbage collection.
         own: ActorHandle[Any] = ActorHandle(
-            state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"]
+            state["_actorrpc_descriptor"], state["_actorrpc_route"], state["_actorrpc_given"]
         )
         with_calls(found, partial(_call_of_rref, own))
         state["_actorrpc_rref"] = found

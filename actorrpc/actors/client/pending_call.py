@@ -63,7 +63,7 @@ class _QueueOfCalls(Protocol):
 
     agent: Agent
     fate: Fate
-    flying: dict[int, ResultFuture]
+    in_flight: dict[int, ResultFuture]
     barrier: set[int] | None
 
     def next_number(self) -> int: ...
@@ -128,7 +128,7 @@ class ResultFuture(InnerFuture[Any]):
             if pending is not None:
                 pending.forget()
             self.route = self.pending = None
-            queue.flying.pop(self.number, None)
+            queue.in_flight.pop(self.number, None)
             if queue.barrier is not None:
                 queue.passed(self.number)
         Future.conclude(self, value, error, submit)

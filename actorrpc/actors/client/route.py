@@ -26,7 +26,7 @@ from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFu
 from actorrpc.actors.client.supervisor_client import ask
 from actorrpc.actors.refs.arguments import has_refs, pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
+from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.actors.spec.class_info import MethodInfo
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.actors.streams.consumer import Again, ObjectRefGenerator
@@ -125,23 +125,23 @@ class Route:
         info: describes the actor's class.
     """
 
-    __slots__ = ("__weakref__", "_card", "actor_id", "anchor", "info", "queue", "title")
+    __slots__ = ("__weakref__", "_descriptor", "actor_id", "anchor", "info", "queue", "title")
 
-    def __init__(self, queue: CallQueue, card: Card) -> None:
+    def __init__(self, queue: CallQueue, descriptor: ActorDescriptor) -> None:
         self.queue = queue
-        self._card = card
-        self.anchor: RRef[Any] | None = card.anchor
-        self.actor_id = card.actor_id
-        self.info: ClassInfo = card.info
-        self.title = card.title
+        self._descriptor = descriptor
+        self.anchor: RRef[Any] | None = descriptor.anchor
+        self.actor_id = descriptor.actor_id
+        self.info: ClassInfo = descriptor.info
+        self.title = descriptor.title
 
     @property
-    def card(self) -> Card:
-        """The actor's card, with its present location if that is known. Handles are sent as cards."""
-        location, card = self.queue.location, self._card
-        if card.location is not location:
-            card = self._card = replace(card, location=location)
-        return card
+    def descriptor(self) -> ActorDescriptor:
+        """The actor's descriptor, with its present location if that is known. Handles are sent as descriptors."""
+        location, descriptor = self.queue.location, self._descriptor
+        if descriptor.location is not location:
+            descriptor = self._descriptor = replace(descriptor, location=location)
+        return descriptor
 
     @property
     def pending(self) -> int:
@@ -195,7 +195,7 @@ class Route:
             if template.peer is None:
                 queue.enqueue(future, args, kwargs, seconds, unresolved)
             else:
-                if template.tries or template.returns:
+                if template.tries or template.survives_restart:
                     held = PendingCall.hold(args, kwargs, cheaply=not template.tries)
                     if held is not None:
                         PendingCall(future, held, unresolved, seconds)
@@ -255,7 +255,7 @@ class Route:
             template = template.at(queue, place)
         args, kwargs, unresolved = pack_arguments(args, kwargs)
         future = RpcFuture(self, template)
-        queue.flying[future.number] = future
+        queue.in_flight[future.number] = future
         references, mail = queue.runtime.references, template.mail_for(unresolved)
         try:
             with undo_on_error(partial(queue.dropped, future)):
@@ -324,7 +324,7 @@ class Route:
         if lives:  # again
             return queue.unavailable(template, True)
         future = RpcFuture(self, template)
-        queue.flying[future.number] = future
+        queue.in_flight[future.number] = future
         future.label = f"the stream of {template.label}"
         future.try_fail(error)
         return future
@@ -381,7 +381,7 @@ class Route:
 
     def _ask(self, what: str, *args: Any) -> Future[Any]:
         queue = self.queue
-        return ask(queue.runtime, queue.card.supervisor, what, self.actor_id, *args)
+        return ask(queue.runtime, queue.descriptor.supervisor, what, self.actor_id, *args)
 
     def __repr__(self) -> str:
         return f"<{'Route' if self.anchor is not None else 'Weak route'} to {self.title}>"
@@ -399,19 +399,19 @@ class Routes:
         self._lines: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
         self._routes: weakref.WeakValueDictionary[tuple[int, bool], Route] = weakref.WeakValueDictionary()
 
-    def of(self, card: Card) -> Route:
-        """Return the route to the actor of a card: the one with an anchor if the card has one."""
-        key = (card.actor_id, card.anchor is not None)
+    def of(self, descriptor: ActorDescriptor) -> Route:
+        """Return the route to the actor of a descriptor: the one with an anchor if the descriptor has one."""
+        key = (descriptor.actor_id, descriptor.anchor is not None)
         route = self._routes.get(key)
         if route is not None:
             return route
         with self._lock:
-            queue = self._lines.get(card.actor_id)
+            queue = self._lines.get(descriptor.actor_id)
             if queue is None:
-                queue = self._lines[card.actor_id] = CallQueue(self._runtime, card)
+                queue = self._lines[descriptor.actor_id] = CallQueue(self._runtime, descriptor)
             route = self._routes.get(key)
             if route is None:
-                route = self._routes[key] = Route(queue, card)
+                route = self._routes[key] = Route(queue, descriptor)
         return route
 
     def close(self) -> None:

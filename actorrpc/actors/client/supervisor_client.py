@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.context import current
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, ShutdownError
 from actorrpc.flight_recorder import OWN
@@ -17,7 +17,7 @@ from actorrpc.wire.identity import WorkerKey
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
     from actorrpc.actors.refs.snapshot import Snapshot
-    from actorrpc.actors.spec.actor_spec import Card
+    from actorrpc.actors.spec.actor_spec import ActorDescriptor
     from actorrpc.actors.spec.class_info import ClassInfo
     from actorrpc.actors.spec.options import ActorOptions
     from actorrpc.agent.agent import Agent
@@ -98,18 +98,18 @@ def _supervisor() -> Any:
     return found.supervisor
 
 
-def _answer(what: str, *args: Any) -> Later:
+def _answer(what: str, *args: Any) -> Deferred:
     if what not in _QUESTIONS:
         raise ProtocolError(f"supervisors are not asked {what!r}")
-    return Later(getattr(_supervisor(), what)(*args))
+    return Deferred(getattr(_supervisor(), what)(*args))
 
 
 def create_detached(
     actor_id: int, cls: Snapshot, arguments: Snapshot | None, info: ClassInfo, options: ActorOptions
-) -> Card:
+) -> ActorDescriptor:
     """Make an actor without an owner. Called by RPC on rank 0."""
-    card: Card = _supervisor().adopt(actor_id, cls, arguments, info, options)
-    return card
+    descriptor: ActorDescriptor = _supervisor().adopt(actor_id, cls, arguments, info, options)
+    return descriptor
 
 
 def ask_for_detached(
@@ -119,16 +119,16 @@ def ask_for_detached(
     arguments: Snapshot | None,
     info: ClassInfo,
     options: ActorOptions,
-) -> Card:
+) -> ActorDescriptor:
     """Have rank 0 make an actor without an owner; waits until rank 0 has recorded it.
 
     Raises:
         RpcError: rank 0 does not answer, or refuses: as :meth:`Supervisor.create`.
     """
     try:
-        card: Card = agent.ask(
+        descriptor: ActorDescriptor = agent.ask(
             agent.peer(0), create_detached, (actor_id, cls, arguments, info, options), {}, CREATE_S
         )
     except RemoteError as error:
         raise exceptions.original(error) from None
-    return card
+    return descriptor

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.context import runtime
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.errors import CollectiveError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
@@ -274,13 +274,13 @@ def ask(key: int, what: str, *args: Any) -> Any:
     """Answer a member: ``"gather"``, ``"take"``, or one of the changes."""
     meetings: Generations = runtime().meetings
     if what == "gather":
-        return Later(meetings.gather(key, *args))
+        return Deferred(meetings.gather(key, *args))
     if what == "take":
-        return Later(meetings.take(key, *args))
+        return Deferred(meetings.take(key, *args))
     return meetings.change(key, what, *args)
 
 
 def gone(key: int, rank: int, why: str, left: bool) -> Any:
     """See :meth:`Generations.gone`."""
     meetings: Generations = runtime().meetings
-    return Later(meetings.gone(key, rank, why, left))
+    return Deferred(meetings.gone(key, rank, why, left))

@@ -26,7 +26,7 @@ from actorrpc.actors.refs.results import ATOMS, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import future_of
 from actorrpc.actors.spec.actor_spec import Location
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc import api
 from actorrpc.rpc.rref import RRef
@@ -218,7 +218,7 @@ def _arrived(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: Future
     future.set_result(StoredResult(copy if made.error is None else root))
 
 
-def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Later:
+def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Deferred:
     """Get the snapshot from the worker above, or from the root. Runs on each worker in the tree."""
     answer: Future[Any] = Future()
     answer.label = what = "a value that is brought to many"
@@ -234,4 +234,4 @@ def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Later:
 
     future_of(above, what).add_done_callback(first)
     agent.flush()
-    return Later(answer)
+    return Deferred(answer)

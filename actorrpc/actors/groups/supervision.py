@@ -216,20 +216,20 @@ def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> ActorRecord 
         if family.parent is not None:
             raise ConfigError(f"{given!r} is a child of {family.parent.title} already")
         return family
-    card = route_of(given).card
-    if card.supervisor != here.references.me:
+    descriptor = route_of(given).descriptor
+    if descriptor.supervisor != here.references.me:
         raise ConfigError(
-            f"{card.title} is looked after by worker {card.supervisor_name!r}, which made it: call supervise() there"
+            f"{descriptor.title} is looked after by worker {descriptor.supervisor_name!r}, which made it: call supervise() there"
         )
     supervisor: Supervisor = here.supervisor
-    actor = supervisor.known(card.actor_id)
+    actor = supervisor.known(descriptor.actor_id)
     if actor is None:
-        raise supervisor.death_of(card.actor_id)
+        raise supervisor.death_of(descriptor.actor_id)
     if actor.family is not None:
-        raise ConfigError(f"{card.title} is a child of {actor.family.title} already")
+        raise ConfigError(f"{descriptor.title} is a child of {actor.family.title} already")
     if not actor.options.max_restarts:
         raise ConfigError(
-            f"{card.title} was made with max_restarts=0, the default: how it was made is forgotten, and calls to it do not wait "
-            "for a restart. Make it with .options(max_restarts=-1); in a group, the group's max_restarts counts"
+            f"{descriptor.title} was made with max_restarts=0, the default: how it was made is forgotten, and calls to it do "
+            "not wait for a restart. Make it with .options(max_restarts=-1); in a group, the group's max_restarts counts"
         )
     return actor

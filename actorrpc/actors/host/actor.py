@@ -59,11 +59,11 @@ def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
 
     future.add_done_callback(over)
     try:
-        peer = runtime.references.peer_of(spec.card.supervisor)
+        peer = runtime.references.peer_of(spec.descriptor.supervisor)
         agent.call(peer, _ended, (spec.actor_id, spec.epoch, kind, text), {}, 0, future=future)
         agent.flush()
     except RpcError as error:
-        _log.info("the supervisor of actor %s cannot be told: %s", spec.card.title, error)
+        _log.info("the supervisor of actor %s cannot be told: %s", spec.descriptor.title, error)
 
 
 _AGAIN_S: Final = 0.02
@@ -91,7 +91,7 @@ class DeadlockSearch(Protocol):
     """The search for deadlocks as actors use it: a DeadlockDetector."""
 
     looks: Tick
-    poke: Callable[[], None]
+    wake: Callable[[], None]
 
     def note(self, error: DeadlockError) -> None:
         """See DeadlockDetector.note."""
@@ -199,7 +199,7 @@ class HostedActor:
         ):
             looks = self.registry.deadlocks.looks
             if not looks.active:
-                looks.poke()
+                looks.wake()
         if entry.slot is not None and not entry.slot.waiting:  # type: ignore[attr-defined]
             self.agent.clock.after(_AGAIN_S, partial(self._look_after, entry, _AGAIN_S))
         if entry.whole and "unresolved" in header:
@@ -451,7 +451,7 @@ class HostedActor:
         try:
             (spec,), _ = self.executor.arguments(entry)
             self.spec = spec
-            self.title = spec.card.title
+            self.title = spec.descriptor.title
             assert isinstance(spec, ActorSpec)
             assert spec.cls is not None
             cls = spec.cls.open()

@@ -270,7 +270,7 @@ class ActorThreads:
                 return
             self._wake(runner)
         if (ready or len(on) > _AT_ONCE) and not self._tick.active:
-            self._tick.poke()
+            self._tick.wake()
 
     def _wake(self, runner: Runner) -> None:
         self.on[runner] = _time.now()
@@ -333,7 +333,7 @@ class ActorThreads:
             else:
                 self._wake(runner)
         if ready and not self._tick.active:
-            self._tick.poke()
+            self._tick.wake()
         return found
 
     def wait(self, thread: ActorThread) -> bool:

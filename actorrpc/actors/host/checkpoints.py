@@ -61,7 +61,7 @@ class Checkpoints:
         self._numbers = itertools.count(1)  # of calls that have not raised
         # Guards what follows; a leaf, and re-entrant, as the collector may run there.
         self._lock = threading.RLock()
-        self._flying = 0  # checkpoints that were sent and not confirmed
+        self._in_flight = 0  # checkpoints that were sent and not confirmed
         self._next: tuple[int, Snapshot] | None = None  # the last one that was made, if it was not sent
         #: called when a checkpoint is confirmed, with None or the error of the calls that wait for it; returns the connection of
         #: the answer
@@ -200,13 +200,13 @@ class Checkpoints:
             self.waiting[made[0]] = over
             if self._next is not None and self._next[0] > made[0]:
                 made = self._next
-            sends = self._flying < _FLYING and (not more or len(self.waiting) >= _GATHERED)
+            sends = self._in_flight < _FLYING and (not more or len(self.waiting) >= _GATHERED)
             self._next = None if sends else made
-            self._flying += sends
+            self._in_flight += sends
         if sends:
             return self._send(*made)
         if not self._tick.active:
-            self._tick.poke()
+            self._tick.wake()
         return None
 
     def _gathered(self) -> bool:
@@ -218,16 +218,16 @@ class Checkpoints:
     def _send_next(self) -> None:
         with self._lock:
             made = self._next
-            if made is None or self._flying >= _FLYING:
+            if made is None or self._in_flight >= _FLYING:
                 return  # it is sent when one of those is confirmed
             self._next = None
-            self._flying += 1
+            self._in_flight += 1
         _ = self._send(*made)
 
     def _send(self, number: int, state: Snapshot) -> Future[bool]:
         here, spec = self._hosted.runtime, self._hosted.spec
         assert spec is not None
-        key, args = spec.card.supervisor, (spec.actor_id, spec.epoch, number, state)
+        key, args = spec.descriptor.supervisor, (spec.actor_id, spec.epoch, number, state)
         kept: Future[bool] = Future()
         kept.add_done_callback(partial(self._confirmed, number))
         # Not part of the call: it is not given up with the call, and the state is kept all the same.
@@ -250,7 +250,7 @@ class Checkpoints:
         with self._lock:
             later, self._next = self._next, None
             if later is None:
-                self._flying -= 1
+                self._in_flight -= 1
             over = [self.waiting.pop(each) for each in sorted(self.waiting) if each <= number]
         if later is not None:
             _ = self._send(*later)

@@ -110,7 +110,7 @@ class DeadlockDetector:
         self._runtime = runtime
         self.looks = Tick(runtime.agent.clock, _LOOK_S, self._look)
         #: has the detector look soon: an actor for which calls wait waits itself
-        self.poke = self.looks.poke
+        self.wake = self.looks.wake
         self._seen: dict[object, list[_Target]] = {}  # who waited, and for what, at the last look
         #: the circles that were broken here last: when, by ``_time.now()``, and what the error said
         self.found: deque[tuple[float, str]] = deque(maxlen=_KEPT)

@@ -260,11 +260,11 @@ class EventLoop:
         except IndexError:
             pass
 
-    def begin_wait(self, stir: Callable[[], None], what: object) -> None:
+    def begin_wait(self, wake: Callable[[], None], what: object) -> None:
         """See futures.NestedRunner."""
-        self._waits.append((stir, what, CURRENT.get()))
+        self._waits.append((wake, what, CURRENT.get()))
         self._look = True
-        self._hosted.registry.deadlocks.poke()
+        self._hosted.registry.deadlocks.wake()
         if not self._warned:
             self._warned = True
             entry = self.running
@@ -288,7 +288,7 @@ class EventLoop:
     def begin_await(self) -> None:
         """See futures.NestedRunner."""
         if self.queue.limit == 1 and self.queue.waiting:
-            self._hosted.registry.deadlocks.poke()
+            self._hosted.registry.deadlocks.wake()
 
     def end_await(self) -> None:
         """See futures.NestedRunner."""
@@ -417,7 +417,7 @@ class _LoopWatch:
         finally:
             self._turn += 1
             self._sleeps = False
-            self._tick.poke()
+            self._tick.wake()
 
     def _look(self) -> bool:
         if self._sleeps or self.over:

@@ -31,7 +31,7 @@ from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exi
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CALLER_BIT, CURRENT, MAILBOX_BIT
-from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
+from actorrpc.agent.executor import ASYNC_MARK, Deferred, future_of
 from actorrpc.agent.hooks import run_hooked
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
@@ -250,7 +250,7 @@ class ActorExecutor:
             value: what the method has returned.
             runner: where it has run; None: on an event loop.
         """
-        if type(value) is Later:
+        if type(value) is Deferred:
             self._answer_later(entry, value.future)
             return _NOTHING
         if getattr(method, ASYNC_MARK, None) is not None:

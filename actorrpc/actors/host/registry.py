@@ -22,7 +22,7 @@ from actorrpc.actors.host.deadlock_detector import DeadlockDetector
 from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.agent.calls import CALLER_BIT, MAILBOX_BIT
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
 from actorrpc.wire.frames import MAIL, RESERVED, Frame
@@ -230,7 +230,7 @@ class ActorRegistry:
         key = peer.key
         for hosted in self.all():
             spec = hosted.spec
-            if spec is not None and spec.card.supervisor == key and spec.options.lifetime != "detached":
+            if spec is not None and spec.descriptor.supervisor == key and spec.options.lifetime != "detached":
                 _ = hosted.end("now", f"its creator, worker {peer.name!r}, is gone")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
@@ -257,4 +257,4 @@ def end(instance_id: int, how: str, why: str) -> Any:
     hosted: HostedActor | None = found.registry.get(instance_id) if found is not None else None
     if hosted is None:
         return None
-    return Later(hosted.end(how, why))
+    return Deferred(hosted.end(how, why))

@@ -201,7 +201,7 @@ class Runner:
         self._hosted = hosted
         self._threads = hosted.actor_threads
         self._grad = True  # the mode of autograd that the actor has between its calls
-        self._stirs: list[tuple[Callable[[], None], object]] = []
+        self._wakers: list[tuple[Callable[[], None], object]] = []
         # The event loops on which coroutines of its methods await something of ours, one for each of those.
         self._awaits: list[asyncio.AbstractEventLoop] = []
         self._context = Context()
@@ -231,18 +231,18 @@ class Runner:
     @property
     def waiting(self) -> bool:
         """Whether the thread is in one of our waits."""
-        return bool(self._stirs)
+        return bool(self._wakers)
 
     @property
     def waits(self) -> bool:
         """Whether the thread is in one of our waits, or a coroutine is, on an event loop that a method runs itself."""
-        return bool(self._stirs or self._awaits)
+        return bool(self._wakers or self._awaits)
 
     @property
     def waits_for(self) -> list[Call | Stall]:
         """What the thread waits for, all of it; nothing where it does not wait, or for something else."""
         try:
-            return awaited(self._stirs[-1][1])
+            return awaited(self._wakers[-1][1])
         except IndexError:
             return awaited_by(self._own_loop()[1])
 
@@ -269,11 +269,11 @@ class Runner:
                 self._threads.call(self)
             return  # the thread has read its own message, and is about to look
         if threading.get_ident() == self.ident:
-            if not self._stirs:
+            if not self._wakers:
                 self._serve_on(asyncio._get_running_loop())
             return
         try:
-            self._stirs[-1][0]()
+            self._wakers[-1][0]()
             return
         except IndexError:
             pass
@@ -336,20 +336,20 @@ class Runner:
 
     # -- while it waits ----------------------------------------------------------------------------
 
-    def begin_wait(self, stir: Callable[[], None], what: object) -> None:
+    def begin_wait(self, wake: Callable[[], None], what: object) -> None:
         """See futures.NestedRunner."""
-        self._stirs.append((stir, what))
+        self._wakers.append((wake, what))
         if self.queue.waiting:
-            self._hosted.registry.deadlocks.poke()
-        if len(self._stirs) == 1:
+            self._hosted.registry.deadlocks.wake()
+        if len(self._wakers) == 1:
             self._rest()
         if self._threads.on.pop(self, None) is not None and self._threads.ready:
             self._threads.pass_on()
 
     def end_wait(self) -> None:
         """See futures.NestedRunner."""
-        self._stirs.pop()
-        if not self._stirs:
+        self._wakers.pop()
+        if not self._wakers:
             self._resume()
             if self.depth:  # and not in the actor's last hooks
                 self._threads.on[self] = _time.now()
@@ -361,7 +361,7 @@ class Runner:
         if self.work:
             self._serve_on(loop)
         if self.queue.waiting:
-            self._hosted.registry.deadlocks.poke()
+            self._hosted.registry.deadlocks.wake()
         self._rest()
 
     def end_await(self) -> None:
@@ -398,9 +398,9 @@ class Runner:
         entry = self._hosted.mailbox.take_nested(self)
         if entry is None:
             return
-        outer, stirs = self.running, self._stirs
+        outer, wakers = self.running, self._wakers
         # A wait below is not stirred by calls that run above it; a wait up there brings its own.
-        self._stirs = []
+        self._wakers = []
         # Nor is an event loop below theirs: they may run one of their own.
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
@@ -413,7 +413,7 @@ class Runner:
         finally:
             torch._C._set_grad_enabled(grad)
             asyncio._set_running_loop(loop)
-            self._stirs = stirs
+            self._wakers = wakers
             self.running = outer
 
     # -- interruption ------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ class Runner:
             self.under_way[entry] = _WANTED
             INTERRUPTED.add(self)
         try:
-            self._stirs[-1][0]()
+            self._wakers[-1][0]()
         except IndexError:
             pass
         agent = self._hosted.agent
@@ -468,7 +468,7 @@ class Runner:
             self._enters = run
             INTERRUPTED.add(self)
         try:
-            self._stirs[-1][0]()
+            self._wakers[-1][0]()
         except IndexError:
             pass
 
@@ -548,7 +548,7 @@ class Bystanders:
             if not self._hosted_actors:
                 stand_by(None)
 
-    def begin_wait(self, stir: Callable[[], None], what: object) -> None:
+    def begin_wait(self, wake: Callable[[], None], what: object) -> None:
         """See futures.NestedRunner."""
         self.begin_await()
 

@@ -16,7 +16,7 @@ from actorrpc.actors.refs.results import of_promise
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import RpcError
 from actorrpc.futures import Future
@@ -63,7 +63,7 @@ class HostCopies:
         answer.label = future.label
         # It may be long to copy: not on the thread that reads.
         future.add_done_callback(lambda done: agent.submit(lambda: answer.set_result(_shared(agent, done))))
-        return Later(answer)
+        return Deferred(answer)
 
     def fetch(self, rref: RRef[Any], future: Future[Any], anew: bool) -> Future[Any]:
         """Return what completes with an object, or with :class:`CopyOnHost`. Never raises.
@@ -111,9 +111,9 @@ def _lend(named: tuple[int, int, str], anew: bool) -> Any:
     assert execution is not None
     agent, peer = runtime().agent, execution.peer
     found = rrefs._fetch(value)
-    if type(found) is not Later:
+    if type(found) is not Deferred:
         return _lent(agent, peer, value, anew, found)
-    return Later(found.future.then(lambda there: _lent(agent, peer, value, anew, there.value())))
+    return Deferred(found.future.then(lambda there: _lent(agent, peer, value, anew, there.value())))
 
 
 def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, found: Any) -> Any:

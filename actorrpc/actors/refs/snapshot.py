@@ -313,8 +313,8 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
     for span, offset in zip(spans, offsets, strict=True):
         memory.copy(room.address + offset, span)
     agent.scheduler.keep_objects()
-    if agent.flights is not None and nbytes >= COPIED_BYTES:
-        agent.flights.noted(begun, "copy", f"of {nbytes} bytes into {label}, in shared memory")
+    if agent.flight_recorder is not None and nbytes >= COPIED_BYTES:
+        agent.flight_recorder.noted(begun, "copy", f"of {nbytes} bytes into {label}, in shared memory")
     return room.stored  # type: ignore[no-any-return]
 
 

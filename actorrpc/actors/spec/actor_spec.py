@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec.options import ActorOptions
     from actorrpc.rpc.rref import RRef
 
-__all__ = ["ActorExit", "ActorSpec", "Card", "HostedActorGoneError", "Location", "exit_text"]
+__all__ = ["ActorDescriptor", "ActorExit", "ActorSpec", "HostedActorGoneError", "Location", "exit_text"]
 
 _code_of: Final[Callable[[SystemExit], Any]] = SystemExit.__dict__[
     "code"
@@ -68,13 +68,13 @@ def _restore(made: Any, state: tuple[Any, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """An actor's visiting card: what a handle travels as.
+class ActorDescriptor:
+    """The description of an actor that a handle travels as.
 
     Attributes:
         supervisor: the worker that looks after it, and its name.
         anchor: the RRef that keeps the actor alive; None in weak handles.
-        location: where it was when the card was written, if it was alive.
+        location: where it was when the descriptor was written, if it was alive.
     """
 
     actor_id: int
@@ -92,9 +92,9 @@ class Card:
 
     __setstate__ = _restore
 
-    def held_by(self, anchor: RRef[Any]) -> Card:
-        """Return the card of a handle that keeps the actor alive."""
-        made = object.__new__(Card)
+    def held_by(self, anchor: RRef[Any]) -> ActorDescriptor:
+        """Return the descriptor of a handle that keeps the actor alive."""
+        made = object.__new__(ActorDescriptor)
         _restore(made, _card_state(self))
         object.__setattr__(made, "anchor", anchor)
         return made
@@ -119,7 +119,7 @@ class ActorSpec:
         cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor; None when it has been made, or where
             it takes none.
         state: Snapshot of what ``checkpoint()`` returned last; None for a first life.
-        card: the actor's card without an anchor: what ``current_actor()`` gives inside.
+        descriptor: the actor's descriptor without an anchor: what ``current_actor()`` gives inside.
         alone: the process has been started for this actor and ends with it.
     """
 
@@ -130,7 +130,7 @@ class ActorSpec:
     arguments: Snapshot | None
     info: ClassInfo
     options: ActorOptions
-    card: Card
+    descriptor: ActorDescriptor
     state: Snapshot | None = None
     alone: bool = False
 
@@ -146,5 +146,5 @@ class ActorSpec:
 
 
 # What dataclasses do themselves takes a look at every field, for every handle and every actor that is made.
-_card_state: Final[Callable[[Card], tuple[Any, ...]]] = attrgetter(*Card.__slots__)
+_card_state: Final[Callable[[ActorDescriptor], tuple[Any, ...]]] = attrgetter(*ActorDescriptor.__slots__)
 _spec_state: Final[Callable[[ActorSpec], tuple[Any, ...]]] = attrgetter(*ActorSpec.__slots__)

@@ -417,7 +417,7 @@ class _Consumer(Stall, Progress):
             self._complete(finished)
         else:
             streams: Streams = runtime().streams
-            streams.poke()
+            streams.wake()
         return finished
 
     @property

@@ -35,7 +35,7 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.streams.stalls import Stall
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.executor import Later, pack_error
+from actorrpc.agent.executor import Deferred, pack_error
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, RpcError, SerializationError, ShutdownError
 from actorrpc.futures import Future
@@ -200,7 +200,7 @@ class Producer(Stall):
                 room.label = "the consumer of a stream"
                 room.awaits = (self,)
                 self.pause = self._streams.new_number()
-        self._streams.poke()
+        self._streams.wake()
         return room
 
     @property
@@ -216,15 +216,15 @@ class Producer(Stall):
 
     def note_pause(self, begun: float) -> None:
         """Record a pause of this thread, which has just ended, in the flight recorder."""
-        flights = self._agent.flights
-        if flights is not None:
-            flights.noted(begun, "pause", f"of stream {self.stream:x}")
+        flight_recorder = self._agent.flight_recorder
+        if flight_recorder is not None:
+            flight_recorder.noted(begun, "pause", f"of stream {self.stream:x}")
 
     def _note(self, what: str) -> None:
         """Record the end of the stream in the flight recorder."""
-        flights = self._agent.flights
-        if flights is not None:
-            flights.noted(self._begun, "stream", what)
+        flight_recorder = self._agent.flight_recorder
+        if flight_recorder is not None:
+            flight_recorder.noted(self._begun, "stream", what)
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -423,7 +423,7 @@ class Streams:
             weakref.WeakValueDictionary()
         )
         #: has the search for deadlocks look: a generator or a reader may wait
-        self.poke: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = _nobody
         self._over = False
         agent.on_peer_end.append(self._peer_ended)
 
@@ -532,7 +532,7 @@ def pull(stream: int, taken: int) -> Any:
     """Return the next items of a stream, when there are some (called by RPC)."""
     streams: Streams = runtime().streams
     found = streams.get(stream).pull(taken)
-    return Later(found) if isinstance(found, Future) else found
+    return Deferred(found) if isinstance(found, Future) else found
 
 
 def close_stream(stream: int) -> None:

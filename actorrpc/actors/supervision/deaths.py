@@ -45,7 +45,7 @@ def dead(
         text,
         worker=actor.worker_name or None,
         actor=actor.title,
-        actor_id=actor.card.actor_id,
+        actor_id=actor.descriptor.actor_id,
         report=report,
         cause=cause,
     )

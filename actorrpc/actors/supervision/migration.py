@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from actorrpc.actors.context import current
 from actorrpc.actors.host.checkpoints import LAST
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.futures import Future, collect_all
 from actorrpc.wire.identity import WorkerKey
 
@@ -39,7 +39,7 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
     leaving: list[tuple[ActorRecord, Incarnation]] = []
     with supervisor.lock:
         for actor, life in supervisor.living_on(key):
-            if actor.phase != "alive" or not actor.card.info.has_checkpoint or actor.family is not None:
+            if actor.phase != "alive" or not actor.descriptor.info.has_checkpoint or actor.family is not None:
                 life.drained = why
                 continue
             life.moving = True
@@ -53,7 +53,7 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
         over.append(moved)
     if not over:
         return 0
-    return Later(collect_all(over).then(lambda _: len(over)))
+    return Deferred(collect_all(over).then(lambda _: len(over)))
 
 
 def _moved(

@@ -1,7 +1,7 @@
 """Actors by name. The registrar of rank 0 knows them all; every other worker asks it.
 
 Which actor gets a name is decided in one step there, under one lock: of many who ask for a name at the same time one gets
-it, and with ``get_if_exists`` the others get the winner's card. A name is free again when its actor is dead for
+it, and with ``get_if_exists`` the others get the winner's descriptor. A name is free again when its actor is dead for
 good; a worker that asks for the name of one that is about to end waits for that.
 """
 
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from actorrpc import _time
 from actorrpc.actors.client.supervisor_client import peer_of
 from actorrpc.actors.context import runtime
-from actorrpc.actors.spec.actor_spec import Card
+from actorrpc.actors.spec.actor_spec import ActorDescriptor
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.errors import (
     NameTakenError,
     PeerDiedError,
@@ -42,7 +42,7 @@ _ASK_S: Final = 30.0  # how long rank 0 may take to answer
 class Names:
     """The registrar, or the way to it. Thread-safe.
 
-    ``_lock`` guards ``_cards``; it is a leaf. It is re-entrant, as the collector may run there.
+    ``_lock`` guards ``_descriptors``; it is a leaf. It is re-entrant, as the collector may run there.
 
     Attributes:
         namespace: the namespace of names that are given without one.
@@ -52,7 +52,7 @@ class Names:
         self._runtime = runtime
         self.namespace = namespace
         self._lock = threading.RLock()
-        self._cards: dict[tuple[str, str], Card] = {}
+        self._descriptors: dict[tuple[str, str], ActorDescriptor] = {}
         if self.is_registrar:
             runtime.agent.on_peer_end.append(self._peer_ended)
 
@@ -66,40 +66,40 @@ class Names:
 
     # -- for everybody -----------------------------------------------------------------------------------
 
-    def register(self, card: Card, *, get_if_exists: bool = False) -> Card | None:
-        """Give ``card.name`` in ``card.namespace`` to the actor; waits for rank 0, at most 30 s.
+    def register(self, descriptor: ActorDescriptor, *, get_if_exists: bool = False) -> ActorDescriptor | None:
+        """Give ``descriptor.name`` in ``descriptor.namespace`` to the actor; waits for rank 0, at most 30 s.
 
         If the actor that has the name is about to end (its last handle was dropped, or it was killed), this waits for the end,
         at most as long.
 
         Returns:
-            None if the actor has the name now; the card (weak) of the actor that has it, with ``get_if_exists``.
+            None if the actor has the name now; the descriptor (weak) of the actor that has it, with ``get_if_exists``.
 
         Raises:
             NameTakenError: another actor has the name.
             PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
         """
-        assert card.name is not None
+        assert descriptor.name is not None
         until = _time.now() + _ASK_S
         while True:
-            known = self._ask("put_in", card)
+            known = self._ask("put_in", descriptor)
             if known is None:
                 return None
-            assert isinstance(known, Card)
+            assert isinstance(known, ActorDescriptor)
             if not self._ends(known, until):
                 break
-            self._ask("take_out", card.name, card.namespace, known.actor_id)
+            self._ask("take_out", descriptor.name, descriptor.namespace, known.actor_id)
         if get_if_exists:
             return known
         raise NameTakenError(
-            f"there is an actor {card.name!r} in {_shown(card.namespace)} already, a {known.info.name}; give another "
+            f"there is an actor {descriptor.name!r} in {_shown(descriptor.namespace)} already, a {known.info.name}; give another "
             "name=, or get_if_exists=True to get a handle to that one",
             maybe_executed=False,
             actor=known.title,
             actor_id=known.actor_id,
         )
 
-    def _ends(self, known: Card, until: float) -> bool:
+    def _ends(self, known: ActorDescriptor, until: float) -> bool:
         """Say whether an actor is dead, or was about to die, and is dead now."""
         self._runtime.references.collect()  # a handle that was dropped a moment ago does not keep it
         left = max(0.1, until - _time.now())
@@ -129,15 +129,15 @@ class Names:
 
         self._runtime.agent.submit(tell)
 
-    def lookup(self, name: str, namespace: str | None = None) -> Card:
-        """Return the card (weak) of the actor of that name; waits for rank 0, at most 30 s.
+    def lookup(self, name: str, namespace: str | None = None) -> ActorDescriptor:
+        """Return the descriptor (weak) of the actor of that name; waits for rank 0, at most 30 s.
 
         Raises:
             UnknownActorError: there is none; the message lists similar names.
             PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
         """
         found = self._ask("find", name, self.namespace if namespace is None else namespace)
-        assert isinstance(found, Card)
+        assert isinstance(found, ActorDescriptor)
         return found
 
     def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
@@ -166,32 +166,34 @@ class Names:
 
     # -- on rank 0 ----------------------------------------------------------------------------------------
 
-    def put_in(self, card: Card) -> Card | None:
-        """Give a name to an actor, on rank 0, unless another one has it: return the card of that one."""
-        assert card.name is not None
-        key = (card.namespace, card.name)
+    def put_in(self, descriptor: ActorDescriptor) -> ActorDescriptor | None:
+        """Give a name to an actor, on rank 0, unless another one has it: return the descriptor of that one."""
+        assert descriptor.name is not None
+        key = (descriptor.namespace, descriptor.name)
         with self._lock:
-            known = self._cards.setdefault(key, card)
-        return None if known is card or known.actor_id == card.actor_id else known
+            known = self._descriptors.setdefault(key, descriptor)
+        return None if known is descriptor or known.actor_id == descriptor.actor_id else known
 
     def take_out(self, name: str, namespace: str, actor_id: int) -> None:
         """Do as :meth:`unregister` does, on rank 0."""
         with self._lock:
-            known = self._cards.get((namespace, name))
+            known = self._descriptors.get((namespace, name))
             if known is not None and known.actor_id == actor_id:
-                del self._cards[namespace, name]
+                del self._descriptors[namespace, name]
 
     def take_out_all(self, supervisor: WorkerKey) -> None:
         """Free the names of all actors of a supervisor, which has ended, on rank 0."""
         with self._lock:
-            for key in [key for key, card in self._cards.items() if card.supervisor == supervisor]:
-                del self._cards[key]
+            for key in [
+                key for key, descriptor in self._descriptors.items() if descriptor.supervisor == supervisor
+            ]:
+                del self._descriptors[key]
 
-    def find(self, name: str, namespace: str) -> Card:
+    def find(self, name: str, namespace: str) -> ActorDescriptor:
         """Do as :meth:`lookup` does, on rank 0."""
         with self._lock:
-            known = self._cards.get((namespace, name))
-            keys = list(self._cards)
+            known = self._descriptors.get((namespace, name))
+            keys = list(self._descriptors)
         if known is not None:
             return known
         here = [each for space, each in keys if space == namespace]
@@ -212,7 +214,7 @@ class Names:
     def find_all(self, namespace: str | None) -> Sequence[tuple[str, str]]:
         """Do as :meth:`list` does, on rank 0."""
         with self._lock:
-            keys = sorted(self._cards)
+            keys = sorted(self._descriptors)
         return [key for key in keys if namespace is None or key[0] == namespace]
 
 
@@ -230,11 +232,11 @@ def _serve(what: str, *args: Any) -> Any:
     current = CURRENT.get()
     if what == "put_in" and found is None and current is not None and current.peer.state != "alive":
         # The asking worker has died meanwhile: no other worker will free the name.
-        card: Card = args[0]
-        names.take_out(card.name or "", card.namespace, card.actor_id)
+        descriptor: ActorDescriptor = args[0]
+        names.take_out(descriptor.name or "", descriptor.namespace, descriptor.actor_id)
     return found
 
 
-def _ends(actor_id: int) -> Later:
+def _ends(actor_id: int) -> Deferred:
     """Answer with :meth:`Supervisor.ends`. Runs on the worker that supervises the actor."""
-    return Later(runtime().supervisor.ends(actor_id))
+    return Deferred(runtime().supervisor.ends(actor_id))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from actorrpc.actors.spec.actor_spec import ActorSpec, Card, Location
+from actorrpc.actors.spec.actor_spec import ActorDescriptor, ActorSpec, Location
 from actorrpc.actors.spec.death_report import ActorState, Restarting
 from actorrpc.actors.supervision.restart_policy import RestartPolicy
 from actorrpc.errors import ActorDiedError
@@ -108,14 +108,14 @@ class ActorRecord:
 
     def __init__(
         self,
-        card: Card,
+        descriptor: ActorDescriptor,
         cls: Snapshot,
         arguments: Snapshot | None,
         options: ActorOptions,
         place: Any,
         draw: Callable[[], float] | None = None,
     ) -> None:
-        self.card = card
+        self.descriptor = descriptor
         self.cls: Snapshot | None = cls
         self.arguments = arguments
         self.options = options
@@ -152,7 +152,7 @@ class ActorRecord:
     @property
     def title(self) -> str:
         """How messages name it."""
-        return self.card.title
+        return self.descriptor.title
 
     def forget(self) -> None:
         """Release everything that only further incarnations would need."""
@@ -164,14 +164,14 @@ class ActorRecord:
         """Return what a worker needs to make an incarnation."""
         assert self.cls is not None
         return ActorSpec(
-            actor_id=self.card.actor_id,
+            actor_id=self.descriptor.actor_id,
             instance_id=life.id,
             epoch=self.epoch,
             cls=self.cls,
             arguments=self.arguments,
-            info=self.card.info,
+            info=self.descriptor.info,
             options=self.options,
-            card=self.card,
+            descriptor=self.descriptor,
             state=self.state,
             alone=life.process is not None,
         )
@@ -216,7 +216,7 @@ class ActorRecord:
         self.put_off_since = None
         life.location = Location(life.worker, life.worker_name, life.id, self.epoch, pid)
         self.restarts.came_to_life(now)
-        if not self.options.max_restarts and not self.card.info.has_checkpoint:
+        if not self.options.max_restarts and not self.descriptor.info.has_checkpoint:
             self.cls = self.arguments = None  # and whatever only they keep alive
 
     def verdict(self, life: Incarnation, now: float, text: str, bound: str) -> RestartVerdict:
@@ -276,10 +276,10 @@ class ActorRecord:
         life = self.life
         location = None if life is None else life.location
         return ActorState(
-            actor_id=self.card.actor_id,
-            class_name=self.card.info.name,
-            name=self.card.name,
-            namespace=self.card.namespace,
+            actor_id=self.descriptor.actor_id,
+            class_name=self.descriptor.info.name,
+            name=self.descriptor.name,
+            namespace=self.descriptor.namespace,
             state=_SHOWN[self.phase],
             worker=self.worker_name if self.phase != "dead" else "",
             pid=location.pid if location is not None else 0,

@@ -28,7 +28,7 @@ from actorrpc.actors.client.route import Route
 from actorrpc.actors.client.supervisor_client import ask_for_detached, call_quietly, peer_of
 from actorrpc.actors.host import registry
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
+from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.actors.spec.death_report import ActorState, DeathReport, Restarting
 from actorrpc.actors.supervision import deaths
 from actorrpc.actors.supervision.groups import Action, perform
@@ -115,13 +115,13 @@ class Supervisor:
         options: ActorOptions,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Card:
+    ) -> ActorDescriptor:
         """Begin to make an actor; does not wait for its constructor. Class and arguments are taken as they are now.
 
         A name, and a detached actor, are agreed upon with rank 0 before this returns.
 
         Returns:
-            The actor's card, with an anchor; without one for a detached actor, and for one that has the name
+            The actor's descriptor, with an anchor; without one for a detached actor, and for one that has the name
             already (with ``get_if_exists``).
 
         Raises:
@@ -154,7 +154,7 @@ class Supervisor:
         arguments: Snapshot | None,
         info: ClassInfo,
         options: ActorOptions,
-    ) -> Card:
+    ) -> ActorDescriptor:
         """Do as :meth:`create` does, for a detached actor that another process wants."""
         options, shown = self._prepared(options)
         return self._adopt(actor_id, cls, arguments, info, options, shown, self._places.place(options))
@@ -185,13 +185,13 @@ class Supervisor:
         options: ActorOptions,
         shown: ActorOptions,
         place: Any,
-    ) -> Card:
+    ) -> ActorDescriptor:
         if self._closed:
             raise ShutdownError(
                 f"worker {self._agent.name!r} is shutting down: no actor {info.name} is made",
                 maybe_executed=False,
             )
-        card = Card(
+        descriptor = ActorDescriptor(
             actor_id=actor_id,
             info=info,
             supervisor=self._key,
@@ -200,28 +200,28 @@ class Supervisor:
             namespace=options.namespace or "",
             options=shown,
         )
-        if card.name is not None:
-            known = self._names.register(card, get_if_exists=options.get_if_exists)
+        if descriptor.name is not None:
+            known = self._names.register(descriptor, get_if_exists=options.get_if_exists)
             if known is not None:
                 return known
-        actor = ActorRecord(card, cls, arguments, shown, place, self.draw)
+        actor = ActorRecord(descriptor, cls, arguments, shown, place, self.draw)
         actor.options = options if place is None else shown
         return self._enter(actor)
 
     @uninterruptible
-    def _enter(self, actor: ActorRecord) -> Card:
-        card, actor_id = actor.card, actor.card.actor_id
+    def _enter(self, actor: ActorRecord) -> ActorDescriptor:
+        descriptor, actor_id = actor.descriptor, actor.descriptor.actor_id
         with self.lock:
             self._actors[actor_id] = actor
         if actor.options.lifetime != "detached":
-            card = card.held_by(RRef(LifetimeToken(self.drop, actor_id)))
+            descriptor = descriptor.held_by(RRef(LifetimeToken(self.drop, actor_id)))
         near = self._near(actor.place)
         if near is not None:
             # On this thread: the orders for many actors leave together, and no thread of the pool is woken for each.
             self.begin(actor, near)
         else:
             self._agent.submit(partial(self.begin, actor))
-        return card
+        return descriptor
 
     def _near(self, place: Any) -> Peer | None:
         """Return the worker that can be told to make an actor at once, as if no call, context or trace were in force."""
@@ -264,7 +264,7 @@ class Supervisor:
         try:
             wish = None
             if spawner is not None or place is None:
-                wish = self._places.wish(actor.card.info.name, options, life.id, place)
+                wish = self._places.wish(actor.descriptor.info.name, options, life.id, place)
             if wish is not None:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
@@ -367,12 +367,12 @@ class Supervisor:
             if actor.life is not life or actor.phase not in ("starting", "restarting"):
                 return
             answer = done.value_or_none
-            now, flights = self._agent.clock.now(), self._agent.flights
-            if flights is not None and actor.phase == "restarting":
-                flights.noted(now, "restart", actor.card.title)
+            now, flight_recorder = self._agent.clock.now(), self._agent.flight_recorder
+            if flight_recorder is not None and actor.phase == "restarting":
+                flight_recorder.noted(now, "restart", actor.descriptor.title)
             actor.come_to_life(life, answer if isinstance(answer, int) else 0, now)
             if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
-                actor.place = self._routes.of(replace(actor.place.card, anchor=None))
+                actor.place = self._routes.of(replace(actor.place.descriptor, anchor=None))
             answers = actor.take_answered()
             orphaned = actor.orphaned
             actions = actor.family.made(actor) if actor.family is not None else []
@@ -496,7 +496,7 @@ class Supervisor:
             verdict: why it is not made again.
             lost: the actor died; it was not asked to end.
         """
-        card = actor.card
+        descriptor = actor.descriptor
         with self.lock:
             if actor.phase == "dead":
                 return
@@ -509,12 +509,12 @@ class Supervisor:
             life = actor.last_life
             waiters, actor.waiters = actor.waiters, []
             watchers, actor.watchers = actor.watchers, []
-            self._actors.pop(card.actor_id, None)
-            self._dead[card.actor_id] = actor
+            self._actors.pop(descriptor.actor_id, None)
+            self._dead[descriptor.actor_id] = actor
             while len(self._dead) > _REMEMBERED:
                 self._dead.popitem(last=False)
-        if card.name is not None and not self._agent.closed_down:
-            self._names.unregister(card.name, card.namespace, card.actor_id)
+        if descriptor.name is not None and not self._agent.closed_down:
+            self._names.unregister(descriptor.name, descriptor.namespace, descriptor.actor_id)
         if life is not None:
             self._places.left(life.id)
         for _, _, future in waiters:
@@ -627,7 +627,7 @@ class Supervisor:
             actor.waiters = [entry for entry in actor.waiters if entry[0] < after]
         for _, _, future in late:
             error = death_errors.unreachable(
-                actor.title, actor.card.actor_id, actor.worker_name, self._agent.name
+                actor.title, actor.descriptor.actor_id, actor.worker_name, self._agent.name
             )
             future.try_fail(error)
 

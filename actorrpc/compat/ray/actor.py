@@ -75,7 +75,7 @@ class _RemoteCallOfRay(_RemoteCall):
             return wrapped(super().__call__(*args, **kwargs))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (ActorMethod(self._card, self._route, self._info, self._options), "remote")
+        return getattr, (ActorMethod(self._descriptor, self._route, self._info, self._options), "remote")
 
 
 class ActorMethod(actors.ActorMethod[P, Out], Generic[P, Out]):
@@ -83,10 +83,10 @@ class ActorMethod(actors.ActorMethod[P, Out], Generic[P, Out]):
 
     __slots__ = ()
 
-    def __init__(self, card: Any, route: Any, info: Any, options: Any) -> None:
-        super().__init__(card, route, info, options)
+    def __init__(self, descriptor: Any, route: Any, info: Any, options: Any) -> None:
+        super().__init__(descriptor, route, info, options)
         if not TYPE_CHECKING:
-            self.remote = _RemoteCallOfRay(card, route, info, options)
+            self.remote = _RemoteCallOfRay(descriptor, route, info, options)
 
     def options(self, **options: Any) -> Any:
         """Return the method with other options of its calls.
@@ -108,13 +108,13 @@ class ActorMethod(actors.ActorMethod[P, Out], Generic[P, Out]):
 
 
 def _as_rays_method(made: actors.ActorMethod[..., Any]) -> ActorMethod[..., Any]:
-    return ActorMethod(made._card, made._route, made._info, made._options)
+    return ActorMethod(made._descriptor, made._route, made._info, made._options)
 
 
 def _rebuild_method(handle: ActorHandle[Any], info: Any, options: Any) -> ActorMethod[..., Any]:
     """Rebuild a method (named in pickles)."""
     state = handle.__dict__
-    return ActorMethod(state["_actorrpc_card"], state["_actorrpc_route"], info, options)
+    return ActorMethod(state["_actorrpc_descriptor"], state["_actorrpc_route"], info, options)
 
 
 class _Dynamic:
@@ -196,7 +196,7 @@ class ActorHandle(actors.ActorHandle[C_co], Generic[C_co]):
         __call__ = _CallingOfRay()
 
         def __getattr__(self, name):
-            if name.startswith("__ray_") and "_actorrpc_card" in self.__dict__:
+            if name.startswith("__ray_") and "_actorrpc_descriptor" in self.__dict__:
                 special = _special(self, name)
                 if special is not None:
                     return special
@@ -207,13 +207,13 @@ class ActorHandle(actors.ActorHandle[C_co], Generic[C_co]):
 
     @property
     def _actor_id(self) -> ActorID:
-        return ActorID(self.__dict__["_actorrpc_card"].actor_id)
+        return ActorID(self.__dict__["_actorrpc_descriptor"].actor_id)
 
     _ray_actor_id = _actor_id
 
     def __repr__(self) -> str:
-        card = self.__dict__["_actorrpc_card"]
-        return f"Actor({card.info.name}, {self._actor_id.hex()})"
+        descriptor = self.__dict__["_actorrpc_descriptor"]
+        return f"Actor({descriptor.info.name}, {self._actor_id.hex()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _as_rays, (_copied(actors.ActorHandle, self),)
@@ -222,10 +222,10 @@ class ActorHandle(actors.ActorHandle[C_co], Generic[C_co]):
 def _copied(kind: type[H], handle: actors.ActorHandle[Any], *, weak: bool = False) -> H:
     """Return a handle of the same actor of another class; a weak handle does not keep the actor alive."""
     state = handle.__dict__
-    card = state["_actorrpc_card"]
+    descriptor = state["_actorrpc_descriptor"]
     if weak:
-        card = dataclasses.replace(card, anchor=None)
-    return kind(card, state["_actorrpc_route"], state["_actorrpc_given"])
+        descriptor = dataclasses.replace(descriptor, anchor=None)
+    return kind(descriptor, state["_actorrpc_route"], state["_actorrpc_given"])
 
 
 def _as_rays(handle: actors.ActorHandle[Any]) -> ActorHandle[Any]:

@@ -122,7 +122,7 @@ class RuntimeContext:
         """Return the resources of the actor."""
         execution = CURRENT.get()
         hosted = None if execution is None else execution.actor
-        options = None if hosted is None or hosted.spec is None else hosted.spec.card.options
+        options = None if hosted is None or hosted.spec is None else hosted.spec.descriptor.options
         if options is None:
             return {}
         found = {"CPU": options.num_cpus, "GPU": options.num_gpus, **(options.resources or {})}

@@ -1,4 +1,4 @@
-"""Which faults are in force in this process: the place where those who start them and the agent's gate find each other.
+"""Which faults are in force in this process: the place where those who start them and the agent's fault_filter find each other.
 
 Here is also which workers and functions the arguments of faults and kill points mean.
 """
@@ -19,7 +19,7 @@ from actorrpc.validation import check_fields, option, text
 from actorrpc.wire.identity import WorkerInfo
 
 if TYPE_CHECKING:
-    from actorrpc.testing.messages.gate import FaultGate
+    from actorrpc.testing.messages.fault_filter import FaultFilter
     from actorrpc.testing.messages.types import Message
 
 __all__ = ["Injection", "InjectionOptions", "begin", "worker"]
@@ -122,9 +122,9 @@ class Injection:
         with _lock:
             if self in _early:
                 _early.remove(self)
-            gate = _gate
-        if gate is not None:
-            gate.remove(self)
+            fault_filter = _fault_filter
+        if fault_filter is not None:
+            fault_filter.remove(self)
         self.ended()
 
     def __enter__(self) -> Self:
@@ -150,10 +150,10 @@ class Injection:
     def _enforce(self) -> None:
         """Bring it into force: now, or when this process joins a group."""
         with _lock:
-            if _gate is None:
+            if _fault_filter is None:
                 _early.append(self)
             else:
-                _gate.add(self)
+                _fault_filter.add(self)
 
     def __repr__(self) -> str:
         name, *arguments = self._call
@@ -161,23 +161,23 @@ class Injection:
         return f"{name}({', '.join([*map(repr, arguments), *given])})"
 
 
-# Guards the two below. The gate's and the faults' own locks are taken under it.
+# Guards the two below. The fault_filter's and the faults' own locks are taken under it.
 _lock = threading.Lock()
-_gate: FaultGate | None = None
+_fault_filter: FaultFilter | None = None
 _worker = ""  # who this process is, or was last: points come even after the end of its agent
 _early: list[Injection] = []  # started before there was an agent
 
 
-def begin(gate: FaultGate | None) -> None:
-    """Name the gate of the agent that is in force in this process; it gets the faults that wait for one."""
-    global _gate, _worker
+def begin(fault_filter: FaultFilter | None) -> None:
+    """Name the fault_filter of the agent that is in force in this process; it gets the faults that wait for one."""
+    global _fault_filter, _worker
     with _lock:
-        _gate = gate
-        if gate is not None:
-            _worker = gate.worker
+        _fault_filter = fault_filter
+        if fault_filter is not None:
+            _worker = fault_filter.worker
             early, _early[:] = _early[:], []
             for fault in early:
-                gate.add(fault)
+                fault_filter.add(fault)
 
 
 def worker() -> str:
@@ -187,9 +187,9 @@ def worker() -> str:
 
 def _forget() -> None:
     """In a forked child: another thread may have held the lock."""
-    global _gate, _lock, _worker
+    global _fault_filter, _lock, _worker
     _lock = threading.Lock()
-    _gate = None
+    _fault_filter = None
     _worker = ""
     _early.clear()
 

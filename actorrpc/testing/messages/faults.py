@@ -92,7 +92,7 @@ class Fault(Injection):
         with self._lock:
             return self._held
 
-    # -- for the gate ------------------------------------------------------------------------------
+    # -- for the fault_filter ------------------------------------------------------------------------------
 
     def takes(self, message: Message) -> bool:
         """Say whether it takes a message, and count it if so."""

@@ -104,7 +104,7 @@ class KillPoint(active.Injection):
         with self._lock:
             return self._count
 
-    # -- for the gate ------------------------------------------------------------------------------
+    # -- for the fault_filter ------------------------------------------------------------------------------
 
     def ended(self) -> None:
         """Note that it stands nowhere any more."""

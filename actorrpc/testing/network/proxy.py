@@ -604,7 +604,7 @@ class FaultProxy:
 
     def stall(self) -> None:
         """Let nothing pass, until :meth:`resume`. New connections are accepted, and stall."""
-        self._do(lambda: self._gate().clear())
+        self._do(lambda: self._fault_filter().clear())
 
     def resume(self) -> None:
         """Let pass what has been stalled, and accept connections that were refused."""
@@ -613,7 +613,7 @@ class FaultProxy:
             self._refusing = False
             if self._listener is None:
                 self._listen()
-            self._gate().set()
+            self._fault_filter().set()
 
         self._do(go)
 
@@ -695,7 +695,7 @@ class FaultProxy:
         assert self._over is not None
         self._over.set()
 
-    def _gate(self) -> asyncio.Event:
+    def _fault_filter(self) -> asyncio.Event:
         assert self._open is not None
         return self._open
 
@@ -743,7 +743,7 @@ class FaultProxy:
                 struck=self._strikes_again,
                 passed=self._passed,
                 may_strike=self._may_strike,
-                open=self._gate(),
+                open=self._fault_filter(),
             )
             self._relays.add(relay)
             task = asyncio.ensure_future(self._relay(relay))

@@ -150,9 +150,9 @@ def test_a_handle_from_elsewhere_knows_where_the_actor_is(monkeypatch: pytest.Mo
     route.located()
     world.settle()
     world.on(other)
-    there = other.runtime.routes.of(route.card)
+    there = other.runtime.routes.of(route.descriptor)
     assert there is not route
-    assert other.runtime.routes.of(route.card) is there
+    assert other.runtime.routes.of(route.descriptor) is there
     future = world.call(other, there, 5)
     assert there.queue._asking is False
     world.settle()
@@ -372,7 +372,7 @@ def test_the_supervisor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         route.located()
         world.settle()
         world.on(other)
-        there = other.runtime.routes.of(route.card)
+        there = other.runtime.routes.of(route.descriptor)
         assert _outcome(_settled(world, world.call(other, there, 1))) == 1
         watched = there.watch()
         driver.die()
@@ -393,7 +393,7 @@ def test_the_supervisor_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     route = world.create(driver)
     world.tasks.clear()  # the actor is never made
     world.on(other)
-    there = other.runtime.routes.of(route.card)
+    there = other.runtime.routes.of(route.descriptor)
     future = world.call(other, there, 1)
     monkeypatch.setattr(supervisor_client, "current", lambda: None)
     _settled(world, future)
@@ -507,7 +507,7 @@ def test_a_late_call_asks_again_where_its_actor_is(monkeypatch: pytest.MonkeyPat
     route.located()
     world.settle()
     world.on(other)
-    there = other.runtime.routes.of(route.card)
+    there = other.runtime.routes.of(route.descriptor)
     world.behaviour = lambda hosted, header, args: HostedActorGoneError(hosted.spec.instance_id)
     arrived: list[str] = []
     world.is_there = lambda args: args[0] in arrived
@@ -589,7 +589,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
                 chance.choice(homes).die()
         elif what < 0.52 and "w3" not in routes:
             world.on(other)
-            routes["w3"] = (other, other.runtime.routes.of(route.card))
+            routes["w3"] = (other, other.runtime.routes.of(route.descriptor))
         elif what < 0.54 and futures:
             _, which, future = chance.choice(futures)
             if future.cancel():

@@ -293,11 +293,11 @@ def test_children_that_cannot_be_supervised(monkeypatch: pytest.MonkeyPatch) -> 
     route: Route = world.create(world.workers[1], max_restarts=-1)
     world.settle()
     world.on(scene.driver)
-    there = scene.driver.runtime.routes.of(route.card)
+    there = scene.driver.runtime.routes.of(route.descriptor)
     with pytest.raises(ConfigError, match="is looked after by worker 'w1'"):
-        supervise([ActorHandle(there.card, there)])
+        supervise([ActorHandle(there.descriptor, there)])
     own = world.create(scene.driver, max_restarts=-1)
-    group = supervise([ActorHandle(own.card, own)])
+    group = supervise([ActorHandle(own.descriptor, own)])
     own.kill()
     world.settle()
     with pytest.raises(ConfigError, match="is over"):

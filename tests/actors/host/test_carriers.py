@@ -258,7 +258,7 @@ def test_one_that_blocks_a_shared_thread_holds_up_nobody(sharing: Runtime) -> No
 
 
 def _title(actor: Any) -> str:
-    title: str = actor.__dict__["_actorrpc_card"].title
+    title: str = actor.__dict__["_actorrpc_descriptor"].title
     return title
 
 

@@ -28,7 +28,7 @@ from actorrpc.actors.streams import consumer as consumer_module
 from actorrpc.actors.streams import producer as producer_module
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.streams.producer import StreamTicket, aproduce, charge_of, close_stream, produce, pull
-from actorrpc.agent.executor import Later
+from actorrpc.agent.executor import Deferred
 from actorrpc.flight_recorder import NOTED
 from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec
@@ -412,7 +412,7 @@ def test_producers_wait_for_their_consumers(runtime: Runtime, limit: int) -> Non
     assert pull(ticket.stream, 0) == (list(range(limit)), None)
     assert not waits.done()  # sent is not taken
     later = pull(ticket.stream, 1)
-    assert type(later) is Later
+    assert type(later) is Deferred
     assert later.future.wait() == ([limit], None)
     assert _log.lines == list(range(limit + 1))
     close_stream(ticket.stream)
@@ -422,28 +422,28 @@ def test_producers_wait_for_their_consumers(runtime: Runtime, limit: int) -> Non
 
 
 def test_the_flight_recorder_has_the_pauses_and_the_end(runtime: Runtime) -> None:
-    flights = runtime.agent.flights
-    assert flights is not None
-    first = flights.total
+    flight_recorder = runtime.agent.flight_recorder
+    assert flight_recorder is not None
+    first = flight_recorder.total
     ticket = begin(logged, 1, 50)
     _until_it_pauses(runtime, ticket)
     close_stream(ticket.stream)
     assert ended() == [None]
-    kinds = [tuple(each[4:6]) for each in flights.since(first, 100) if each[1] == NOTED]
+    kinds = [tuple(each[4:6]) for each in flight_recorder.since(first, 100) if each[1] == NOTED]
     name = f"{ticket.stream:x}"
     assert sorted(kinds) == [("pause", f"of stream {name}"), ("stream", f"{name} closed after 1 items")]
 
 
 def test_the_flight_recorder_counts_the_items_of_a_stream(runtime: Runtime) -> None:
-    flights = runtime.agent.flights
-    assert flights is not None
-    first = flights.total
+    flight_recorder = runtime.agent.flight_recorder
+    assert flight_recorder is not None
+    first = flight_recorder.total
     ticket = begin(logged, 0, 3)
     assert ended() == [None]
-    kinds = [tuple(each[4:6]) for each in flights.since(first, 100) if each[1] == NOTED]
+    kinds = [tuple(each[4:6]) for each in flight_recorder.since(first, 100) if each[1] == NOTED]
     assert kinds == [("stream", f"{ticket.stream:x} of 3 items")]
     close_stream(ticket.stream)
-    assert len(flights.since(first, 100)) == 1
+    assert len(flight_recorder.since(first, 100)) == 1
 
 
 def test_nothing_is_produced_beyond_the_limit(runtime: Runtime) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from actorrpc.actors.spec.actor_spec import Card
+from actorrpc.actors.spec.actor_spec import ActorDescriptor
 from actorrpc.agent.context import set_worker
 from actorrpc.errors import ActorDiedError, NameTakenError, PeerDiedError, UnknownActorError
 from actorrpc.wire.identity import WorkerKey
@@ -31,10 +31,10 @@ def test_a_name_is_found_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> Non
     world = World(monkeypatch, 1)
     route = world.create(world.workers[1], name="clock")
     for worker in range(3):
-        card = _run(world, worker, "lookup", "clock")
-        assert isinstance(card, Card)
-        assert card.actor_id == route.actor_id
-        assert card.anchor is None  # handles got by name are weak
+        descriptor = _run(world, worker, "lookup", "clock")
+        assert isinstance(descriptor, ActorDescriptor)
+        assert descriptor.actor_id == route.actor_id
+        assert descriptor.anchor is None  # handles got by name are weak
         assert _run(world, worker, "list") == [("", "clock")]
     world.settle()
 
@@ -58,15 +58,15 @@ def test_a_name_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_of_many_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1)
     names = world.workers[0].runtime.names
-    found: list[Card | None] = []
+    found: list[ActorDescriptor | None] = []
     start = threading.Barrier(8)
 
     def ask(actor_id: int) -> None:
-        card = Card(
+        descriptor = ActorDescriptor(
             actor_id=actor_id, info=INFO, supervisor=WorkerKey(0, "x"), supervisor_name="w0", name="only"
         )
         start.wait()
-        found.append(names.put_in(card))
+        found.append(names.put_in(descriptor))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(1, 9)]
     for thread in threads:
@@ -74,7 +74,7 @@ def test_one_of_many_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert found.count(None) == 1
-    assert len({card.actor_id for card in found if card is not None}) == 1
+    assert len({descriptor.actor_id for descriptor in found if descriptor is not None}) == 1
 
 
 def test_unknown_names_say_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_names_of_a_creator_that_died_are_free(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UnknownActorError, match="wall"):
         _run(world, 1, "lookup", "clock")
     assert _run(world, 1, "lookup", "wall").actor_id == detached.actor_id  # type: ignore[attr-defined]
-    late = world.call(world.workers[1], world.workers[1].runtime.routes.of(route.card), 1)
+    late = world.call(world.workers[1], world.workers[1].runtime.routes.of(route.descriptor), 1)
     world.settle()
     assert late.done()
     assert isinstance(late.exception(), ActorDiedError) or late.value() == 1

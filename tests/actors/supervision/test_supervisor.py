@@ -71,8 +71,8 @@ def test_on_a_worker_that_is_named(monkeypatch: pytest.MonkeyPatch, how: str) ->
     route = world.create(world.workers[0], worker=where)
     world.settle()
     assert len(there.actors_here) == 1
-    assert route.card.options is not None
-    assert route.card.options.worker is None
+    assert route.descriptor.options is not None
+    assert route.descriptor.options.worker is None
 
 
 def test_with_another_actor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def test_monitors_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
         driver, _, other = world.workers
         route = world.create(driver, max_restarts=seed % 3)
         world.on(other)
-        there = other.runtime.routes.of(route.card)
+        there = other.runtime.routes.of(route.descriptor)
         fired: list[ActorDiedError] = []
         for _ in range(3):
             for worker, way in ((driver, route), (other, there)):
@@ -468,7 +468,7 @@ def test_monitors_fire_exactly_once_where_the_supervisor_dies(monkeypatch: pytes
         route = world.create(creator, max_restarts=-1)
         world.settle()
         world.on(watcher)
-        there = watcher.runtime.routes.of(replace(route.card, anchor=None))
+        there = watcher.runtime.routes.of(replace(route.descriptor, anchor=None))
         fired: list[ActorDiedError] = []
         for _ in range(3):
             world.on(watcher)

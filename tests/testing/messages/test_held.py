@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actorrpc.testing import Fault, delay
-from actorrpc.testing.messages.gate import HeldMessage, WaitingRoom
+from actorrpc.testing.messages.fault_filter import HeldMessage, WaitingRoom
 from tests.agent.virtual_clock import VirtualClock
 
 

@@ -1,4 +1,4 @@
-"""Faults at the gate of an agent: several agents in one process, no RRefs, nothing that depends on time.
+"""Faults at the fault_filter of an agent: several agents in one process, no RRefs, nothing that depends on time.
 
 What is held up is held up for a day, and released by the end of the fault.
 """
@@ -25,7 +25,7 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.testing import Fault, delay, drop, kill_at
-from actorrpc.testing.messages.gate import FaultGate
+from actorrpc.testing.messages.fault_filter import FaultFilter
 from tests.agent.agents import agents
 
 DAY = 86_400.0
@@ -54,11 +54,11 @@ def pair() -> Iterator[list[Agent]]:
 
 
 @pytest.fixture
-def gates(pair: list[Agent]) -> Iterator[list[FaultGate]]:
-    made = [FaultGate(agent) for agent in pair]
+def filters(pair: list[Agent]) -> Iterator[list[FaultFilter]]:
+    made = [FaultFilter(agent) for agent in pair]
     yield made
-    for gate in made:
-        gate.close(True)
+    for fault_filter in made:
+        fault_filter.close(True)
     until(lambda: not any(agent.hooks.active for agent in pair))
 
 
@@ -88,10 +88,10 @@ def sync(agent: Agent, to: str, function: Any, *args: Any, timeout: float = 0) -
 
 @pytest.mark.parametrize("call", [sync, lambda *args, **more: later(*args, **more).wait()])
 def test_a_lost_call_ends_at_its_deadline(
-    pair: list[Agent], gates: list[FaultGate], to: str, call: Callable[..., Any]
+    pair: list[Agent], filters: list[FaultFilter], to: str, call: Callable[..., Any]
 ) -> None:
     fault = drop("call", total=1)
-    gates[0].add(fault)
+    filters[0].add(fault)
     with pytest.raises(RpcTimeoutError, match=r"note.*timed out.*may have run") as caught:
         call(pair[0], to, note, 1, timeout=SOON)
     assert caught.value.maybe_executed is True
@@ -103,18 +103,18 @@ def test_a_lost_call_ends_at_its_deadline(
 
 @pytest.mark.parametrize(("timeout", "at_once"), [(0, False), (DAY, True), (0, True)])
 def test_a_lost_call_ends_at_once(
-    pair: list[Agent], gates: list[FaultGate], to: str, timeout: float, at_once: bool
+    pair: list[Agent], filters: list[FaultFilter], to: str, timeout: float, at_once: bool
 ) -> None:
     """Where that is asked for, and where nothing else would end it."""
-    gates[0].add(drop("call", at_once=at_once))
+    filters[0].add(drop("call", at_once=at_once))
     for call in (sync, lambda *args, **more: later(*args, **more).wait()):
         with pytest.raises(RpcTimeoutError, match=r"lost on the way to.*drop\('call'"):
             call(pair[0], to, note, 1, timeout=timeout)
     assert not arrived
 
 
-def test_a_lost_call_can_be_cancelled(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
-    gates[0].add(drop("call"))
+def test_a_lost_call_can_be_cancelled(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
+    filters[0].add(drop("call"))
     future = later(pair[0], to, note, 1, timeout=DAY)
     assert not future.done()
     assert future.cancel()
@@ -122,8 +122,8 @@ def test_a_lost_call_can_be_cancelled(pair: list[Agent], gates: list[FaultGate],
         future.wait()
 
 
-def test_a_lost_call_ends_with_its_worker(pair: list[Agent], gates: list[FaultGate]) -> None:
-    gates[0].add(drop("call"))
+def test_a_lost_call_ends_with_its_worker(pair: list[Agent], filters: list[FaultFilter]) -> None:
+    filters[0].add(drop("call"))
     future = later(pair[0], "a1", note, 1, timeout=DAY)
     pair[0].peer_ended(pair[0].peer("a1"), "dead", "says the test")
     with pytest.raises(PeerDiedError, match="may have run"):
@@ -132,8 +132,8 @@ def test_a_lost_call_ends_with_its_worker(pair: list[Agent], gates: list[FaultGa
         later(pair[0], "a1", note, 1, timeout=DAY)
 
 
-def test_a_lost_call_ends_with_the_agent(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
-    gates[0].add(drop("call"))
+def test_a_lost_call_ends_with_the_agent(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
+    filters[0].add(drop("call"))
     future = later(pair[0], to, note, 1, timeout=DAY)
     pair[0].close()
     with pytest.raises(ShutdownError):
@@ -146,92 +146,94 @@ def test_a_call_that_is_held_up_arrives_as_it_was_made(elements: int, lane: bool
     arrived.clear()
     with agents(2, lane=lane) as both:
         for to in ("a1", "a0"):
-            gate = FaultGate(both[0])
+            fault_filter = FaultFilter(both[0])
             fault = delay("call", seconds=DAY)
-            gate.add(fault)
+            fault_filter.add(fault)
             sent = torch.ones(elements)
             future = later(both[0], to, note, sent, timeout=DAY)
             assert fault.held == 1
             assert bool(both[0].peer(to).window.charged) is (elements > 5000)
             sent.zero_()
             assert not future.done()
-            gate.remove(fault)
+            fault_filter.remove(fault)
             assert torch.equal(future.wait(), torch.ones(elements))
             assert fault.held == 0
             assert fault.count == 1
-            gate.close(True)
+            fault_filter.close(True)
             until(lambda: not both[0].hooks.active)
             arrived.clear()
         assert all(not peer.window.charged for peer in both[0].peers())
 
 
 def test_others_overtake_and_those_held_up_keep_their_order(
-    pair: list[Agent], gates: list[FaultGate], to: str
+    pair: list[Agent], filters: list[FaultFilter], to: str
 ) -> None:
     fault = delay("call", seconds=DAY, function=note)
-    gates[0].add(fault)
+    filters[0].add(fault)
     held = [later(pair[0], to, note, number) for number in range(20)]
     assert sync(pair[0], to, operator.add, 1, 2) == 3
     assert not any(future.done() for future in held)
     pair[1].pool.max_threads = pair[0].pool.max_threads = 1  # or their threads change the order
-    gates[0].remove(fault)
+    filters[0].remove(fault)
     assert [future.wait() for future in held] == list(range(20))
 
 
 @pytest.mark.slow
 def test_the_time_of_a_call_runs_while_it_is_held_up(
-    pair: list[Agent], gates: list[FaultGate], to: str
+    pair: list[Agent], filters: list[FaultFilter], to: str
 ) -> None:
     """It is sent all the same, as one that was late on its way."""
     fault = delay("call", seconds=DAY)
-    gates[0].add(fault)
+    filters[0].add(fault)
     for call in (sync, lambda *args, **more: later(*args, **more).wait()):
         with pytest.raises(RpcTimeoutError) as caught:
             call(pair[0], to, note, "late", timeout=1.0)
         assert caught.value.maybe_executed is True
     assert fault.held == 2
     assert not arrived
-    gates[0].remove(fault)
+    filters[0].remove(fault)
     for _ in range(2):
         came.acquire()
     assert arrived == ["late", "late"]
     assert sync(pair[0], to, operator.add, 1, 2) == 3  # its answers disturb nobody
 
 
-def test_a_call_that_is_held_up_can_be_cancelled(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
+def test_a_call_that_is_held_up_can_be_cancelled(
+    pair: list[Agent], filters: list[FaultFilter], to: str
+) -> None:
     fault = delay("call", seconds=DAY)
-    gates[0].add(fault)
+    filters[0].add(fault)
     future = later(pair[0], to, note, 1)
     assert future.cancel()
     with pytest.raises(CancelledError) as caught:
         future.wait()
     assert caught.value.maybe_executed is True
-    gates[0].remove(fault)
+    filters[0].remove(fault)
     came.acquire()
 
 
-def test_a_call_that_is_held_up_ends_with_its_worker(pair: list[Agent], gates: list[FaultGate]) -> None:
+def test_a_call_that_is_held_up_ends_with_its_worker(pair: list[Agent], filters: list[FaultFilter]) -> None:
     fault = delay("call", seconds=DAY)
-    gates[0].add(fault)
+    filters[0].add(fault)
     futures = [later(pair[0], "a1", note, torch.ones(100_000)) for _ in range(3)]
     pair[0].peer_ended(pair[0].peer("a1"), "dead", "says the test")
     for future in futures:
         with pytest.raises(PeerDiedError):
             future.wait()
-    gates[0].remove(fault)
-    for room in list(gates[0]._rooms.values()):
+    filters[0].remove(fault)
+    for room in list(filters[0]._rooms.values()):
         room.release()
     assert fault.held == 0
     assert not arrived
 
 
 def test_calls_that_are_held_up_end_with_the_agent(
-    pair: list[Agent], gates: list[FaultGate], to: str
+    pair: list[Agent], filters: list[FaultFilter], to: str
 ) -> None:
     fault = delay("call", seconds=DAY)
-    gates[0].add(fault)
+    filters[0].add(fault)
     future = later(pair[0], to, note, 1)
-    gates[0].close(False)
+    filters[0].close(False)
     assert fault.held == 0
     assert not fault.active
     pair[0].close()
@@ -241,27 +243,27 @@ def test_calls_that_are_held_up_end_with_the_agent(
 
 
 def test_an_end_in_good_order_sends_what_is_held_up(
-    pair: list[Agent], gates: list[FaultGate], to: str
+    pair: list[Agent], filters: list[FaultFilter], to: str
 ) -> None:
-    gates[0].add(delay("*", seconds=DAY))
+    filters[0].add(delay("*", seconds=DAY))
     future = later(pair[0], to, note, 1)
-    gates[0].close(True)
+    filters[0].close(True)
     assert future.wait() == 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001])
 def test_what_is_held_up_leaves_by_itself(
-    pair: list[Agent], gates: list[FaultGate], to: str, seconds: float
+    pair: list[Agent], filters: list[FaultFilter], to: str, seconds: float
 ) -> None:
-    gates[0].add(delay("call", "answer", seconds=seconds))
-    gates[1].add(delay("answer", seconds=seconds))
+    filters[0].add(delay("call", "answer", seconds=seconds))
+    filters[1].add(delay("answer", seconds=seconds))
     futures = [later(pair[0], to, note, number) for number in range(10)]
     assert [future.wait() for future in futures] == list(range(10))
     assert sync(pair[0], to, note, 1, timeout=60) == 1
 
 
-def test_a_lost_answer(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
-    there = gates[1] if to == "a1" else gates[0]
+def test_a_lost_answer(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
+    there = filters[1] if to == "a1" else filters[0]
     fault = drop("answer", function=note)
     there.add(fault)
     with pytest.raises(RpcTimeoutError, match="timed out"):
@@ -282,8 +284,8 @@ def fail() -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def test_errors_are_answers(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
-    there = gates[1] if to == "a1" else gates[0]
+def test_errors_are_answers(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
+    there = filters[1] if to == "a1" else filters[0]
     lost, late = drop("answer", total=1, at_once=True), delay("answer", seconds=DAY)
     there.add(lost)
     with pytest.raises(RpcTimeoutError, match="answer of a call was lost"):
@@ -298,8 +300,10 @@ def test_errors_are_answers(pair: list[Agent], gates: list[FaultGate], to: str) 
 
 
 @pytest.mark.parametrize("value", [1, "text", torch.ones(3), torch.ones(100_000)])
-def test_an_answer_that_is_held_up(pair: list[Agent], gates: list[FaultGate], to: str, value: Any) -> None:
-    there = gates[1] if to == "a1" else gates[0]
+def test_an_answer_that_is_held_up(
+    pair: list[Agent], filters: list[FaultFilter], to: str, value: Any
+) -> None:
+    there = filters[1] if to == "a1" else filters[0]
     fault = delay("answer", seconds=DAY)
     there.add(fault)
     future = later(pair[0], to, note, value)
@@ -312,9 +316,11 @@ def test_an_answer_that_is_held_up(pair: list[Agent], gates: list[FaultGate], to
     assert torch.equal(torch.as_tensor(future.wait() != 0), torch.as_tensor(value != 0))
 
 
-def test_notices(pair: list[Agent], gates: list[FaultGate], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notices(pair: list[Agent], filters: list[FaultFilter], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is lost is known to be: its protocol sends it again, and the end of the fault does, too."""
-    monkeypatch.setattr("actorrpc.testing.messages.gate.type_of_notice", lambda name, body: "rref_delete")
+    monkeypatch.setattr(
+        "actorrpc.testing.messages.fault_filter.type_of_notice", lambda name, body: "rref_delete"
+    )
     a, b = pair
 
     def heard(peer: Peer, body: bytes) -> None:
@@ -324,53 +330,53 @@ def test_notices(pair: list[Agent], gates: list[FaultGate], monkeypatch: pytest.
     assert a.notify(a.peer("a1"), "x", b"0")
     came.acquire()
     fault = drop("rref_delete", times=2)
-    gates[0].add(fault)
+    filters[0].add(fault)
     assert [a.notify(a.peer("a1"), "x", b"1") for _ in range(3)] == [False, False, True]
     came.acquire()
     assert not a.notify(a.peer("a1"), "x", b"2")
     assert arrived == [("a0", b"0"), ("a0", b"1")]
     late = delay("rref_delete", seconds=DAY)
-    gates[0].add(late)
+    filters[0].add(late)
     assert a.notify(a.peer("a1"), "x", b"3") is False
-    gates[0].remove(fault)
+    filters[0].remove(fault)
     for _ in range(2):
         came.acquire()
     assert a.notify(a.peer("a1"), "x", b"4")
     assert late.held == 1
     assert sorted(arrived) == [("a0", b"%d" % n) for n in range(4)]
-    gates[0].remove(late)
+    filters[0].remove(late)
     came.acquire()
     assert arrived[-1] == ("a0", b"4")
 
 
-def test_notices_that_have_no_type_pass(pair: list[Agent], gates: list[FaultGate]) -> None:
-    gates[0].add(drop("*"))
+def test_notices_that_have_no_type_pass(pair: list[Agent], filters: list[FaultFilter]) -> None:
+    filters[0].add(drop("*"))
     pair[1].on_notice["x"] = lambda peer, body: note(body)
     assert pair[0].notify(pair[0].peer("a1"), "x", b"1")
     came.acquire()
 
 
-def test_posts(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
+def test_posts(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
     a = pair[0]
     lost, late = drop("call", total=1), delay("call", seconds=DAY)
-    gates[0].add(lost)
+    filters[0].add(lost)
     with pytest.raises(RpcTimeoutError, match="lost on the way"):
         a.cast(a.peer(to), note, (1,), "note")
-    gates[0].add(late)
+    filters[0].add(late)
     sent = torch.ones(100_000)
     a.cast(a.peer(to), note, (sent,), "note")
     sent.zero_()
     assert late.held == 1
     assert not arrived
-    gates[0].remove(late)
+    filters[0].remove(late)
     came.acquire()
     assert torch.equal(arrived[0], torch.ones(100_000))
 
 
-def test_the_one_that_was_started_first_has_it(pair: list[Agent], gates: list[FaultGate]) -> None:
+def test_the_one_that_was_started_first_has_it(pair: list[Agent], filters: list[FaultFilter]) -> None:
     first, second = drop("call", total=1, at_once=True), drop("call", total=1, at_once=True)
-    gates[0].add(first)
-    gates[0].add(second)
+    filters[0].add(first)
+    filters[0].add(second)
     for counts in ((1, 0), (1, 1)):
         with pytest.raises(RpcTimeoutError):
             sync(pair[0], "a1", note, 1)
@@ -378,17 +384,17 @@ def test_the_one_that_was_started_first_has_it(pair: list[Agent], gates: list[Fa
     assert sync(pair[0], "a1", note, 1) == 1
 
 
-def test_only_on_workers_that_are_meant(pair: list[Agent], gates: list[FaultGate]) -> None:
-    for gate in gates:
-        gate.add(drop("call", on="a1", at_once=True))
+def test_only_on_workers_that_are_meant(pair: list[Agent], filters: list[FaultFilter]) -> None:
+    for fault_filter in filters:
+        fault_filter.add(drop("call", on="a1", at_once=True))
     assert not pair[0].hooks.active
     assert sync(pair[0], "a1", operator.add, 1, 2) == 3
     with pytest.raises(RpcTimeoutError):
         sync(pair[1], "a0", operator.add, 1, 2)
 
 
-def test_times_are_those_of_a_message(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
-    gates[0].add(drop("call", times=1, at_once=True))
+def test_times_are_those_of_a_message(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
+    filters[0].add(drop("call", times=1, at_once=True))
     for number in range(3):
         with pytest.raises(
             SerializationError
@@ -399,7 +405,7 @@ def test_times_are_those_of_a_message(pair: list[Agent], gates: list[FaultGate],
         assert sync(pair[0], to, note, number) == number
 
 
-def test_many_threads(pair: list[Agent], gates: list[FaultGate], to: str) -> None:
+def test_many_threads(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
     """Faults come and go while calls are made; each call ends, and what is counted is what was lost."""
     ends: list[str] = []
     faults: list[Fault] = []
@@ -415,11 +421,11 @@ def test_many_threads(pair: list[Agent], gates: list[FaultGate], to: str) -> Non
     def trouble() -> None:
         while not left.is_set():
             faults.append(drop("call", probability=0.3, at_once=True))
-            gates[0].add(faults[-1])
+            filters[0].add(faults[-1])
             held = delay("call", seconds=0.0005, probability=0.5)
-            gates[0].add(held)
-            gates[0].remove(faults[-1])
-            gates[0].remove(held)
+            filters[0].add(held)
+            filters[0].remove(faults[-1])
+            filters[0].remove(held)
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
     troublemaker = threading.Thread(target=trouble)
@@ -460,14 +466,14 @@ class _Taken:
 
 @pytest.mark.parametrize(("point", "side"), [("call.sent", 0), ("answer.sent", 1)])
 def test_what_is_sent_is_with_the_kernel_even_if_another_thread_writes(
-    pair: list[Agent], gates: list[FaultGate], monkeypatch: pytest.MonkeyPatch, point: str, side: int
+    pair: list[Agent], filters: list[FaultFilter], monkeypatch: pytest.MonkeyPatch, point: str, side: int
 ) -> None:
     assert sync(pair[0], "a1", note, 0) == 0
     conn: Any = pair[side].peer(f"a{1 - side}").conn
     left: list[int] = []
     kill = kill_at(point, function=note, action="kill")
     monkeypatch.setattr(os, "kill", lambda *_: left.append(len(conn.outbox)))
-    gates[side].add(kill)
+    filters[side].add(kill)
     with monkeypatch.context() as patch:
         patch.setattr(conn.writer, "lock", _Taken(conn.writer.lock))
         assert later(pair[0], "a1", note, 1).wait() == 1

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from actorrpc.testing.messages.active import Injection
     from actorrpc.transport.connection import Connection
 
-__all__ = ["FaultGate", "HeldMessage", "WaitingRoom", "copied"]
+__all__ = ["FaultFilter", "HeldMessage", "WaitingRoom", "copied"]
 
 _log = logging.getLogger("actorrpc.testing")
 
@@ -175,7 +175,7 @@ _AGAIN_S: Final = 1.0  # a held notice that cannot be sent is tried again after 
 _WATCHED: Final = (RECEIPT, transport.NOTICE)
 
 
-class FaultGate(CallHooks):
+class FaultFilter(CallHooks):
     """The faults of one agent, at work. Thread-safe."""
 
     def __init__(self, agent: Agent) -> None:
