@@ -444,6 +444,7 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
         limit = max(0.05, min(5.0, deadline - _time.now()))
         try:
             plain = socket.create_connection((host, port), limit)
+            own_address = str(plain.getsockname()[0])
             limit = min(deadline, _time.now() + settings.handshake_timeout)
             secured = None if tls is None else tls.dial(plain, limit)
             sock: AnySocket = plain if secured is None else secured
@@ -456,7 +457,7 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
                     seals=settings.frame_integrity and tls is None,
                 )
                 result = shake_hands(sock, dialler, limit)
-                found.append(_Found(result.peer_name, result.peer_incarnation, str(plain.getsockname()[0])))
+                found.append(_Found(result.peer_name, result.peer_incarnation, own_address))
         except ssl.SSLError as error:
             raise explain(error, f"the driver at {where}") from error
         except OSError as error:

@@ -29,7 +29,7 @@ def test_a_wait_ends_with_the_future_and_does_not_spin_until_the_call_is_over() 
         ),
     )
     future: Future[int] = Future()
-    call = Call(agent, cast(Any, None), "add", float("inf"), 0.0, 1, future)
+    call = Call(agent, cast(Any, None), "add", float("inf"), 1, future, 0.0)
     future.set_result(3)  # whoever does that ends the call next, as soon as it is let run
     call.drive(None)
     assert not call.done

@@ -141,11 +141,11 @@ class _Guest(Runner):
                 self.thread._sleep()
 
     def serve(self) -> None:
-        outer, self._stirs = self._stirs, []
+        outer, self._wakers = self._wakers, []
         try:
             self._carry_out()
         finally:
-            self._stirs = outer
+            self._wakers = outer
 
     def _carry_out(self) -> None:
         match self.orders.popleft():

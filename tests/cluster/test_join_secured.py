@@ -72,7 +72,6 @@ def _refused(address: str, kind: type[RpcError], says: str, **settings: Any) -> 
     assert not rpc.is_initialized()
 
 
-@pytest.mark.slow
 @pytest.mark.prints(
     "refuses the certificate of this worker, or shows none: .*unknown ca",
     r"certificate of who came from 127\.0\.0\.1 is refused: self.signed certificate",
