@@ -141,22 +141,25 @@ _sets: weakref.WeakSet[HookSet] = weakref.WeakSet()
 
 
 def add_hooks(hooks: CallHooks) -> None:
-    """Have hooks take part in the calls of every worker of this process, also of workers that are started later.
+    """Have hooks take part in the calls of every worker of this process, also of workers that are started later. Idempotent.
 
     Other processes need hooks of their own: add them in a module that all import, or by a call.
     """
     with _lock:
-        _of_process.append(hooks)
-        for each in list(_sets):
-            each._change((*each._hooks, hooks))
+        if hooks not in _of_process:
+            _of_process.append(hooks)
+        sets = list(_sets)
+    for each in sets:
+        each.add(hooks)
 
 
 def remove_hooks(hooks: CallHooks) -> None:
     """Undo :func:`add_hooks`. Calls that are under way may still reach the hooks. Idempotent."""
     with _lock:
         _of_process[:] = [each for each in _of_process if each is not hooks]
-        for found in list(_sets):
-            found._change(tuple(each for each in found._hooks if each is not hooks))
+        sets = list(_sets)
+    for each in sets:
+        each.remove(hooks)
 
 
 class HookSet:

@@ -290,6 +290,7 @@ def _of_a_process(rank: int, _: int) -> list[str]:
         actorrpc.add_hooks(counts)
         rpc.rpc_sync("worker1", operator.add, (1, 2))
         actorrpc.add_hooks(later)
+        actorrpc.add_hooks(later)
         rpc.rpc_sync("worker1", operator.mul, (1, 2))
         actorrpc.remove_hooks(counts)
         rpc.rpc_sync("worker1", operator.sub, (1, 2))

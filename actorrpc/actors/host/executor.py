@@ -86,7 +86,7 @@ class ActorExecutor:
         try:
             if runner.depth > _MAX_DEPTH:
                 self.fail(entry, self._too_deep())
-            elif self._may_start(entry):
+            elif entry.deadline == INFINITE or self._may_start(entry):
                 self._begin(entry, runner)
                 token = CURRENT.set(entry)
                 try:
@@ -176,7 +176,7 @@ class ActorExecutor:
         self.mailbox.running[id] = runner
 
     def _may_start(self, entry: Envelope) -> bool:
-        if entry.deadline == INFINITE or _time.now() <= entry.deadline:
+        if _time.now() <= entry.deadline:
             return True
         text = f"{self.label(entry)} reached its turn too late to be started"
         self.refuse(entry, RpcTimeoutError(text, maybe_executed=False, worker=self.agent.name))
