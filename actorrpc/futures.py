@@ -467,6 +467,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         except BaseException as error:
             self.try_fail(error)
             if is_of_handler(error):
+                self.acknowledge()  # this thread gets the error
                 raise
         else:
             self.try_complete(value)
@@ -800,6 +801,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                     error.__traceback__ = trace
                 following.try_fail(error)
                 if is_of_handler(error):
+                    following.acknowledge()  # this thread gets the error
                     raise
             else:
                 following.try_complete(value)

@@ -184,6 +184,8 @@ def _both(module: Any, me: int) -> dict[str, tuple[str, Any]]:
 
     user = module.remote("worker1", torch.add, (torch.ones(2), 1))
     note("user: repr", lambda: repr(user))
+    owner = module.RRef([1, 2])
+    note("owner: repr", lambda: repr(owner))  # now: the loop below makes RRefs, whose numbers follow
     note("user: to_here", lambda: user.to_here().tolist())
     # Soon: the owner's word may come after the value.
     note(
@@ -194,8 +196,6 @@ def _both(module: Any, me: int) -> dict[str, tuple[str, Any]]:
     note("user: owner_name", user.owner_name)
     note("user: owner", lambda: (user.owner().name, user.owner().id))
     note("user: local_value", user.local_value)
-    owner = module.RRef([1, 2])
-    note("owner: repr", lambda: repr(owner))
     note("owner: to_here", owner.to_here)
     note("owner: local_value", owner.local_value)
     note("owner: identity", lambda: owner.local_value() is owner.to_here())

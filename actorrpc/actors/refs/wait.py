@@ -248,8 +248,8 @@ class _Collector:
 
     def add(self, number: int, item: Any, future: Future[Any]) -> None:
         """Add a result, and wait for its future; the caller flushes the gathered messages."""
-        watch = self.watches[number] = _Watch(self, item, number)
-        watch.arm(future)
+        watch = self.watches[number] = _Watch(self, item, number, future)
+        future.add_waiter(watch.ended)
 
     def awaited(self, count: int, label: str, needs_all: bool) -> Future[None] | None:
         """Return a future that completes when ``count`` results are ready, or one has failed; None if that is already true.
@@ -291,13 +291,14 @@ class _Watch:
 
     __slots__ = ("_collector", "future", "item", "number")
 
-    def __init__(self, collector: _Collector, item: Any, number: int) -> None:
+    def __init__(self, collector: _Collector, item: Any, number: int, future: Future[Any]) -> None:
         self._collector = weakref.ref(collector)
         self.item = item
         self.number = number
+        self.future = future
 
     def arm(self, future: Future[Any]) -> None:
-        """Wait for a future."""
+        """Wait for another future."""
         self.future = future
         future.add_waiter(self.ended)
 
