@@ -12,6 +12,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 from types import AsyncGeneratorType, GeneratorType
 from typing import TYPE_CHECKING, Any, Final
@@ -195,7 +196,13 @@ class Executor:
             Exception: what a signal handler has raised.
         """
         while posts:
-            self.run(posts.popleft(), waiting=True)
+            task = posts.popleft()
+            try:
+                # In a context of its own: CURRENT stays as it is here, also if a handler raises between two steps of run().
+                copy_context().run(self.run, task, True)
+            except BaseException:
+                task[0].peer.running.pop(task[1].id, None)
+                raise
         if QUEUED:
             run_queued_callbacks()
 

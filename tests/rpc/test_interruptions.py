@@ -21,6 +21,7 @@ import torch
 
 import actorrpc
 from actorrpc import autograd, rpc
+from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import api
@@ -229,6 +230,7 @@ def _interrupted(rank: int, world_size: int, name: str) -> int:
         with raising() as raised:
             count = Steps().at_each(work, raised, aside.check)
         work()
+        assert CURRENT.get() is None
     finally:
         aside.close()
         gc.collect()  # frames and what traces them
