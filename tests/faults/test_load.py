@@ -173,7 +173,9 @@ def test_many_calls_in_flight_to_one_worker() -> None:
         note(f"calls in flight, round {n}", {"calls": calls, **each})
     for side in ("after", "after_there"):
         assert last[side].descriptors <= second[side].descriptors + 2
-        of_threads = 50 * max(0, last[side].threads - second[side].threads)  # the pool may have grown meanwhile
+        of_threads = 50 * max(
+            0, last[side].threads - second[side].threads
+        )  # the pool may have grown meanwhile
         assert last[side].objects <= second[side].objects + of_threads + calls // 100
         # What was taken at first is used again, as far as the allocator can.
         assert last[side].rss_mb - second[side].rss_mb < 8 + calls / 2_000
