@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from types import FrameType, FunctionType
 from typing import Any, Final, NoReturn
@@ -53,7 +53,7 @@ from actorrpc.errors import (
     RpcError,
     ShutdownError,
 )
-from actorrpc.flight_recorder import OWN, OWN_MODULES, FlightRecorder
+from actorrpc.flight_recorder import FlightRecorder
 from actorrpc.futures import QUEUED, Future, interruption_point, run_queued_callbacks
 from actorrpc.serialization import by_value, codec
 from actorrpc.transport import signals
@@ -228,51 +228,35 @@ class Agent:
         keep: Any = None,
         label: str | None = None,
         mail: MailHeader | None = None,
-        header: Header | None = None,
-        awaits: Sequence[Future[Any]] = (),
-        place: Call | None = None,
     ) -> Call:
-        """Make a call; it is on its way, or in the outbox, when this returns.
+        """Make a call and send it; see :class:`Call` for the arguments, and :meth:`send` for errors."""
+        call = Call(self, peer, function, timeout, future, label, keep, mail)
+        self.send(call, function, args, kwargs)
+        return call
+
+    def send(
+        self,
+        call: Call,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        header: Header | None = None,
+    ) -> None:
+        """Send a new call, or the arguments of a call that has reserved its place. On an error, undo all steps.
+
+        The call is on its way, or in the outbox, when this returns.
 
         Args:
-            timeout: seconds; 0 means no bound but that of the call that this one is nested in.
-            future: completed with the outcome; without one, the caller is :meth:`ask`.
-            keep: kept alive until the call ends.
-            mail: names a mailbox of the peer; the message then carries ``(args, kwargs)`` alone, ``function`` is not used.
+            function: not used by mail, which carries ``(args, kwargs)`` alone.
             header: fields to be sent along.
-            awaits: futures of arguments. Mail then only reserves its place in the mailbox, and the arguments are not used.
-            place: the call that has reserved the place of this mail; its deadline, label and future stay.
 
         Raises:
             SerializationError, LimitError: before anything is sent.
-            CancelledError: the call that this one is nested in was cancelled, or the call in ``place`` has ended.
+            CancelledError: the call that this one is nested in was cancelled, or the call has ended that had reserved the place.
             RpcTimeoutError: the deadline of the call that this one is nested in has passed.
             PeerDiedError, BackpressureError, ShutdownError: nothing was executed. LostArgumentError: the worker has died that
                 a reference among the arguments leads to.
         """
-        if place is not None:
-            place.mail = mail
-            self._send(place, function, args, kwargs, header)
-            return place
-        current, made = CURRENT.get(), _time.now()
-        deadline = made + timeout if timeout else INFINITE
-        if current is not None:
-            deadline, chain = min(deadline, current.deadline), current.chain
-        else:
-            chain = self.next_chain()
-        if label is None:
-            label = getattr(function, "__qualname__", None) or repr(function)
-            if type(function) is FunctionType and OWN_MODULES[function.__module__]:
-                label = f"{OWN}{label}"
-        call = Call(self, peer, label, deadline, chain, future, made)
-        call.awaits, call.mail, call.keep = awaits, mail, keep
-        self._send(call, function, args, kwargs, header)
-        return call
-
-    def _send(
-        self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], header: Header | None
-    ) -> None:
-        """Send a new call, or the arguments of a call that has reserved its place. On an error, undo all steps."""
         peer, mail, is_new = call.peer, call.mail, not call.id
         if self.closed_down:
             raise self.shut_down_error()
@@ -377,7 +361,7 @@ class Agent:
         self.hooks.send(request, partial(self._dispatch, call, encoded, header))
 
     def _undo(self, call: Call, message: MessageContext, is_new: bool, error: BaseException) -> None:
-        """Undo what :meth:`_send` has begun; a call that is in the outbox or beyond it is cancelled."""
+        """Undo what :meth:`send` has begun; a call that is in the outbox or beyond it is cancelled."""
         if call.handed_over:
             call.cancel()  # a signal handler has raised, between chunks or since
             return
@@ -404,14 +388,13 @@ class Agent:
         """Make a call as :meth:`call` does, and return its value or raise its error."""
         if QUEUED:
             run_queued_callbacks()
-        call: Call | None = None
+        call = Call(self, peer, function, timeout, None, label, keep)
         try:
-            call = self.call(peer, function, args, kwargs, timeout, None, keep, label)
+            self.send(call, function, args, kwargs)
             while not call.done:
                 call.drive(None)
         except BaseException as error:
-            if call is not None:
-                self._give_up(call, error)  # a signal handler has raised
+            self._give_up(call, error)  # it was not sent, or a signal handler has raised
             raise
         outcome = call.outcome
         if isinstance(outcome, BaseException):
@@ -506,10 +489,10 @@ class Agent:
 
     @uninterruptible
     def _give_up(self, call: Call, error: BaseException) -> None:
-        """Cancel a call of :meth:`ask`; if its reply has come, discard the reply."""
+        """Cancel a call of :meth:`ask`, unless it was not sent; if its reply has come, discard the reply."""
         if call.cancel():
             return
-        while not call.done:  # another thread is ending it right now
+        while call.handed_over and not call.done:  # another thread is ending it right now
             _time.pause(0.0005)
         outcome = call.outcome
         if isinstance(outcome, Frame):

@@ -19,11 +19,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from threading import get_ident
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from actorrpc import _time
 from actorrpc.agent.hooks import NO_NOTES
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError
+from actorrpc.flight_recorder import OWN, OWN_MODULES
 from actorrpc.futures import (
     INTERRUPTED,
     QUEUED,
@@ -209,6 +211,8 @@ class _CallingAgent(Protocol):
     scheduler: Any
     executor: Any
 
+    def next_chain(self) -> int: ...
+
 
 CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)
 
@@ -216,9 +220,16 @@ CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call
 class Call(Progress):
     """A call to a peer. At most one thread waits for it, or it completes a future.
 
+    Args:
+        function: what is called, for the label if none is given.
+        timeout: seconds; 0 means no bound but that of the call that this one is nested in.
+        future: completed with the outcome; without one, the caller is :meth:`Agent.ask`.
+        keep: kept alive until the call ends.
+        mail: names a mailbox of the peer; the message then carries the arguments alone.
+        awaits: the pending futures of arguments; while there are any, the call only reserves its place in the mailbox.
+
     Attributes:
         id: its number among the calls to the peer; 0 until its message is made.
-        awaits: the pending futures of arguments; while there are any, the call has only reserved its place in the mailbox.
         made: when it was made. ``thread``: the number of the thread that made it.
         frame: the request, while it is in the outbox. ``sent``: it was sent.
         outcome: without a future, the reply or the error that the call has ended with.
@@ -226,7 +237,6 @@ class Call(Progress):
             thread has been woken.
         stopping: the caller has cancelled the call, and waits until the worker has ended it.
         introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
-        keep: objects that are kept alive until the call ends.
         size: bytes of body and buffers if they are not in the frame alone.
         fields, notes: see :class:`~actorrpc.agent.hooks.CallHooks`; there are no fields before ``on_call``.
         ending: the ``on_answer`` of the hooks that take part.
@@ -265,12 +275,24 @@ class Call(Progress):
         self,
         agent: _CallingAgent,
         peer: Peer,
-        label: str,
-        deadline: float,
-        chain: int,
-        future: Future[Any] | None,
-        made: float,
+        function: Any,
+        timeout: float,
+        future: Future[Any] | None = None,
+        label: str | None = None,
+        keep: Any = None,
+        mail: MailHeader | None = None,
+        awaits: Sequence[Future[Any]] = (),
     ) -> None:
+        current, made = CURRENT.get(), _time.now()
+        deadline = made + timeout if timeout else INFINITE
+        if current is None:
+            self.chain = agent.next_chain()
+        else:
+            deadline, self.chain = min(deadline, current.deadline), current.chain
+        if label is None:
+            label = getattr(function, "__qualname__", None) or repr(function)
+            if type(function) is FunctionType and OWN_MODULES[function.__module__]:
+                label = f"{OWN}{label}"
         self.made = made
         self.thread = get_ident()
         self.agent = agent
@@ -278,9 +300,8 @@ class Call(Progress):
         self.id = 0
         self.label = label
         self.deadline = deadline
-        self.chain = chain
         self.future = future
-        self.awaits: Sequence[Future[Any]] = ()
+        self.awaits = awaits
         self.conn: Connection | None = None
         self.frame = b""
         self.sent = False
@@ -288,11 +309,11 @@ class Call(Progress):
         self.polling: Connection | None = None
         self.awake = False
         self.stopping = False
-        self.mail: MailHeader | None = None
+        self.mail = mail
         self.lock: threading.Lock | None = None
         self.outcome: Frame | BaseException | None = None
         self.size = 0
-        self.keep: Any = None
+        self.keep = keep
         self.introduces: Any = None
         self.ending = agent.hooks.on_answer
         self.notes = NO_NOTES

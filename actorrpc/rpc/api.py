@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler, say
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.context import (
     Worker,
     current_worker,
@@ -550,7 +550,7 @@ def send(
 ) -> None:
     """Do what :func:`rpc_async` does, with the caller's own future. For the floors above."""
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    agent.call(peer, func, args, kwargs, seconds, future)
+    agent.send(Call(agent, peer, func, seconds, future), func, args, kwargs)
 
 
 def remote(

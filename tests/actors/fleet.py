@@ -26,7 +26,8 @@ from actorrpc.actors.spec.options import ActorOptions, CallOptions
 from actorrpc.actors.supervision import supervisor as supervisors
 from actorrpc.actors.supervision.names import Names
 from actorrpc.actors.supervision.supervisor import Supervisor
-from actorrpc.agent.calls import CURRENT
+from actorrpc.agent import calls
+from actorrpc.agent.calls import CURRENT, INFINITE
 from actorrpc.agent.context import Worker as WorkerInForce
 from actorrpc.agent.context import set_worker
 from actorrpc.agent.executor import Deferred
@@ -194,10 +195,7 @@ class FakeAgent:
         keep: Any = None,
         label: str | None = None,
         mail: Any = None,
-        header: Any = None,
-        awaits: Any = (),
     ) -> FakeCall:
-        assert not awaits, "no simulated call has arguments that are still to come"
         world = self.world
         if self.worker.dead:
             raise Dead
@@ -212,6 +210,12 @@ class FakeAgent:
             self.clock.after(timeout, partial(self.submit, call.expire))
         peer.out.append(partial(self._deliver, peer, call, function, args, kwargs, mail))
         return call
+
+    def send(self, call: calls.Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert not call.awaits, "no simulated call has arguments that are still to come"
+        timeout = 0.0 if call.deadline == INFINITE else call.deadline - call.made
+        to: Any = call.peer
+        self.call(to, function, args, kwargs, timeout, call.future, call.keep, call.label, call.mail)
 
     def ask(self, *call: Any, **options: Any) -> Any:
         future: Future[Any] = Future()

@@ -25,11 +25,14 @@ def test_a_wait_ends_with_the_future_and_does_not_spin_until_the_call_is_over() 
     agent = cast(
         Any,
         SimpleNamespace(
-            hooks=HookSet(), scheduler=SimpleNamespace(corked={}), pool=SimpleNamespace(queue=[])
+            hooks=HookSet(),
+            scheduler=SimpleNamespace(corked={}),
+            pool=SimpleNamespace(queue=[]),
+            next_chain=lambda: 1,
         ),
     )
     future: Future[int] = Future()
-    call = Call(agent, cast(Any, None), "add", float("inf"), 1, future, 0.0)
+    call = Call(agent, cast(Any, None), operator.add, 0.0, future)
     future.set_result(3)  # whoever does that ends the call next, as soon as it is let run
     call.drive(None)
     assert not call.done

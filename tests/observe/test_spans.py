@@ -16,6 +16,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 import actorrpc
 from actorrpc import rpc
+from actorrpc.agent.calls import Call
 from actorrpc.agent.context import current_worker
 from actorrpc.errors import ConfigError, SerializationError
 from actorrpc.rpc import spans
@@ -273,7 +274,8 @@ def test_what_makes_no_sense_is_run_without_a_span(packed: Any) -> None:
     assert worker is not None
     future: rpc.Future[int] = rpc.Future()
     agent = worker.agent
-    agent.call(agent.self_peer, _at_once, (1,), {}, 0, future=future, header={"trace": packed})
+    call = Call(agent, agent.self_peer, _at_once, 0.0, future)
+    agent.send(call, _at_once, (1,), {}, {"trace": packed})
     assert future.wait() == 1
 
 

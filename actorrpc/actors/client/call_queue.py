@@ -35,6 +35,7 @@ from actorrpc.actors.client.pending_call import (
 from actorrpc.actors.client.supervisor_client import ask, peer_of
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
+from actorrpc.agent.calls import Call
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -219,9 +220,8 @@ class CallQueue:
                     pending = PendingCall(future, PendingCall.hold(args, kwargs), unresolved, seconds)
                 place = None if pending is None else pending.place
                 mail = template.mail_for(unresolved and not awaits, place)
-            call = self.agent.call(
-                template.peer, None, args, kwargs, seconds, future, None, template.label, mail, None, awaits
-            )
+            call = Call(self.agent, template.peer, None, seconds, future, template.label, None, mail, awaits)
+            self.agent.send(call, None, args, kwargs)
             if awaits:
                 ReservedCall(self, future, template, call)
         except LostArgumentError as error:

@@ -442,10 +442,8 @@ class ReservedCall:
             return
         try:
             args, kwargs, unresolved = pack_arguments(*PendingCall.opened(held))
-            mail, label = template.mail_for(unresolved), template.label
-            queue.agent.call(
-                call.peer, None, args, kwargs, 0.0, future=future, label=label, mail=mail, place=call
-            )
+            call.mail = template.mail_for(unresolved)
+            queue.agent.send(call, None, args, kwargs)
         except BaseException as error:
             if call.give_back_place():
                 if isinstance(error, PeerDiedError):

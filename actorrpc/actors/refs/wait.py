@@ -244,7 +244,8 @@ class _Collector:
     def __del__(self) -> None:
         # A signal handler may have interrupted the constructor.
         for watch in vars(self).get("watches", {}).values():
-            watch.future.remove_waiter(watch.ended)
+            if not watch.future.completed:
+                watch.future.remove_waiter(watch.ended)
 
     def add(self, number: int, item: Any, future: Future[Any]) -> None:
         """Add a result, and wait for its future; the caller flushes the gathered messages."""

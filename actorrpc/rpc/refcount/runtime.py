@@ -18,7 +18,7 @@ import msgpack
 
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import Execution
+from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.hooks import RECEIPT, MessageReferences
 from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import MessageContext, Peer
@@ -315,7 +315,8 @@ class References(MessageReferences):
             header: Header = {**mail.header, "num_returns": 0, "rref": _creation_of(handle)}
             mail = MailHeader(header, interrupts=mail.interrupts, late=mail.late)
         try:
-            self.agent.call(peer, self._make, args, kwargs, timeout, future=future, label=label, mail=mail)
+            call = Call(self.agent, peer, self._make, timeout, future, label, None, mail)
+            self.agent.send(call, self._make, args, kwargs)
         except BaseException as error:
             if future.claim():  # otherwise the call has ended, and ``created`` knows how
                 is_unsent = True
