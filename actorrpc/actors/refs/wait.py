@@ -247,11 +247,6 @@ class _Collector:
             if not watch.future.completed:
                 watch.future.remove_waiter(watch.ended)
 
-    def add(self, number: int, item: Any, future: Future[Any]) -> None:
-        """Add a result, and wait for its future; the caller flushes the gathered messages."""
-        watch = self.watches[number] = _Watch(self, item, number, future)
-        future.add_waiter(watch.ended)
-
     def awaited(self, count: int, label: str, needs_all: bool) -> Future[None] | None:
         """Return a future that completes when ``count`` results are ready, or one has failed; None if that is already true.
 
@@ -288,15 +283,17 @@ class _Collector:
 
 
 class _Watch:
-    """Waits for one result of a collector."""
+    """Waits for one result of a collector. Whoever makes it flushes the gathered messages."""
 
     __slots__ = ("_collector", "future", "item", "number")
 
-    def __init__(self, collector: _Collector, item: Any, number: int, future: Future[Any]) -> None:
+    def __init__(self, collector: _Collector, number: int, item: Any, future: Future[Any]) -> None:
         self._collector = weakref.ref(collector)
         self.item = item
         self.number = number
         self.future = future
+        collector.watches[number] = self
+        future.add_waiter(self.ended)
 
     def arm(self, future: Future[Any]) -> None:
         """Wait for another future."""
@@ -582,7 +579,7 @@ def _wait_for_all(items: list[Any], futures: list[Future[Any]], until: float, ti
             collector = _Collector(fetch=True, fails=True)
             for at, future in enumerate(futures):
                 if not future.completed or type(future.value_or_none) is StoredResult:
-                    collector.add(at, items[at], future)
+                    _Watch(collector, at, items[at], future)
             _flush(pending)
             signal = collector.awaited(len(collector.watches), f"get() of {len(items)} results", True)
             if signal is not None:
@@ -720,7 +717,7 @@ class _Registered(_Collector):
                 ended.append(number)
             else:
                 pending.append(future)
-                self.add(number, item, future)
+                _Watch(self, number, item, future)
         heapq.heapify(ended)
         self.items.update(zip(numbers, new, strict=True))
         self._next = numbers.stop
@@ -802,7 +799,7 @@ class Completed(_Collector, Generic[T]):
             if not items:
                 self.bar.close()
         for number, (item, future) in enumerate(zip(items, futures, strict=True)):
-            self.add(number, item, future)
+            _Watch(self, number, item, future)
         _flush(futures)
 
     def __iter__(self) -> Iterator[T]:
