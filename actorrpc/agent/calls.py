@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from threading import get_ident
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from actorrpc import _time
 from actorrpc.agent.hooks import NO_NOTES
@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLER_BIT", "CURRENT", "MAILBOX_BIT", "Call", "Execution", "Nested"]
+__all__ = ["CALLER_BIT", "CURRENT", "MAILBOX_BIT", "Call", "Execution", "Nested", "run_within"]
+
+T = TypeVar("T")
 
 INFINITE: Final = float("inf")
 MAILBOX_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
@@ -215,6 +217,19 @@ class _CallingAgent(Protocol):
 
 
 CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)
+
+
+def run_within(execution: Execution, function: Callable[..., T], *args: Any) -> T:
+    """Call ``function(*args)`` in a context of its own, in which ``CURRENT`` is ``execution``.
+
+    In the context of the caller ``CURRENT`` stays as it is, also if a signal handler raises between any two steps.
+    """
+
+    def run() -> T:
+        CURRENT.set(execution)
+        return function(*args)
+
+    return copy_context().run(run)
 
 
 class Call(Progress):

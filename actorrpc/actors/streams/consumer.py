@@ -33,7 +33,7 @@ from actorrpc.actors.streams.producer import (
     pull,
 )
 from actorrpc.actors.streams.stalls import Stall, StreamReader
-from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.agent.calls import Execution, run_within
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError, SerializationError
 from actorrpc.futures import INTERRUPTED, Future, Progress, generation, interruption_point, lost_by_fork
@@ -205,16 +205,13 @@ class _Consumer(Stall, Progress):
 
     def _call_producer(self, future: Future[Any], function: Callable[..., Any], *args: Any) -> None:
         assert self._peer is not None
-        token = CURRENT.set(self._apart)
         try:
-            self._agent.call(self._peer, function, args, {}, 0, future=future)
+            run_within(self._apart, self._agent.call, self._peer, function, args, {}, 0, future)
             self._agent.flush()
         except Exception as error:  # the producer's worker has ended, or this one
             future.try_fail(error)
             if is_of_handler(error):
                 raise
-        finally:
-            CURRENT.reset(token)
 
     def _pulled(self, step: Future[Batch]) -> None:
         batch = step.value_or_none
@@ -248,13 +245,10 @@ class _Consumer(Stall, Progress):
         """End with an error, once it is known what that means; or begin anew."""
         again = self._again
         if again is not None:
-            token = CURRENT.set(self._apart)
             try:
-                call = again(error)
+                call = run_within(self._apart, again, error)
             except Exception as wrong:
                 call, error = None, wrong
-            finally:
-                CURRENT.reset(token)
             if call is not None:
                 self._begin_anew(call)
                 return
