@@ -294,7 +294,7 @@ def test_children_that_cannot_be_supervised(monkeypatch: pytest.MonkeyPatch) -> 
     world.settle()
     world.on(scene.driver)
     there = scene.driver.runtime.routes.of(route.descriptor)
-    with pytest.raises(ConfigError, match="is looked after by worker 'w1'"):
+    with pytest.raises(ConfigError, match="is supervised by worker 'w1'"):
         supervise([ActorHandle(there.descriptor, there)])
     own = world.create(scene.driver, max_restarts=-1)
     group = supervise([ActorHandle(own.descriptor, own)])
