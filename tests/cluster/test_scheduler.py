@@ -224,7 +224,7 @@ def test_wrong_options(given: dict[str, Any], says: str) -> None:
 
 
 def test_contradictions(driver: ClusterContext) -> None:
-    with pytest.raises(ConfigError, match="worker= says where"):
+    with pytest.raises(ConfigError, match="worker= fixes where"):
         Place.options(worker="driver", spread=True).remote()
 
 

@@ -522,10 +522,10 @@ class Runner:
 
 
 class Bystanders:
-    """The threads of this process that serve no runner, in a worker that executes tasks: tasks may have started them.
+    """The threads without a runner in a worker that executes tasks. Tasks may have started them.
 
-    Each of these threads that waits makes room for one more task, as a waiting task does: it is not known to which task the
-    thread belongs. ``_lock`` guards the number and the table; it is a leaf, and re-entrant, as the collector may run under it.
+    While such a thread waits, one more task may run, as while a task waits: it is not known to which task the thread belongs.
+    ``_lock`` guards the number and the table. It is a leaf, and re-entrant, because the garbage collector may run under it.
     """
 
     work: Any = ()
@@ -536,7 +536,7 @@ class Bystanders:
         self._hosted_actors: weakref.WeakSet[HostedActor] = weakref.WeakSet()
 
     def make_room_in(self, hosted: HostedActor) -> None:
-        """Have them make room in an actor that executes tasks."""
+        """Count waits for an actor that executes tasks."""
         with self._lock:
             self._hosted_actors.add(hosted)
             for queue in hosted.mailbox.queues.values():
@@ -544,7 +544,7 @@ class Bystanders:
             stand_by(self)
 
     def leave(self, hosted: HostedActor) -> None:
-        """Forget an actor that has ended. Without such actors, waits are not counted."""
+        """Remove an actor that has ended. Without such actors, waits are not counted."""
         with self._lock:
             self._hosted_actors.discard(hosted)
             if not self._hosted_actors:

@@ -541,7 +541,7 @@ def test_wrong_uses_are_refused() -> None:
             wait(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="takes ObjectRefs"):
         wait([a, 1])
-    with pytest.raises(ValueError, match="there twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         wait([a, a])
     for count in (0, 3, -1):
         with pytest.raises(ValueError, match="num_returns"):
