@@ -461,7 +461,7 @@ def test_what_there_is_and_what_it_does() -> None:
         ({"local_mode": True}, "to debug, call the class itself"),
         ({"include_dashboard": False}, "say dashboard=True"),
         ({"object_store_memory": 1}, "object_memory"),
-        ({"runtime_env": {"pip": ["x"]}}, "say env= for an actor"),
+        ({"runtime_env": {"pip": ["x"]}}, "use env= for an actor"),
         ({"logging_level": 10}, "configure Python's logging"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
