@@ -358,7 +358,7 @@ def test_a_handler_that_raises_while_an_rref_is_made_leaves_no_value() -> None:
 # Of calls whose caller was interrupted before it had their futures.
 _UNSEEN = (
     r"(the call of (step|backward \(\w+\))|then\(.*\) of the call of add) on 'worker\d' failed "
-    r"and nobody looked at the error"
+    r"and its error was never retrieved"
 )
 
 

@@ -330,7 +330,7 @@ def test_failures_that_are_fetched_are_not_reported(actors: list[_Actor]) -> Non
         assert reports.so_far() == []
 
 
-@pytest.mark.prints(LAST, "nobody looked at the error: ValueError.'unseen'.")
+@pytest.mark.prints(LAST, "its error was never retrieved: ValueError.'unseen'.")
 def test_failures_that_nobody_fetches_are_reported(actors: list[_Actor]) -> None:
     with Reports() as reports:
         pool = ActorPool(actors)
