@@ -198,10 +198,10 @@ def delay(
 ) -> Fault:
     """Return a fault that holds messages of this worker back before they are sent.
 
-    The sending thread continues at once. Other messages overtake a delayed message. Messages that are delayed
-    equally long keep their order, and calls of actors always keep their order to each worker. The contents are as they were at the
-    moment of the call. A call that has timed out or was cancelled meanwhile is sent all the same, with the time that it had
-    left when it was made, like a call that was late on the way.
+    The sending thread continues at once. Other messages overtake a delayed message. Messages that are delayed equally long keep
+    their order, and calls of actors always keep their order to each worker. The contents are as they were at the moment of the
+    call. A call that has timed out or was cancelled meanwhile is nevertheless sent, with the time that it had left when it was
+    made, like a call that was late on the way.
 
     Args:
         seconds: how long each message is delayed.
