@@ -714,7 +714,7 @@ def _left(until: float) -> float:
 
 def _pause(until: float) -> None:
     if _time.now() >= until:
-        raise RpcTimeoutError("the time is over")
+        raise RpcTimeoutError("the time-out has passed")
     time.sleep(_LOOK_S)
 
 

@@ -121,7 +121,7 @@ def _of_torchrun(given: Mapping[str, str]) -> Launch:
         )
     port = _number(given, "MASTER_PORT", what) if size > 1 or given.get("MASTER_PORT") else 29500
     if not 1 <= port <= 65535:
-        raise ConfigError(f"MASTER_PORT={port} is no port: 1 to 65535")
+        raise ConfigError(f"MASTER_PORT={port} is not a port: a number from 1 to 65535")
     # torchrun keeps its store over restarts, and each host counts its own restarts: the counts are only equal on one host.
     alone = (given.get("GROUP_WORLD_SIZE") or "1") == "1"
     restart = (given.get("TORCHELASTIC_RESTART_COUNT") or "0") if alone else "0"

@@ -331,7 +331,7 @@ def _array(dtype: str, shape: Any, memory: Any) -> Any:
     if found.dtype.kind == "U":
         points = numpy.ndarray(found.nbytes // 4, f"{dtype[0]}u4", data)
         if points.max(initial=0) > sys.maxunicode:
-            _wrong("an array of texts with what is no character")
+            _wrong("an array of texts with an invalid character")
     return found[()] if shape is None else found
 
 

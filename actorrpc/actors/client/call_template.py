@@ -167,6 +167,6 @@ def _late(kind: Kind, interrupts: bool) -> str:
     if interrupts:
         return "if it has begun, it is interrupted in its thread, unless it runs C code"
     return (
-        "if it has begun, it goes on to its end, and others wait for that; with options(timeout=..., interrupt=True) it is "
+        "if it has begun, it runs to its end, and other calls wait for that; with options(timeout=..., interrupt=True) it is "
         "interrupted"
     )

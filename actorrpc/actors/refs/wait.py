@@ -167,7 +167,7 @@ def _time_is_over() -> bool:
 def _late(what: str, timeout: float | None) -> RpcTimeoutError:
     bound = "the time of the call that waits for it" if timeout is None else f"{say(timeout)} s"
     return RpcTimeoutError(
-        f"{what} was not complete within {bound}; it goes on: get() it again, or cancel() it"
+        f"{what} was not complete within {bound}; it is still running: get() it again, or cancel() it"
     )
 
 

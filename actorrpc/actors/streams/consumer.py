@@ -680,5 +680,5 @@ class _Values(_Items[T]):
 def _late(consumer: _Consumer, timeout: float | None) -> RpcTimeoutError:
     bound = "the time of the call that waits for it" if timeout is None else f"{timeout} s"
     return RpcTimeoutError(
-        f"item {consumer.count} of {consumer.label} was not there within {bound}; the stream goes on"
+        f"item {consumer.count} of {consumer.label} was not there within {bound}; the stream continues"
     )

@@ -593,7 +593,7 @@ class RRefTable:
         error = self._deaths.get(worker)
         if error is None and worker.rank == self.me.rank and worker != self.me:
             error = PeerDiedError(
-                "the worker that held the value of this RRef was restarted: make the RRef anew",
+                "the worker that held the value of this RRef was restarted: create the RRef again",
                 maybe_executed=False,
             )
         return error

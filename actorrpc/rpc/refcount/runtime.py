@@ -106,7 +106,7 @@ class References(MessageReferences):
             return peer
         error = PeerDiedError(
             f"the worker of rank {key.rank} that held the value of this RRef has ended, and another one, {peer.name!r}, has "
-            f"taken its place: make the RRef anew there",
+            f"taken its place: create the RRef again there",
             maybe_executed=True,
             worker=peer.name,
         )
@@ -127,7 +127,7 @@ class References(MessageReferences):
         peer = self._peer(key)
         if peer is None:
             raise RRefError(
-                f"the worker of rank {key.rank} that held the value of this RRef is gone: make the RRef anew"
+                f"the worker of rank {key.rank} that held the value of this RRef has ended: create the RRef again"
             )
         if peer.state == "alive":
             self._peers[key] = peer

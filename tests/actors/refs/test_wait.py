@@ -403,7 +403,7 @@ def test_time_is_up() -> None:
     assert GetTimeoutError is errors.RpcTimeoutError
     work = _Work(2)
     for refs in (work.refs, work.refs[0], work.refs[:1]):
-        with pytest.raises(errors.RpcTimeoutError, match=rf"within {_TINY} s; it goes on"):
+        with pytest.raises(errors.RpcTimeoutError, match=rf"within {_TINY} s; it is still running"):
             get(refs, timeout=_TINY)
         with pytest.raises(TimeoutError):
             get(refs, timeout=0)
