@@ -224,8 +224,8 @@ class ActorExecutor:
             if isinstance(items, AsyncGenerator):
                 items.aclose().close()
                 raise TypeError(
-                    f"{self.hosted.title}.{name} returned an async generator, and its decorator hides that: make the "
-                    "decorator's wrapper an async generator function"
+                    f"{self.hosted.title}.{name} returned an async generator, and its decorator hides that: have the "
+                    "decorator's wrapper be an async generator function"
                 )
             generator = items if inspect.isgenerator(items) else (item for item in items)
             producer = self._open_stream(entry)

@@ -547,7 +547,7 @@ class Supervisor:
             if alive:
                 self._end_gently(actor)
             elif waits:
-                self.mark_dead(actor, "its last handle was freed")
+                self.mark_dead(actor, "its last handle is gone")
             # Otherwise it is being made, and ends as soon as it was made.
 
     def _end_gently(self, actor: ActorRecord) -> None:
@@ -557,7 +557,7 @@ class Supervisor:
             if actor.phase != "alive" or life is None:
                 return
             actor.phase = "ending"
-        why = "its last handle was freed"
+        why = "its last handle is gone"
         self.end_there(life, "drain", why).add_done_callback(lambda _: self.ended(actor, life, why))
 
     def end_there(self, life: Incarnation, how: str, why: str) -> Future[Any]:
