@@ -1,6 +1,6 @@
 """actorrpc: Ray-style actors for PyTorch on a pure-Python successor of ``torch.distributed.rpc``.
 
-What a user needs most is here; :mod:`actorrpc.rpc` mirrors ``torch.distributed.rpc`` name by name.
+The names that most programs need are here; :mod:`actorrpc.rpc` mirrors ``torch.distributed.rpc`` name by name.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from actorrpc.errors import PlatformError
 
 if sys.platform != "linux":
     raise PlatformError(f"actorrpc runs on Linux (it uses epoll, memfd and eventfd); this is {sys.platform}")
-if sys.version_info < (3, 11):  # noqa: UP036 (for those who install it in spite of its metadata)
+if sys.version_info < (3, 11):  # noqa: UP036 (for installations that ignore the package's metadata)
     raise PlatformError(f"actorrpc needs Python 3.11 or later; this is {sys.version.split()[0]}")
 
 
 def _is_command() -> bool:
-    """Whether this process is the command line, ``actorrpc`` or ``python -m actorrpc``, and nobody's program.
+    """Whether this process is the command line, ``actorrpc`` or ``python -m actorrpc``, and not a user's program.
 
-    It looks at workers from outside, for which it needs neither torch nor what follows here, and is there ten times as soon.
+    The command line needs neither torch nor the rest of this module, and starts in a tenth of the time without them.
     """
     arguments = getattr(sys, "argv", None) or [""]
-    if arguments[0] == "-m":  # until Python has found the module, which is this package's
+    if arguments[0] == "-m":  # Python has not found the module yet; it is this package's
         return bool(sys.orig_argv[-len(arguments)].removeprefix("-m") == "actorrpc")
     return bool(os.path.basename(arguments[0]) == "actorrpc")
 
 
 if not _is_command():
-    # torch leaves so many objects that a collection of them all, which is about due then, takes as long as this import.
+    # Importing torch makes so many objects that a full garbage collection would start here, and take as long as this import.
     _collects = gc.isenabled()
     gc.disable()
     try:
@@ -222,5 +222,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    # What a shell offers behind `actorrpc.`: not the rooms of the package that importing it has loaded.
+    # The names that a shell offers after `actorrpc.`, without the subpackages that the import has loaded.
     return sorted(__all__)

@@ -1,4 +1,4 @@
-"""``python -m actorrpc COMMAND``, which the script ``actorrpc`` is, too: look into groups that run, and start programs."""
+"""``python -m actorrpc COMMAND``, the same as the script ``actorrpc``: inspect running groups, and start programs."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""The text of an exception that goes to another worker: its traceback, its chain, its notes, in bounds.
+"""The text of an exception that is sent to another worker: its traceback, its chain and its notes, limited in size.
 
-Runs on the thread that executed the call. Copes with any user's class: a ``str`` that raises or gives 100 MB,
-a chain that bites its tail, a recursion a thousand deep. Looks like what Python prints, and is written anew
-because the standard formatter takes longer than all the rest of a failing call. It reads source lines
-through ``linecache`` and nothing else.
+This runs on the thread that executed the call. It copes with any user's class: a ``str`` that raises or returns 100 MB, a
+chain that is a circle, a recursion a thousand deep. The text looks like Python's. Python's own formatter is not used, because it
+takes longer than all other steps of a failing call. Of files, only source lines are read, through ``linecache``.
 
-The parts of an exception are read and set past its class. A user's class may define properties of these names, a
-``__getattribute__`` that raises, or refuse every assignment (a frozen dataclass does): what is asked of any exception goes
-through the descriptors of ``BaseException``. Nothing here raises, and nothing here runs code of the user's.
+A user's class may define properties with the names of an exception's attributes or a ``__getattribute__`` that raises, or refuse
+every assignment (as a frozen dataclass does). The attributes are therefore read and set through the descriptors of
+``BaseException``. Nothing here raises, and nothing here runs the user's code, except ``str`` and ``repr`` in :func:`say`.
 """
 
 from __future__ import annotations
@@ -55,17 +54,17 @@ names_of: Final[Callable[[type], dict[str, Any]]] = type.__dict__["__dict__"].__
 
 
 def is_a(error: object, kinds: type[_E] | tuple[type[_E], ...]) -> TypeGuard[_E]:
-    """Say whether an exception is of one of these classes, as ``except`` does: what it says of its class is not asked for."""
+    """Say whether an exception is of one of these classes, as ``except`` does: its ``__class__`` attribute is ignored."""
     return issubclass(type(error), kinds)
 
 
 def mark_handlers(error: BaseException) -> None:
-    """Note that a signal handler of the program, or an interruption of an actor's method, has raised it."""
+    """Mark an exception that a signal handler of the program, or an interruption of an actor's method, has raised."""
     dict_of(error)[_OF_HANDLER] = True
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Say whether :func:`mark_handlers` has marked it: then it is no failure of the code that it came in."""
+    """Say whether :func:`mark_handlers` has marked the exception: then the interrupted code is not its cause."""
     return _OF_HANDLER in dict_of(error)
 
 
@@ -77,7 +76,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def cut_frames(error: BaseException, file: str) -> None:
-    """Cut the frames of a source file off the top of an exception's traceback: users look for theirs."""
+    """Cut the frames of a source file off the top of an exception's traceback, so that it begins with the user's frames."""
     cut = TRACEBACK.__get__(error)
     while cut is not None and cut.tb_frame.f_code.co_filename == file:
         cut = cut.tb_next
@@ -86,13 +85,13 @@ def cut_frames(error: BaseException, file: str) -> None:
 
 
 def let_frames_go(error: BaseException) -> None:
-    """Take the tracebacks off an error that has been sent.
+    """Remove the tracebacks of an error that has been sent.
 
-    A call that failed waits for the collector otherwise: the future that raised the error holds it, and its traceback
-    the frames with that future, and with handles whose actors are to end. In an idle process the collector never comes.
+    Otherwise only the garbage collector could free the call: the future that raised the error refers to it, and the traceback
+    refers to the frames with that future, and with handles whose actors should end. In an idle process the collector never runs.
 
-    An exception that this thread was handling when the error was raised is the program's: it keeps its traceback, and the error
-    no longer refers to it. ``shutdown()`` in a ``finally`` is such a place.
+    An exception that this thread was handling when the error was raised belongs to the program: it keeps its traceback, and the
+    error no longer refers to it. Example: ``shutdown()`` in a ``finally`` block.
     """
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -113,7 +112,7 @@ def let_frames_go(error: BaseException) -> None:
 
 
 def _is_handled_here(error: BaseException) -> bool:
-    """Say whether a frame that has caught an exception still runs in this thread."""
+    """Say whether a frame that has caught the exception still runs in this thread."""
     caught = TRACEBACK.__get__(error)
     frame = None if caught is None else sys._getframe()
     while frame is not None and frame is not caught.tb_frame:
@@ -123,7 +122,7 @@ def _is_handled_here(error: BaseException) -> bool:
 
 _MAX_MESSAGE = 8 << 10
 _MAX_FRAMES = 200
-_MAX_MEMBERS = 200  # of a group, printed as Python does
+_MAX_MEMBERS = 200  # of an exception group, which is printed in Python's format
 _MAX_CHAIN = 64
 MAX_NOTES = 100
 _MAX_SCAN = 1000
@@ -141,7 +140,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def say(value: object, how: Callable[[object], str] = str) -> str:
-    """Return ``str`` or ``repr`` of a user's object, whatever it does, and not too much of it."""
+    """Return ``str`` or ``repr`` of a user's object, limited in length; also if the object's method raises."""
     try:
         text = how(value)
         return cut(text if type(text) is str else str.__str__(text), _MAX_MESSAGE)
@@ -169,11 +168,11 @@ def line_of(error: BaseException) -> str:
 
 
 def report(log: logging.Logger, error: BaseException, message: str, *args: object) -> None:
-    """Log an error with its traceback, whatever its class does. Never raises, so that the thread which reports goes on."""
+    """Log an error of any class with its traceback. Never raises, so the calling thread continues."""
     try:
         text = format_error(error, say(error), "", lambda _: None)
         log.error("%s\n%s", message % args, text.removeprefix("On worker :\n").rstrip())
-    except BaseException:  # a handler of the program's, or memory has run out
+    except BaseException:  # a log handler of the program raised, or memory is exhausted
         pass
 
 
@@ -187,13 +186,10 @@ def notes_of(error: BaseException) -> list[str]:
 def format_error(
     error: BaseException, message: str, worker: str, remote_of: Callable[[BaseException], Any]
 ) -> str:
-    """Format an exception and its chain as Python does, each worker's part under its heading.
-
-    Written anew because the standard one takes longer than all the rest of a failing call.
-    """
+    """Format an exception and its chain as Python does, with a heading for each worker's part."""
     heading = f"On worker {worker}:\n"
     because = "\nThe above exception was the direct cause of the following exception:\n\n"
-    blocks: list[str] = []  # the last first
+    blocks: list[str] = []  # in reverse order
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None:
@@ -203,7 +199,7 @@ def format_error(
         context, remote = CONTEXT.__get__(link), remote_of(link)
         is_text = type(cause) is RemoteTraceback
         text = cause.text if is_text else None if remote is None else remote.traceback
-        blocks += (block,) if text is None else (heading + block, because, text)  # has its own headings
+        blocks += (block,) if text is None else (heading + block, because, text)  # ``text`` contains headings
         if cause is not None and not is_text:
             link, joint = cause, because
         elif cause is None and context is not None and not SUPPRESS.__get__(link):
@@ -268,12 +264,13 @@ def _format_frame(link: types.TracebackType, checked: set[str]) -> str:
         text += f"    {stripped}\n"
         index = link.tb_lasti // 2
         if index > _MAX_SCAN:
-            return text  # found by counting, which takes as long as the function is
+            # Python counts from the start of the function to find the position, which takes long here.
+            return text
         _, end, *columns = next(itertools.islice(code.co_positions(), index, None))
         if end == number and None not in columns:
             start, stop = (len(source.encode()[:at].decode(errors="replace")) for at in columns)
             if 0 < stop - start < len(stripped):
                 text += " " * (4 + start - (len(source) - len(stripped))) + "^" * (stop - start) + "\n"
-    except Exception:  # a loader that cannot give its source
+    except Exception:  # a module loader that cannot give the source
         pass
     return text

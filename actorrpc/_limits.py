@@ -1,6 +1,6 @@
-"""Limits of the system: what to say where no more threads can be had, or no more memory.
+"""Limits of the system: the messages for a process that cannot start a thread or another process, or has no more memory.
 
-What the kernel answers is one word for several limits: those that are set are named, and how much of each is used.
+The kernel reports several limits with the same error. The messages therefore name the limits that are set, and their usage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PIDS: Final = "/sys/fs/cgroup"
 
 
 def explain_threads() -> str:
-    """Say that this process can start no more threads, and which limits there are."""
+    """Return a message: this process cannot start another thread, and the limits that are set."""
     known = [f"{_count_threads()} run in it", *_limits()]
     return f"process {os.getpid()} cannot start another thread: {', '.join(known)}. Raise the limit, or run less in it"
 
@@ -30,7 +30,7 @@ def start_thread(thread: threading.Thread) -> None:
     """Start a thread.
 
     Raises:
-        LimitError: the system has none.
+        LimitError: the system allows no more threads.
     """
     try:
         thread.start()
@@ -39,12 +39,12 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def explain_fork(error: OSError) -> str:
-    """Say why there can be no further process, and which limits there are."""
+    """Return a message: why no further process can be started, and the limits that are set."""
     return f"cannot fork: {error.strerror} ({', '.join(_limits()) or 'no limit of threads or memory is set'})"
 
 
 def explain_memory() -> str:
-    """Say which limit of memory there is, and how much of it is used."""
+    """Return a message: the limit of memory, and how much of it is used."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return "the system has none left for it"
@@ -56,7 +56,7 @@ def explain_memory() -> str:
 
 
 def memory_limit() -> int:
-    """Return how many bytes of memory this process could have at most: the host's, or what its control groups allow."""
+    """Return how many bytes of memory this process may have: the host's memory, or the limit of its control groups."""
     least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -78,7 +78,7 @@ def memory_limit() -> int:
 
 
 def _limits() -> list[str]:
-    """Return the limits that keep threads and processes from being started, as far as they are set."""
+    """Return those limits on starting threads and processes that are set."""
     known = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:
@@ -95,12 +95,12 @@ def _limits() -> list[str]:
 def _count_threads() -> int:
     try:
         return len(os.listdir("/proc/self/task"))
-    except OSError:  # no descriptor left to look with
+    except OSError:  # no file descriptor is left
         return 0
 
 
 def _most_pids() -> str:
-    """Return the most processes and threads that this process's control group may have; empty where that is not bounded."""
+    """Return the most processes and threads that this process's control group may have; empty if there is no limit."""
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -5,8 +5,8 @@ replaces the functions that read the time and wait for it. A simulated scheduler
 pollers and threads as well, and so decides which thread runs next. Code that starts and watches other processes uses
 ``time.monotonic`` itself, since other processes live in real time.
 
-A thread that waits for a deadline calls one of the functions below, in a loop that looks at :func:`now` again after each:
-where time is virtual, it may have passed in a moment, or not at all.
+A thread that waits for a deadline calls one of the functions below in a loop, and reads :func:`now` again after each call:
+where time is virtual, any amount of time may have passed.
 
 :mod:`actorrpc.agent` and :mod:`actorrpc.transport` make their locks and pollers with :data:`Lock`, :data:`RLock`,
 :data:`Condition`, :data:`Event`, :data:`poll` and :data:`epoll`, and start their threads with :data:`start`. These are called
@@ -38,8 +38,8 @@ __all__ = [
     "start",
 ]
 
-#: The longest sleep of a wait before it looks around again, in seconds of real time: a signal that comes just before a lock
-#: sleeps does not wake it.
+#: The longest sleep of a wait before it checks its condition again, in seconds of real time: a signal that arrives just before
+#: a lock sleeps does not wake it.
 SLICE_S: Final = 1.0
 
 
@@ -51,18 +51,18 @@ def _doze(lock: threading.Lock, until: float, idle: bool = False) -> bool:
 now: Callable[[], float] = time.monotonic
 
 #: ``doze(lock, until, idle=False)``: sleep until the lock is released or the time has come, for :data:`SLICE_S` at most;
-#: return whether the lock was taken. It may be before either. ``idle``: nobody waits for what sleeps here (a clock), and it
-#: sleeps until then.
+#: return whether the lock was taken. It may return before either. ``idle``: the sleep is of a clock, for which no other thread
+#: waits; it is not limited to :data:`SLICE_S`.
 doze: Callable[..., bool] = _doze
 
-#: ``patience(seconds)``: return how long, in real seconds, to sleep at once of a wait that takes ``seconds`` from now.
-#: A builtin: it costs next to nothing.
+#: ``patience(seconds)``: return how many real seconds a wait that takes ``seconds`` from now may sleep at a time. By default a
+#: builtin function, because it is fast.
 patience: Callable[[float], float] = float
 
-#: ``sleep(seconds)``: let so much time pass.
+#: ``sleep(seconds)``: sleep for so many seconds.
 sleep: Callable[[float], None] = time.sleep
 
-#: A deadline that is nearer than this, in seconds, bounds a sleep that :func:`patience` is not asked about otherwise.
+#: If a deadline is nearer than this, in seconds, the code asks :func:`patience` how long to sleep; otherwise it does not.
 near_s: float = 1.0
 
 #: ``pause(seconds)``: let other threads run for so many real seconds, also where time is virtual.

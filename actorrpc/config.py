@@ -1,7 +1,7 @@
-"""Limits, defaults and ``ACTORRPC_*`` variables: every number that can be changed, in one place.
+"""Limits, defaults and ``ACTORRPC_*`` variables: all numbers that can be changed, in one place.
 
-A :class:`Settings` is read once, when the agent starts, from the environment; it knows nothing of
-the rest of the package. Sizes are bytes, times are seconds unless a name ends in ``_us``.
+A :class:`Settings` is read from the environment once, when the agent starts. Sizes are bytes, times are seconds unless a name
+ends in ``_us``.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from actorrpc.validation import check_fields, choice, flag, integer, number, opt
 
 __all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
-# A field of Settings that has a variable here is read from it: ACTORRPC_PORT is Settings.port.
+# The variables of fields of Settings: ACTORRPC_PORT is read into Settings.port.
 ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_KEY": "the group's shared key (any text); workers on other hosts must be given one",
     "ACTORRPC_KEY_FILE": "a file, readable by its owner only, that holds the key",
     "ACTORRPC_TRANSPORT": "auto (Unix sockets on one host, TCP between hosts), unix, or tcp",
-    "ACTORRPC_BIND": "the address to listen on for TCP (default: the one that reached the rendezvous)",
-    "ACTORRPC_ADVERTISE": "the host, or host:port, to tell other workers, where it differs from the bound one",
+    "ACTORRPC_BIND": "the address to listen on for TCP (default: the address that reached the rendezvous)",
+    "ACTORRPC_ADVERTISE": "the host, or host:port, that other workers connect to (default: the address listened on)",
     "ACTORRPC_PORT": "the TCP port to listen on (default 0: any)",
     "ACTORRPC_INSECURE": "1 to listen on other addresses than loopback without a key (warns)",
-    "ACTORRPC_INTEGRITY": "1 to seal every frame on TCP, so that what is changed on the way is refused (see SECURITY.md)",
-    "ACTORRPC_TLS_CERT": "the file of this worker's certificate (PEM); then TCP connections speak TLS and nothing else",
+    "ACTORRPC_INTEGRITY": "1 to authenticate every frame on TCP, so that frames that were changed are refused (see SECURITY.md)",
+    "ACTORRPC_TLS_CERT": "the file of this worker's certificate (PEM); with it, TCP connections use TLS only",
     "ACTORRPC_TLS_KEY": "the file of that certificate's private key, readable by its owner only",
     "ACTORRPC_TLS_CA": "the file of the CA that must have signed the certificates of all workers",
-    "ACTORRPC_TLS_MIN_VERSION": "1.3 (default) or 1.2: the oldest version of TLS that is spoken",
-    "ACTORRPC_DATA_ONLY": "1 to take nothing but data from peers, who may call exposed functions only (see SECURITY.md)",
+    "ACTORRPC_TLS_MIN_VERSION": "1.3 (default) or 1.2: the oldest version of TLS that is accepted",
+    "ACTORRPC_DATA_ONLY": "1 to accept only data, and calls of exposed functions, from peers (see SECURITY.md)",
     "ACTORRPC_SPIN_US": "how long a thread may spin before it sleeps (default 100; 0 turns it off)",
     "ACTORRPC_MAX_THREADS": "the most worker threads in one process (default 512)",
     "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before callers wait (default 64 MiB)",
     "ACTORRPC_LANE": "0 to turn the shared-memory tensor lane off",
-    "ACTORRPC_LANE_BYTES": "most shared memory this process lends to each peer (default 1 GiB)",
+    "ACTORRPC_LANE_BYTES": "most shared memory that this process provides for each peer (default 1 GiB)",
     "ACTORRPC_OBJECT_MEMORY": "bytes of large objects that all processes of a host may hold (default 0: a quarter of its memory)",
-    "ACTORRPC_SPILL_DIR": "a directory on a disk for large objects that find no room in memory (default: none, they wait)",
-    "ACTORRPC_HEARTBEAT": "seconds of silence after which a connected peer is asked for a sign of life (default 2)",
-    "ACTORRPC_HEARTBEAT_MISSES": "heartbeats of silence within which a peer is taken for dead (default 5, at least 2)",
-    "ACTORRPC_SESSION_GRACE": "seconds within which a broken TCP connection may come back (default 10; 0: its end is a death)",
+    "ACTORRPC_SPILL_DIR": "a directory on a disk for large objects that do not fit into memory (default: none, they wait)",
+    "ACTORRPC_HEARTBEAT": "seconds of silence after which a connected peer is sent a ping (default 2)",
+    "ACTORRPC_HEARTBEAT_MISSES": "heartbeats of silence after which a peer is declared dead (default 5, at least 2)",
+    "ACTORRPC_SESSION_GRACE": "seconds in which a broken TCP connection may be restored (default 10; 0: the peer is then dead)",
     "ACTORRPC_CONTEXT_TTL": "seconds after which an unused autograd context of another worker is dropped (default 3600)",
     "ACTORRPC_FAULT": "faults, for tests: drop TYPES ...; delay TYPES seconds=...; kill POINT ... (actorrpc.testing)",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
-    "ACTORRPC_RECORDER": "0: no record is kept of the last calls of each worker (default 1: of 32 768)",
+    "ACTORRPC_RECORDER": "0: do not record the last calls of each worker (default 1: the last 32 768 are recorded)",
     "ACTORRPC_OTEL": "1: calls within a span of OpenTelemetry are spans, too (extra otel; default 0)",
-    "ACTORRPC_DEBUG": "0: breakpoint() in calls holds nothing, and no debugger is let in (default 1)",
-    "ACTORRPC_DEBUG_WAIT": "seconds for which breakpoint() holds a call that nobody attaches to (default 600)",
+    "ACTORRPC_DEBUG": "0: breakpoint() in calls does not stop them, and debuggers cannot attach (default 1)",
+    "ACTORRPC_DEBUG_WAIT": "seconds for which breakpoint() stops a call if no debugger attaches (default 600)",
     "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default that of SIGRTMIN+7; 0: none)",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: left alone)",
 }
@@ -74,7 +74,7 @@ def host_and_port(text: str) -> tuple[str, int | None]:
 
 
 def _address(name: str, value: Any) -> Any:
-    """Check what others are told to dial."""
+    """Check the address that other workers connect to."""
     if text(name, value, none=True) is not None:
         try:
             host_and_port(value)
@@ -84,7 +84,7 @@ def _address(name: str, value: Any) -> Any:
 
 
 def _directory(name: str, value: Any) -> Any:
-    """Check where files are to be made."""
+    """Check a directory in which files will be created."""
     if text(name, value, none=True) is not None and not (os.path.isdir(value) and os.access(value, os.W_OK)):
         raise ConfigError(f"{name} must be a directory that this process can write to, not {value!r}")
     return value
@@ -100,15 +100,15 @@ _word = partial(text, none=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the core runs with. Built by :meth:`from_environment`; options given in code win.
+    """The settings of an agent. Made by :meth:`from_environment`; options given in code have precedence.
 
-    What a field means is said in ENVIRONMENT, or, where it has no variable, by its declaration.
+    ENVIRONMENT says what a field means, or, if the field has no variable, its declaration.
 
     Raises:
-        ConfigError: a value cannot be used; where its type is wrong, :class:`~actorrpc.errors.WrongTypeError`.
+        ConfigError: a value cannot be used; if its type is wrong, :class:`~actorrpc.errors.WrongTypeError`.
     """
 
-    # -- who may talk, and how -------------------------------------------------------------
+    # -- connections -------------------------------------------------------------
     transport: str = option("auto", partial(choice, of=("auto", "unix", "tcp")))
     bind: str | None = option(None, _word)
     advertise: str | None = option(None, _address)
@@ -121,23 +121,23 @@ class Settings:
     frame_integrity: bool = option(False, flag, variable="ACTORRPC_INTEGRITY")
     data_only: bool = option(False, flag)
     handshake_timeout: float = option(
-        5.0, _time, meaning="seconds within which a connection's handshake, with that of TLS, must be over"
+        5.0, _time, meaning="seconds within which a connection's handshake, including that of TLS, must end"
     )
     connect_timeout: float = option(
-        20.0, _time, meaning="seconds within which a worker is connected, retries included"
+        20.0, _time, meaning="seconds within which a connection to a worker must be made, retries included"
     )
     max_unauthenticated: int = option(
-        64, _count, meaning="connections that have not proved the key and are open at a time"
+        64, _count, meaning="the most open connections that have not proved the key"
     )
     # -- speed -----------------------------------------------------------------------------
     spin_us: int = option(100, _count)
     cork_frames: int = option(
-        64, _count, meaning="frames that may be held back to be written together; 0 or 1: none"
+        64, _count, meaning="the most frames that are held back to be written together; 0 or 1: none"
     )
-    cork_bytes: int = option(128 << 10, _count, meaning="bytes of small frames that may be held back")
-    cork_us: int = option(200, _count, meaning="microseconds for which frames may be held back")
+    cork_bytes: int = option(128 << 10, _count, meaning="the most bytes of small frames that are held back")
+    cork_us: int = option(200, _count, meaning="microseconds for which frames are held back at most")
     switch_interval: float | None = option(None, partial(_time, none=True))
-    # -- looking inside --------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------
     recorder: bool = option(True, flag)
     otel: bool = option(False, flag)
     debug: bool = option(True, flag)
@@ -146,32 +146,36 @@ class Settings:
     # -- threads ---------------------------------------------------------------------------
     max_threads: int = option(512, _several)
     starvation_s: float = option(
-        0.004, _seconds, meaning="seconds that work may lie in the queue before another thread is brought in"
+        0.004, _seconds, meaning="seconds that work may stay in the queue before another thread is started"
     )
     # -- memory ----------------------------------------------------------------------------
     window: int = option(64 << 20, _some)
     lane: bool = option(True, flag)
     lane_threshold: int = option(
-        64 << 10, _count, meaning="bytes of a message whose tensors go through shared memory"
+        64 << 10, _count, meaning="bytes of a message from which on its tensors go through shared memory"
     )
     lane_bytes: int = option(1 << 30, _count)
     object_memory: int = option(0, _count)
     spill_dir: str | None = option(None, _directory)
     object_wait: float = option(
-        30.0, _seconds, meaning="seconds that a large object may wait for room, where its call has more"
+        30.0,
+        _seconds,
+        meaning="the most seconds that a large object waits for room, unless its call ends earlier",
     )
-    recycle_bytes: int = option(512 << 20, _count, meaning="most memory that is kept for buffers to come")
+    recycle_bytes: int = option(512 << 20, _count, meaning="most memory that is kept for later buffers")
     chunk: int = option(
         1 << 20,
         _some,
-        meaning="bytes of a large message that are sent at a time, between which others may pass",
+        meaning="bytes of a large message that are sent at a time; other messages may be sent in between",
     )
     # -- limits, checked before memory is allocated -------------------------------------------
     max_frame: int = option(
-        4 << 20, partial(integer, least=1 << 16), meaning="bytes of the largest frame that is taken"
+        4 << 20, partial(integer, least=1 << 16), meaning="bytes of the largest frame that is accepted"
     )
-    max_message: int = option(1 << 40, _count, meaning="bytes of the largest message that is sent or taken")
-    max_buffers: int = option(10_000, _count, meaning="tensors and buffers in one message, at most")
+    max_message: int = option(
+        1 << 40, _count, meaning="bytes of the largest message that is sent or accepted"
+    )
+    max_buffers: int = option(10_000, _count, meaning="the most tensors and buffers in one message")
     # -- failure ---------------------------------------------------------------------------
     heartbeat: float = option(2.0, _time)
     heartbeat_misses: int = option(5, _several)
@@ -183,7 +187,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, **given: Any) -> Settings:
-        """Read the ``ACTORRPC_*`` variables; keywords that are not ``None`` win over them.
+        """Read the ``ACTORRPC_*`` variables; keywords that are not ``None`` have precedence.
 
         Raises:
             ConfigError: a variable or a keyword has a value that cannot be used.
@@ -196,7 +200,7 @@ class Settings:
                 try:
                     value = read(str(each.type), said)
                     values[each.name] = each.metadata["check"](each.name, value)
-                except ValueError as error:  # as all errors of options are
+                except ValueError as error:  # all errors of options are ValueErrors
                     raise ConfigError(
                         f"{variable}={said!r} cannot be used: {ENVIRONMENT[variable]} ({error})"
                     ) from None

@@ -2,10 +2,10 @@
 
 Two levels: :class:`RpcError` (a ``RuntimeError``, as torch's errors are) and its subclasses. An
 error that ends a call also says whether the call *may have run* on the other worker:
-``maybe_executed`` is ``False`` when it certainly has not (it is safe to call again), ``True`` when it
-may have, and ``None`` where the question makes no sense.
+``maybe_executed`` is ``False`` if it certainly has not (it is safe to call again), ``True`` if it
+may have, and ``None`` if the question does not apply.
 
-This module knows nothing of the rest of the package and does nothing but define words.
+This module imports nothing else of the package, and only defines classes.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ __all__ = [
     "WrongTypeError",
 ]
 
-# A user's class may refuse to be asked for it, or given one.
+# A user's class may define properties of this name that raise, so its own attributes are not used.
 _CAUSE: Any = BaseException.__dict__["__cause__"]
 
 
 class RpcError(RuntimeError):
     """Base of every error that actorrpc raises.
 
-    Remedy: that of the class that was raised; ``except RpcError`` is for a program that treats all of them alike.
+    Remedy: see the class that was raised; ``except RpcError`` is for a program that treats all of them alike.
 
     Attributes:
         maybe_executed: whether the call that this error ended may have run on the other worker.
@@ -70,18 +70,18 @@ class RpcError(RuntimeError):
 class RemoteError(RpcError):
     """The called function raised on the other worker.
 
-    What is raised at the caller is, wherever the two types allow it, an instance of *both* the
+    If the two types allow it, the exception at the caller is an instance of *both* the
     user's exception class and this one, so that ``except ValueError`` and ``except RemoteError`` both
-    catch a remote ``ValueError``. Where the user's class cannot be rebuilt here (it is not importable,
-    or its memory layout does not mix), a plain ``RemoteError`` carries its name, message and traceback.
+    catch a remote ``ValueError``. If the user's class cannot be rebuilt here (it is not importable,
+    or its memory layout is not compatible), a plain ``RemoteError`` contains its name, message and traceback.
 
-    Remedy: the traceback of the other worker is printed above this one: what is wrong is there.
+    Remedy: correct the function; the traceback of the other worker, which is printed above this one, shows where it failed.
 
     Attributes:
-        cause: the original exception object, or ``None`` where it could not be rebuilt.
+        cause: the original exception object, or ``None`` if it could not be rebuilt.
         type_name: the qualified name of the exception's class on the other worker.
         traceback: the formatted traceback of the other worker; also printed as ``__cause__``.
-        worker: the name of the worker on which it was raised, where known.
+        worker: the name of the worker on which it was raised, if known.
     """
 
     maybe_executed = True
@@ -94,7 +94,7 @@ class RemoteError(RpcError):
 class RemoteTraceback(Exception):
     """The formatted traceback of another worker; set as ``__cause__`` of a remote exception.
 
-    Remedy: none is needed, as it is never raised: it is there to be read.
+    Remedy: no action is needed: it is never raised, but shows where the other worker failed.
     """
 
     def __init__(self, text: str) -> None:
@@ -131,9 +131,9 @@ class PeerDiedError(_CallEnded, ConnectionError):
     Calls made after this one fail the same way: the worker does not come back under the same
     incarnation. ``maybe_executed`` says whether this call may have run before the end.
 
-    Remedy: the message says how the worker ended, with what it said last; where ``maybe_executed`` is ``False``, make the
-    call again on another worker. An actor with ``max_restarts`` is made again by itself. Where a worker that was alive was
-    taken for dead, raise ``heartbeat`` or ``heartbeat_misses``.
+    Remedy: the message says how the worker ended, and shows its last output; if ``maybe_executed`` is ``False``, make the
+    call again on another worker. An actor with ``max_restarts`` is restarted automatically. If a living worker was
+    declared dead, raise ``heartbeat`` or ``heartbeat_misses``.
     """
 
 
@@ -142,64 +142,64 @@ class LostArgumentError(PeerDiedError):
 
     The called worker may be alive. If the called worker itself has ended, the error's class is ``PeerDiedError``.
 
-    Remedy: make the value again, on another worker where its own has ended, and call again.
+    Remedy: create the value again, on another worker if its owner has ended, and repeat the call.
     """
 
 
 class RpcTimeoutError(_CallEnded, TimeoutError):
-    """A call, a fetch or a wait was not over within its time. Also a ``TimeoutError``.
+    """A call, a fetch or a wait took longer than its time-out. Also a ``TimeoutError``.
 
-    Remedy: see what the other worker does (the message names it), and give more time: ``timeout=`` of this call,
-    ``rpc_timeout`` of all; 0 is none. The time of a nested call is what is left of its caller's.
+    Remedy: find out what the other worker is doing (the message names it), or allow more time: ``timeout=`` for this call,
+    ``rpc_timeout`` for all calls; 0 means no limit. A nested call has the remaining time of its caller.
     """
 
 
 class CancelledError(_CallEnded, concurrent.futures.CancelledError):
-    """The call was cancelled by its caller before it was over.
+    """The caller cancelled the call before it ended.
 
-    Remedy: none, where the program has asked for it; also a call that is nested in a cancelled one ends like this.
+    Remedy: no action is needed if the program cancelled it, or cancelled the call in which this one was nested.
     """
 
 
 class BackpressureError(_CallEnded):
-    """The other worker is not reading what is sent to it and the call may not wait any longer.
+    """The other worker does not read its messages, and the time-out of the call has passed.
 
-    Nothing of the call was sent: ``maybe_executed`` is ``False``.
+    No part of the call was sent: ``maybe_executed`` is ``False``.
 
-    Remedy: wait for results before more is sent, or let more be under way with ``window`` (``ACTORRPC_WINDOW``).
+    Remedy: wait for results before making further calls, or allow more unread bytes with ``window`` (``ACTORRPC_WINDOW``).
     """
 
 
 class ShutdownError(_CallEnded):
-    """This worker, or the whole group, was shut down while the call was under way.
+    """This worker, or the whole group, was shut down before the call was answered.
 
-    Remedy: wait for what is wanted before ``shutdown()``, or before the block of ``with actorrpc.init()`` ends.
+    Remedy: wait for the results of calls before ``shutdown()``, or before the block of ``with actorrpc.init()`` ends.
     """
 
 
 class DeadlockError(_CallEnded):
-    """The call cannot be served: it waits, directly or through others, for itself, or every thread that the worker may have is
-    blocked, or a finaliser waits for it on the very thread that was reading the answers. The message names what is blocked.
+    """The call cannot be executed: it waits for itself, directly or through other calls; or all threads that the worker may
+    have are blocked; or a finaliser waits for it on the thread that was reading the answers. The message names the blocked calls.
 
-    Remedy: break the circle that the message names: pass the reference on in place of its value, ``await`` in coroutines where
-    they call ``get()``, or leave ``reentrant=True``. Where all threads are blocked, raise ``max_threads``. A ``__del__`` makes
-    calls without waiting for them.
+    Remedy: break the circle that the message names: pass the reference instead of its value, use ``await`` instead of
+    ``get()`` in coroutines, or keep the default ``reentrant=True``. If all threads are blocked, raise ``max_threads``. In a
+    ``__del__`` method, do not wait for calls.
     """
 
 
 class ActorError(_CallEnded):
-    """Base of what can be wrong with an actor (not of what its methods raise, which is a RemoteError).
+    """Base of the errors of actors. An exception of an actor's method is a RemoteError instead.
 
-    Remedy: that of the class that was raised.
+    Remedy: see the class that was raised.
 
     Attributes:
-        actor: how the actor is called in messages: its class and its name.
-        actor_id: ``handle.actor_id`` of the actor, where it is known which one.
-        method: the method that was called, where there was one.
-        report: what is known of the end of its process (exit code or signal, last lines of stderr, peak
+        actor: the actor in messages: its class and its name.
+        actor_id: ``handle.actor_id`` of the actor, if it is known.
+        method: the called method, if there was one.
+        report: how the actor's process ended (exit code or signal, last lines of stderr, peak
             memory, uptime), or ``None``.
-        cause: what the constructor raised, or kept the process from starting, where that is why; also
-            ``__cause__``, below which the traceback of the other worker is printed.
+        cause: the error of the constructor, or the error that kept the process from starting, if there was one; also
+            ``__cause__``, which is printed with the traceback of the other worker.
     """
 
     actor: str | None = None
@@ -244,7 +244,7 @@ class ActorError(_CallEnded):
             "report": self.report,
             "cause": cause,
         }
-        # ``__cause__`` does not travel by itself.
+        # Pickling leaves ``__cause__`` out.
         return (_rebuild_actor, (type(self), self.args[0], known, getattr(below, "text", None)))
 
 
@@ -258,190 +258,190 @@ def _rebuild_actor(
 
 
 class ActorDiedError(ActorError):
-    """The actor is dead and does not come back: its process ended, its constructor raised, it was killed or it exited.
+    """The actor is dead and is not restarted: its process ended, its constructor raised, it was killed or it exited.
 
-    Remedy: the message and ``report`` say how it ended. ``max_restarts=`` has it made again, ``max_task_retries=`` has the calls
-    that this cut short made again, ``checkpoint()`` and ``restore()`` keep its state.
+    Remedy: the message and ``report`` say how it ended. With ``max_restarts=`` an actor is restarted, with
+    ``max_task_retries=`` the interrupted calls are repeated, and ``checkpoint()`` and ``restore()`` keep its state.
     """
 
 
 class ActorUnavailableError(ActorError):
-    """The actor cannot be reached now but may come back: it is being restarted.
+    """The actor cannot be reached now, because it is being restarted.
 
-    Remedy: call again later, or leave ``max_task_retries=0`` out: then calls wait for it.
+    Remedy: call again later, or omit ``max_task_retries=0``, so that calls wait for the actor.
     """
 
 
 class PendingCallsLimitExceeded(ActorError):
     """More calls are waiting for the actor than ``max_pending_calls`` allows; this one was not made.
 
-    Remedy: get results before more calls are made, or raise ``max_pending_calls``.
+    Remedy: get results before making further calls, or raise ``max_pending_calls``.
     """
 
 
 class CheckpointError(ActorError):
-    """The method has run, and the ``checkpoint()`` behind it raised, or returned what cannot be copied; the message says what.
+    """The method has run, but the ``checkpoint()`` after it raised, or returned a value that cannot be copied (see the message).
 
-    Its result is withheld, as it is not in the state that a next incarnation of the actor begins with: that is the one before.
-    The actor goes on with what it has; where a later checkpoint succeeds, what this call has done is in it.
+    The result is not returned, because a restarted actor would begin with the previous checkpoint, without the effects of this
+    call. The running actor keeps them, and a later checkpoint that succeeds contains them.
 
-    Remedy: mend ``checkpoint()``. Do not call again without a look at what the first call has done.
+    Remedy: correct ``checkpoint()``. Before repeating the call, check the effects of the first one.
     """
 
 
 class SupervisionError(ActorError):
-    """A supervision group has given up: its children died too often, or one cannot be made at all. All have been ended.
+    """A supervision group has given up, because its children died too often, or one cannot be made. All children have been ended.
 
-    The message lists how they died; ``cause`` is what a constructor raised, where that is why.
+    The message lists how they died; ``cause`` is the error of the constructor that failed, if one did.
 
-    Remedy: mend what the deaths have in common, or allow more of them: ``max_restarts`` and ``period`` of ``supervise()``.
+    Remedy: correct the cause of the deaths, or allow more restarts: ``max_restarts`` and ``period`` of ``supervise()``.
     """
 
 
 class CollectiveError(ActorError):
-    """A collective cannot be used: a member is gone or gave up, it was destroyed, or this actor is in none.
+    """A collective cannot be used: a member has ended or gave up, the collective was destroyed, or this actor has none.
 
-    What a method did before it came to the operation that ended like this has been done. ``cause`` is what torch raised,
-    where it did.
+    The effects of the method before the failed operation remain. ``cause`` is the error that torch raised, if it raised
+    one.
 
-    Remedy: ``collective.rebuild()``, or the next ``collective.call``, brings the group back where its actors have
+    Remedy: call ``collective.rebuild()`` or ``collective.call``, which restore the group if its actors have
     ``max_restarts``.
     """
 
 
 class UnknownActorError(ActorError, ValueError):
-    """No actor of this name is alive in the namespace. The message lists names that look alike.
+    """No actor of this name is alive in the namespace. The message lists similar names.
 
-    Remedy: check the name and the ``namespace``, or make the actor there with ``get_if_exists=True``.
+    Remedy: check the name and the ``namespace``, or create the actor there with ``get_if_exists=True``.
     """
 
 
 class NameTakenError(ActorError, ValueError):
-    """There is an actor of this name in the namespace already.
+    """The namespace already has an actor of this name.
 
-    Remedy: another name or namespace, or ``get_if_exists=True``, which gives the one that there is.
+    Remedy: use another name or namespace, or ``get_if_exists=True``, which returns the existing actor.
     """
 
 
 class NotInitializedError(RpcError):
     """RPC is not initialised in this process.
 
-    Also raised in a child forked from a worker: a fork owns none of its parent's connections.
+    Also raised in a child forked from a worker: a fork cannot use its parent's connections.
 
     Remedy: call ``init_rpc`` or ``actorrpc.init`` first; start children with the method "spawn", or use actors.
     """
 
 
 class UnknownWorkerError(RpcError):
-    """No worker of this name or rank is in the group. The message lists those that are.
+    """No worker of this name or rank is in the group. The message lists the workers of the group.
 
-    Remedy: one of those names; ``actorrpc.workers()`` shows them with their states.
+    Remedy: use one of their names; ``actorrpc.workers()`` shows the workers with their states.
     """
 
 
 class SerializationError(RpcError, TypeError):
     """An argument, a result or a function cannot be sent.
 
-    Raised before anything is sent. The message names the part that cannot travel.
+    Raised before anything is sent. The message names the part that cannot be sent.
 
-    Remedy: send what it is made from, and make it there; or keep it in an actor, and send the handle.
+    Remedy: send the data from which the other worker can create the object; or keep the object in an actor, and send the handle.
     """
 
     maybe_executed = False
 
 
 class RefusedError(SerializationError):
-    """A message names something that a worker in the data-only mode does not take: nothing of it was run.
+    """A worker in the data-only mode refused a message that names another object than data or exposed functions. No code was run.
 
     Remedy: mark the function with ``rpc.exposed``, or the class with ``rpc.allow``, on the worker that is called.
     """
 
 
 class LimitError(RpcError, ValueError):
-    """A limit is in the way: of what may be sent (its size, the number of its tensors), or of the system (threads, descriptors,
-    memory, space on a disk). The message names it; nothing was executed, and the call may be made again.
+    """A limit was exceeded: of messages (their size, the number of their tensors), or of the system (threads, descriptors,
+    memory, space on a disk). The message names the limit. The call was not executed and may be repeated.
 
-    Remedy: raise that limit (``ulimit``, the memory of a container, a setting), or ask for less at a time.
+    Remedy: raise that limit (``ulimit``, the memory of a container, a setting), or use less at a time.
     """
 
     maybe_executed = False
 
 
 class ObjectStoreFullError(LimitError, MemoryError):
-    """There is no room for a large object in the memory that the group's processes on this host may use for them, and none has
-    become free in time. The message says who holds what. Of a call, it is the result for which there is no room: it was executed.
+    """The memory that the group's processes on this host may use for large objects is full, and not enough of it was freed in
+    time. The message says which processes use how much. If a call raises this, its function ran, and its result had no room.
 
-    Remedy: let go of references and values, raise ``object_memory``, or give ``spill_dir`` a directory on a disk.
+    Remedy: delete references and values, raise ``object_memory``, or set ``spill_dir`` to a directory on a disk.
     """
 
 
 class ProtocolError(RpcError):
-    """The peer sent bytes that make no sense. The connection they came over is closed.
+    """The peer sent bytes that are not valid. Their connection is closed.
 
-    Remedy: see what listens at that address: another program, a proxy, or a network that damages what it carries.
+    Remedy: find out whether another program or a proxy listens at that address, or the network damages data.
     """
 
 
 class AuthenticationError(ProtocolError):
-    """The two sides do not share the key, or this worker has no key where it needs one.
+    """The two sides do not share the key, or this worker needs a key and has none.
 
-    Remedy: the same ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE`` for all workers of the group.
+    Remedy: give all workers of the group the same ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE``.
     """
 
 
 class VersionError(ProtocolError):
-    """The two sides speak versions of the protocol that do not overlap.
+    """The two sides have no version of the protocol in common.
 
-    Remedy: the same version of actorrpc on all hosts.
+    Remedy: install the same version of actorrpc on all hosts.
     """
 
 
 class RendezvousError(RpcError):
     """The workers did not find each other (store unreachable, name taken, worker missing).
 
-    Remedy: the message says who is missing, or what could not be reached: compare ``MASTER_ADDR``, ``MASTER_PORT``,
-    ``world_size`` and the names, and see whether the missing worker has ended with an error of its own.
+    Remedy: the message says which worker is missing, or which address could not be reached: compare ``MASTER_ADDR``,
+    ``MASTER_PORT``, ``world_size`` and the names, and check whether the missing worker has ended with an error.
     """
 
 
 class RRefError(RpcError):
     """An RRef was used in a way that its state or its owner forbids.
 
-    Remedy: ``to_here()`` in place of ``local_value()`` where another worker owns it; RRefs travel in the arguments and results
-    of calls, and not through ``pickle`` or ``copy``.
+    Remedy: use ``to_here()`` instead of ``local_value()`` if another worker owns the value; send RRefs in the arguments and
+    results of calls, not through ``pickle`` or ``copy``.
     """
 
 
 class ConfigError(RpcError, ValueError):
     """An option or an ``ACTORRPC_*`` variable has a value that cannot be used.
 
-    Remedy: what the message says is right.
+    Remedy: use a value that the message allows.
     """
 
 
 class PlacementError(ConfigError):
-    """No worker has what was asked for, or none had it free in time. The message says what is missing, and what there is.
+    """No worker has the requested resources, or none had them free in time. The message lists them and the existing resources.
 
-    Remedy: ask for less, let a worker join that has it, or wait longer with ``placement_timeout``.
+    Remedy: request less, add a worker that has them, or wait longer with ``placement_timeout``.
     """
 
 
 class UnplacedActorError(ActorDiedError, PlacementError):
-    """An actor is dead since there was no place for it, when it was made or was to be made again. Also a PlacementError.
+    """An actor is dead because no worker had room for it when it was created or restarted. Also a PlacementError.
 
-    Remedy: that of PlacementError, and a new actor.
+    Remedy: see PlacementError; then create a new actor.
     """
 
 
 class WrongTypeError(ConfigError, TypeError):
-    """An argument has a type that cannot be used. torch raises now ValueError, now TypeError: this is both.
+    """An argument has a type that cannot be used. It is both a ValueError and a TypeError, since torch raises either.
 
-    Remedy: a value of the type that the message names.
+    Remedy: use a value of the type that the message names.
     """
 
 
 class PlatformError(RpcError, ImportError):
     """This platform or Python version is not supported.
 
-    Remedy: Linux with Python 3.11 or later.
+    Remedy: use Linux and Python 3.11 or later.
     """

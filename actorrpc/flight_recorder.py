@@ -66,13 +66,13 @@ _pack_called: Final = _CALLED.pack_into
 _pack_executed: Final = _EXECUTED.pack_into
 _head_at: Final = _HEAD.unpack_from
 
-_MODULES: Final = 4096  # modules whose functions are called; more are forgotten, and looked at again
+_MODULES: Final = 4096  # the most modules in the table; when it is full, it is emptied
 OWN: Final = "actorrpc."
-"""What the names begin with of calls that the package makes for itself: of its functions, without their modules."""
+"""The prefix of the names of calls that the package makes for itself; after it comes the function's name without its module."""
 
 
 def method_of(actor: str, method: str) -> str:
-    """Return how metrics and traces name a method: ``Class/method``; of a function its name alone. Actors have no part in it."""
+    """Return the name of a method in metrics and traces, ``Class/method``; the name of a function is unchanged."""
     if actor:
         return f"{actor.partition('#')[0].partition('(')[0]}/{method}"
     kind, dot, name = method.rpartition(".")
@@ -93,12 +93,12 @@ class _OwnModules(dict[Any, bool]):
 
 
 OWN_MODULES: Final = _OwnModules()
-"""Asked on the path of every call, and therefore a table: ``type(function) is FunctionType and OWN_MODULES[function.__module__]``
+"""A table, because it is used in every call: ``type(function) is FunctionType and OWN_MODULES[function.__module__]``
 says whether a function is one that the package calls for itself."""
 
 
 def name_of(function: Any) -> str:
-    """Return how a function that is called is named: of an object that can be called, its class; its attributes are its own."""
+    """Return the name of a called function; of another callable object, the name of its class: its attributes may raise."""
     if type(function) is FunctionType and OWN_MODULES[function.__module__]:
         return f"{OWN}{function.__qualname__}"
     return str(function.__qualname__ if type(function) in _NAMED else type(function).__qualname__)
@@ -116,7 +116,7 @@ class _Names:
 
     def __init__(self, kept: int) -> None:
         self._limit = 3 * kept
-        self._lock = threading.Lock()  # guards adding; it is a leaf
+        self._lock = threading.Lock()  # guards adding; no other lock is taken under it
         self._next = 1
         self.numbers: dict[str, int] = {"": 0}
         self.texts: list[dict[int, str]] = [{0: ""}, {}]  # of this generation, and of the one before

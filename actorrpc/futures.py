@@ -4,7 +4,7 @@
 keeps its own state in Python: Ctrl-C interrupts its waits, they take a time-out, it can be awaited in asyncio, its
 callbacks get Futures of this class, and a failure that was never retrieved is logged.
 
-No lock guards a future. Completion is claimed by deleting a slot, which is one atomic step in CPython;
+A future has no lock. Completion is claimed by deleting a slot, which is one atomic step in CPython;
 callbacks and waiters are lists that are appended to and popped from, which is atomic too. So completing a
 future is safe in a ``__del__``, in a signal handler and under any lock, apart from the callbacks it runs.
 """
@@ -164,7 +164,7 @@ class _Unretrieved:
     def __del__(self) -> None:
         if not self.seen and not sys.is_finalizing():
             # (While the interpreter ends, no thread can be started.)
-            _report(f"{self.label} failed and nobody looked at the error: {say(self.error, repr)}")
+            _report(f"{self.label} failed and its error was never retrieved: {say(self.error, repr)}")
 
 
 _reports: Final[list[str]] = []
@@ -673,10 +673,11 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             source = self.source
             if source is not None:
                 source.drive(deadline)
-                source = None  # it refers to the arguments of the call, and the traceback of an error may refer to this frame
+                # It refers to the arguments of the call, and the traceback of an error may refer to this frame.
+                source = None
             if not self.completed and not self.park(deadline):
                 raise RpcTimeoutError(
-                    f"{self.label} was not complete within {say(timeout)} s; it goes on, wait() again or cancel() it",
+                    f"{self.label} was not complete within {say(timeout)} s; it is still running: wait() again or cancel() it",
                     maybe_executed=None,
                 )
             if INTERRUPTED:  # the awaited call may have been cancelled together with the call that waits

@@ -1,4 +1,4 @@
-"""A plugin for mypy: it knows what handles' methods take and return, and that ``@remote`` classes have ``remote``.
+"""A plugin for mypy: the types of the methods of handles, and the attributes, such as ``remote``, of ``@remote`` classes.
 
 In ``pyproject.toml``::
 
@@ -7,7 +7,7 @@ In ``pyproject.toml``::
 
 Without it ``remote(Cls)``, ``Cls.remote(...)`` of that and ``handle.rpc_sync().method(...)`` are fully typed, while
 ``handle.method.remote(...)`` takes and returns anything, and the names that ``@remote`` gives to the class below it are
-unknown: mypy takes no notice of what a class decorator returns. Classes that inherit from :class:`actorrpc.Actor` need no plugin.
+unknown: mypy ignores the result of a class decorator. Classes that inherit from :class:`actorrpc.Actor` need no plugin.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _METHOD: Final = "actorrpc.actors.ActorMethod"
 _CLASS: Final = "actorrpc.actors.ActorClass"
 _REF: Final = "actorrpc.actors.ObjectRef"
 _STREAM: Final = "actorrpc.actors.ObjectRefGenerator"
-# What `@method` makes of a method, and what of that an instance has. The last of their types is that of `remote`.
+# The class that `@method` returns, and the class of its objects bound to an instance. Their last type is that of `remote`.
 _MARKED: Final = "actorrpc.actors.client.typed_methods.Method"
 _BOUND: Final = "actorrpc.actors.client.typed_methods.BoundMethod"
 _REMOTE: Final = frozenset({"actorrpc.remote", "actorrpc.actors.remote", "actorrpc.actors.api.remote"})
@@ -77,24 +77,24 @@ _STREAMS: Final = frozenset(
 
 
 class ActorPlugin(Plugin):
-    """What mypy asks."""
+    """The hooks that mypy calls."""
 
     def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
-        """See to classes below ``@remote``."""
+        """Handle the classes below ``@remote``."""
         return _decorated if fullname in _REMOTE else None
 
     def get_class_attribute_hook(self, fullname: str) -> Callable[[AttributeContext], Type] | None:
-        """See to ``Cls.remote`` and the like."""
+        """Handle ``Cls.remote`` and similar attributes."""
         return _class_attribute if fullname.rpartition(".")[2] in _GIVEN else None
 
     def get_attribute_hook(self, fullname: str) -> Callable[[AttributeContext], Type] | None:
-        """See to ``handle.method``, and to ``remote`` of a task."""
+        """Handle ``handle.method``, and ``remote`` of a task."""
         if fullname == _TASK:
             return _remote_of_task
         return _handle_attribute if fullname.startswith(_HANDLE + ".") else None
 
     def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
-        """See to the arguments of ``remote(...)``."""
+        """Handle the arguments of ``remote(...)``."""
         return _with_refs if fullname in _CALLS else None
 
 
@@ -113,7 +113,7 @@ def _decorated(ctx: ClassDefContext) -> bool:
 
 
 def _class_attribute(ctx: AttributeContext) -> Type:
-    """Give ``Cls.remote`` the type that it has on the ActorClass which the name really stands for."""
+    """Give ``Cls.remote`` the type that it has on the ActorClass to which the name refers at run time."""
     found = get_proper_type(ctx.type)
     name = getattr(ctx.context, "name", "")
     if not isinstance(found, FunctionLike) or not found.is_type_obj():
@@ -216,7 +216,7 @@ def _anything() -> Parameters:
 
 
 def _with_refs(ctx: MethodSigContext) -> FunctionLike:
-    """Let every argument also be an ObjectRef of what it is."""
+    """Let every argument also be an ObjectRef to a value of its type."""
     signature = ctx.default_signature
     if not isinstance(signature, CallableType):
         return signature
@@ -233,13 +233,13 @@ def _or_refs(ctx: AttributeContext | MethodSigContext, types: Sequence[Type]) ->
 
 
 def _outcome(ctx: AttributeContext, info: TypeInfo, name: str, member: CallableType) -> Type:
-    """Return what ``remote`` gives: an ObjectRef of what the method returns, or a stream of what it yields."""
+    """Return the type of the result of ``remote``: an ObjectRef to the method's result, or a stream of the yielded values."""
     returned = get_proper_type(member.ret_type)
     found = info.get(name)
     node = None if found is None else found.node
     if isinstance(node, Decorator):
         if node.decorators and not (node.func.is_static or node.func.is_class):
-            return AnyType(TypeOfAny.special_form)  # a decorator that nobody here knows
+            return AnyType(TypeOfAny.special_form)  # an unknown decorator
         node = node.func
     if isinstance(returned, Instance) and isinstance(node, FuncDef):
         if (node.is_generator or node.is_async_generator) and returned.type.fullname in _STREAMS:

@@ -1,10 +1,10 @@
-"""Checks of the values that users give: what each kind of option accepts, and what is said of anything else.
+"""Checks of the values that users give for options: which values each kind of option accepts, and the errors for others.
 
 A check takes the option's name and the value, and returns the value in the form in which it is kept. A dataclass of options
-declares with :func:`option` how each of its fields is checked; other functions call the checks themselves. What they raise
-names the option, the value, and what is right.
+declares with :func:`option` how each of its fields is checked; other functions call the checks themselves. The errors
+name the option, the value, and which values can be used.
 
-Most checks take ``none`` (None is right, too), and ``right``, which is said of a wrong value in place of the bounds.
+Most checks take ``none`` (None is accepted, too), and ``right``, a text for the error that replaces the bounds.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = [
 Check: TypeAlias = Callable[[str, Any], Any]
 
 MOST: Final = sys.float_info.max
-"""The largest finite number: no wait can be told a longer time."""
+"""The largest finite number: no wait accepts a longer time."""
 
 
 def option(default: Any, check: Check, **more: Any) -> Any:
-    """Declare a field of a dataclass of options: its default, how it is checked, and what else there is to say of it."""
+    """Declare a field of a dataclass of options: its default, its check, and further metadata."""
     given = {"default_factory": dict} if default is dict else {"default": default}
     return field(**given, metadata={"check": check, **more})
 
@@ -58,16 +58,16 @@ def checks_of(cls: type[Any]) -> dict[str, Check]:
 
 
 def check_fields(options: Any) -> None:
-    """Check all that :func:`option` declares of an immutable dataclass, which calls this in its ``__post_init__``."""
+    """Check the declared fields of an immutable dataclass, which calls this function in its ``__post_init__``."""
     for name, check in checks_of(type(options)).items():
         object.__setattr__(options, name, check(name, getattr(options, name)))
 
 
 def read(declared: str, said: str) -> Any:
-    """Return what a text says for a field of this type; a list has commas.
+    """Return the value that a text gives for a field of this type; lists are separated by commas.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the text cannot be read.
     """
     return _READ.get(declared.partition(" ")[0], _read_list)(said)
 
@@ -92,7 +92,7 @@ def wrong(name: str, value: object, right: str, error: type[ConfigError] = Confi
 
 
 def flag(name: str, value: Any, *, none: bool = False) -> Any:
-    """Check a truth value: numbers and words are none."""
+    """Check a truth value; numbers and texts are refused."""
     if isinstance(value, bool) or (none and value is None):
         return value
     raise wrong(name, value, f"True or False, of type bool{', or None' * none}", WrongTypeError)
@@ -107,7 +107,7 @@ def text(
     right: str = "",
     error: type[ConfigError] = ConfigError,
 ) -> Any:
-    """Check a str, of which the plain text is kept; ``error`` is raised of one that is empty and must not be."""
+    """Check a str, and return it as a plain str; ``error`` is raised if it is empty and must not be."""
     if isinstance(value, str) and (value or empty):
         return str.__str__(value)
     if none and value is None:
@@ -117,7 +117,7 @@ def text(
 
 
 def choice(name: str, value: Any, *, of: Sequence[str], none: bool = False) -> Any:
-    """Check one of several words."""
+    """Check that the value is one of several words."""
     right = f"one of {', '.join(map(repr, of))}{', or None' * none}"
     word = text(name, value, none=none, right=right)
     if word in (*of, None):
@@ -135,10 +135,10 @@ def integer(
     right: str = "",
     error: type[ConfigError] = ConfigError,
 ) -> Any:
-    """Check a whole number: True and False are none, though Python has it so.
+    """Check a whole number: True and False are refused, although Python treats them as numbers.
 
     Args:
-        error: what is raised where it is out of bounds.
+        error: the class of the error if it is out of bounds.
     """
     if type(value) is not int:
         if none and value is None:
@@ -164,12 +164,12 @@ def number(
     error: type[ConfigError] = ConfigError,
     kind: Any = numbers.Real,
 ) -> Any:
-    """Check a number, finite unless ``most`` is infinite; a whole one stays an int.
+    """Check a number, finite unless ``most`` is infinite; a whole number stays an int.
 
     Args:
         above: it must be more than ``least``.
-        error: what is raised where it is out of bounds.
-        kind: the types that are taken; truth values never are.
+        error: the class of the error if it is out of bounds.
+        kind: the types that are accepted; truth values never are.
     """
     if type(value) is not float and type(value) is not int:
         if none and value is None:
@@ -187,7 +187,7 @@ def number(
 
 
 def _plain(value: Any) -> int | float:
-    """Return a number of any class as Python's own; one that is too large for a float is infinite, as ``1e999`` is."""
+    """Return a number of any class as an int or float; it becomes infinite if it is too large for a float, as ``1e999`` is."""
     if isinstance(value, numbers.Integral):
         return int(value)
     try:
@@ -197,7 +197,7 @@ def _plain(value: Any) -> int | float:
 
 
 def wait_limit(value: Any, name: str = "timeout", *, least: float = 0.0) -> float:
-    """Check how many seconds a wait may take, or None; what no wait can be told is infinite, as None is."""
+    """Check how many seconds a wait may take; None, and a number that is too large for a wait, become infinite."""
     found = number(name, value, unit="seconds", least=least, most=math.inf, none=True)
     if found is None or found > MOST:
         return math.inf
@@ -207,7 +207,7 @@ def wait_limit(value: Any, name: str = "timeout", *, least: float = 0.0) -> floa
 def _right(
     what: str, least: float | None, most: float | None, *, above: bool = False, none: bool = False
 ) -> str:
-    """Say which numbers are right."""
+    """Return the text that says which numbers can be used."""
     bounds = [] if least is None else [f"{'above' if above else 'of at least'} {least:.12g}"]
     if most is not None and most < MOST:
         bounds.append(f"of at most {most:.12g}")
@@ -215,7 +215,7 @@ def _right(
 
 
 def mapping(name: str, value: Any, each: Check, *, right: str, none: bool = False) -> Any:
-    """Check a dict by names, each of its values with a check."""
+    """Check a dict with names as keys; ``each`` checks the values."""
     if none and value is None:
         return None
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
@@ -224,17 +224,17 @@ def mapping(name: str, value: Any, each: Check, *, right: str, none: bool = Fals
 
 
 def words(name: str, value: Any, *, none: bool = False) -> Any:
-    """Check a dict of words by name."""
+    """Check a dict from names to words."""
     return mapping(name, value, text, right="a dict of words by name, like {'zone': 'a'}", none=none)
 
 
 def amounts(name: str, value: Any, *, none: bool = False, error: type[ConfigError] = ConfigError) -> Any:
-    """Check a dict of amounts by name: of what has no option of its own."""
+    """Check a dict from names to amounts of resources that have no option of their own."""
     right = "a dict of numbers of at least 0 by name, like {'disk': 2}"
     found = mapping(name, value, functools.partial(number, error=error), right=right, none=none)
     for key in ("CPU", "GPU"):
         if found and key in found:
-            raise ConfigError(f"{name}: say {key} with num_{key.lower()}s")
+            raise ConfigError(f"{name}: give {key} with num_{key.lower()}s")
     return found
 
 
@@ -254,7 +254,7 @@ def _variable(name: str, value: Any) -> str:
         raise wrong(name, value, "a str or a number", WrongTypeError)
     try:
         found = str(value)
-    except ValueError:  # Python does not write out so many digits
+    except ValueError:  # Python refuses to write so many digits
         raise wrong(name, value, "a number with fewer digits") from None
     if "\0" in found:
         raise wrong(name, value, "without zero bytes")

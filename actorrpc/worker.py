@@ -1,7 +1,7 @@
-"""``python -m actorrpc.worker --join tcp://HOST:PORT``: add this machine to a cluster that runs.
+"""``python -m actorrpc.worker --join tcp://HOST:PORT``: add this machine to a running cluster.
 
 The key comes from ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE``, never from the command line, where every user of the machine
-could read it. The worker serves until it is let go or its driver ends; SIGTERM and SIGINT (Ctrl-C) make it leave.
+could read it. The worker serves until it is released or its driver ends; SIGTERM and SIGINT (Ctrl-C) make it leave.
 Exit codes: 0 it has left; 1 it could not join; 2 the arguments cannot be used.
 """
 
@@ -52,15 +52,17 @@ def _parser() -> _Parser:
     parser.add_argument("--join", metavar="tcp://HOST:PORT", required=True, help="where the driver listens")
     parser.add_argument("--name", help="the worker's name (default: host name and process id)")
     parser.add_argument("--labels", default="", metavar="NAME=WORD,...", help="for options(labels=...)")
-    parser.add_argument("--num-cpus", type=float, help="processors to give (default: all)")
-    parser.add_argument("--num-gpus", type=float, help="CUDA devices to give (default: all)")
-    parser.add_argument("--resources", default="", metavar="NAME=NUMBER,...", help="further amounts")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds that joining may take")
+    parser.add_argument("--num-cpus", type=float, help="processors to provide (default: all)")
+    parser.add_argument("--num-gpus", type=float, help="CUDA devices to provide (default: all)")
+    parser.add_argument(
+        "--resources", default="", metavar="NAME=NUMBER,...", help="amounts of other resources"
+    )
+    parser.add_argument("--timeout", type=float, default=30.0, help="the most seconds that joining may take")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Be a worker; returns the exit code."""
+    """Run a worker; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if any(each == "--key" or each.startswith(("--key=", "--key-", "--secret")) for each in given):
         # Not repeated here: it may be the key.

@@ -13,7 +13,7 @@ __all__ = ["LAST", "Reports"]
 
 _LAST = "the last of these reports"
 #: What a test prints that calls :meth:`Reports.so_far`, for ``@pytest.mark.prints``.
-LAST = rf"a future failed and nobody looked at the error: KeyError\('{_LAST}'\)"
+LAST = rf"a future failed and its error was never retrieved: KeyError\('{_LAST}'\)"
 
 
 class Reports(logging.Handler):

@@ -251,7 +251,7 @@ def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> Non
     )
     assert status == 70
     assert "test_never_lets_go" in output
-    assert "It could not be ended" in output
+    assert "The test could not be ended" in output
 
 
 @pytest.mark.slow

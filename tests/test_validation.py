@@ -100,7 +100,7 @@ def test_what_is_kept(check: Check, value: Any, kept: Any) -> None:
         (words, {"zone": 1}, r"it['zone'] must be a str, not 1", True),
         (words, {"": "a"}, "it must be a dict of words by name", True),
         (amounts, {"disk": -1}, "it['disk'] must be a number of at least 0", False),
-        (amounts, {"GPU": 1}, "it: say GPU with num_gpus", False),
+        (amounts, {"GPU": 1}, "it: give GPU with num_gpus", False),
         (variables, {"A=": "1"}, "it must be a dict of environment variables", False),
         (variables, {"A": "a\0b"}, "it['A'] must be without zero bytes", False),
         (variables, {"A": True}, "it['A'] must be a str or a number", True),

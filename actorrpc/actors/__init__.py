@@ -1,6 +1,6 @@
-"""Actors: objects that live in another process and are called from anywhere, Ray's way and torch's.
+"""Actors: objects that live in another process, with methods that any worker can call, in the style of Ray or of torch.
 
-Importing this puts the actor layer on top of every group that is joined from now on (``startup.py``).
+Importing this package adds the actor layer to every group that is joined from then on (``startup.py``).
 """
 
 from __future__ import annotations
@@ -100,4 +100,4 @@ __all__ = [
     "wait",
 ]
 
-_wired = _wiring.start  # what the import above is for
+_wired = _wiring.start  # marks the import above as used

@@ -1,7 +1,7 @@
-"""The functions of ``actorrpc`` for actors: making, finding, ending, watching and listing them, and what runs inside of one.
+"""The functions of ``actorrpc`` for actors: make, find, end, watch and list them; and the runtime context inside of an actor.
 
-``remote`` is torch's function and Ray's decorator under one name: the first argument decides. Functions of handles are also
-methods of a handle, as far as its class has none of the same name. All are thread-safe.
+``remote`` is torch's function and Ray's decorator under one name: the first argument decides which. Functions that take a handle
+are also methods of the handle, unless its class has a method of the same name. All are thread-safe.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ __all__ = [
 C = TypeVar("C")
 P = ParamSpec("P")
 R = TypeVar("R")
-_ASK_S: Final = 30.0  # how long others may take to answer
+_ASK_S: Final = 30.0  # how long other workers may take to answer
 
 
 # -- finding -------------------------------------------------------------------------------------------------
 
 
 def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
-    """Return a handle to the actor of that name. It is weak: it does not keep the actor alive.
+    """Return a weak handle to the actor of this name: the handle does not keep the actor alive.
 
     Args:
-        namespace: default that of this process.
+        namespace: the namespace of the name; by default that of this process.
 
     Raises:
-        UnknownActorError: there is none; the message lists names that look alike. Also a ValueError.
-        PeerDiedError, RpcTimeoutError: rank 0, which knows the names, does not answer.
+        UnknownActorError: there is no such actor; the message lists similar names. Also a ValueError.
+        PeerDiedError, RpcTimeoutError: rank 0, which has the table of names, does not answer.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"get_actor() takes the name of an actor, a non-empty str, not {say(name, repr)}")
@@ -82,16 +82,16 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorInfo:
-    """An actor, as :func:`list_actors` shows it.
+    """An actor as returned by :func:`list_actors`.
 
     Attributes:
-        actor_id: the actor's, for ever.
+        actor_id: the actor's id, which stays the same after restarts.
         state: ``"PENDING"``, ``"ALIVE"``, ``"RESTARTING"`` or ``"DEAD"``.
-        worker, pid: where it lives; empty and 0 where it does not.
-        pending_calls, running_calls: calls that wait in its mailbox, and that are being executed; -1 where its worker
-            did not say.
-        restarts: how often it has been made again.
-        death_cause: why it is dead, or how it died last; empty if it has not.
+        worker, pid: the worker and process where it lives; empty and 0 if it lives nowhere.
+        pending_calls, running_calls: calls that wait in its mailbox, and calls that are being executed; -1 if its worker
+            did not answer.
+        restarts: how often it was restarted.
+        death_cause: the reason of its death, or of its last restart; empty if it has never died.
     """
 
     actor_id: int
@@ -108,9 +108,9 @@ class ActorInfo:
 
 
 def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
-    """Return all actors of the group, in the order of their ids; those that died lately, too.
+    """Return all actors of the group, including actors that died recently, ordered by id.
 
-    Workers that do not answer within ``timeout`` seconds are left out: what they know is missing.
+    Actors that are only known to workers that do not answer within ``timeout`` seconds are missing.
     """
     until = _time.now() + wait_limit(timeout)
     agent = runtime().agent
@@ -134,7 +134,7 @@ def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
 
 
 def _known() -> tuple[list[ActorState], list[HostedActorState]]:
-    """Return the actors that this worker supervises, and the actors that live here. Called by RPC."""
+    """Return the actors that this worker supervises, and the actors that live on it. Called by RPC."""
     here = runtime()
     return here.supervisor.states(), here.registry.states()
 
@@ -162,28 +162,28 @@ def _row(known: ActorState, life: HostedActorState | None) -> ActorInfo:
 
 
 def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
-    """Give a call up: it ends with CancelledError; return False if it was over.
+    """Cancel a call: it ends with CancelledError. Return False if it had already ended.
 
-    A call that waits is not started, a coroutine is cancelled, a generator is closed. A method that runs on a thread is
-    interrupted where Python allows it: between two steps of Python, not in C code, and its actor lives on. One that runs on an
-    event loop goes on.
+    A waiting call is not started, a coroutine is cancelled, a generator is closed. A method that runs in a thread is
+    interrupted between two steps of Python, but not inside C code; its actor lives on. A plain method that runs on an event loop
+    continues.
 
-    A coroutine may catch asyncio.CancelledError and make calls to clean up, for 5 s: its call is over when it has ended, or that
-    time is over. All other calls are over at once.
+    A coroutine may catch asyncio.CancelledError and make calls to clean up, for up to 5 s. Its call ends when the coroutine
+    has ended, or after that time. All other calls end at once.
 
     Args:
-        ref: what ``remote(...)`` returned: an ObjectRef, or a stream; a Future will do, too.
-        force: of a task: end the process that executes it, if it cannot be interrupted. Other tasks that it has are
-            made again as their ``max_retries`` says. Not for actors: kill those.
-        recursive: must be True: calls that it waits for are cancelled with it.
+        ref: the ObjectRef or stream that ``remote(...)`` returned, or a Future.
+        force: for a task: end the process that executes it if the task cannot be interrupted. Other tasks in that process are
+            repeated according to their ``max_retries``. Not for actors: use ``kill()``.
+        recursive: must be True: the calls that the call waits for are cancelled, too.
 
     Raises:
-        TypeError: it is nothing that can be cancelled.
+        TypeError: ``ref`` cannot be cancelled.
         ConfigError: ``force`` for a call to an actor, or ``recursive=False``.
     """
     if not recursive:
         raise ConfigError(
-            "recursive=False is not possible: a call that is cancelled gives up the calls that it waits for"
+            "recursive=False is not possible: a call that is cancelled also cancels the calls that it waits for"
         )
     if isinstance(ref, list):
         done = [cancel(each, force=force) for each in ref]
@@ -205,39 +205,39 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
 
 
 def exit_actor() -> NoReturn:
-    """End the actor that this is called in, for good: the call that does it fails with ActorDiedError, as do all others.
+    """End the actor in which this is called, for good. This call and all others fail with ActorDiedError.
 
-    Its ``on_stop`` runs. Works by an exception that is no Exception: let it pass. Also from a task that a method has begun.
+    The actor's ``on_stop`` runs. Raises a BaseException; do not catch it. May also be called in a task that a method has started.
 
     Raises:
         RuntimeError: this is not code of an actor.
     """
     execution = CURRENT.get()
     if execution is None or execution.actor is None:
-        raise RuntimeError("exit_actor() was called outside of an actor; from there it is kill(handle)")
+        raise RuntimeError("exit_actor() was called outside of an actor; there, use kill(handle)")
     if execution.actor.spec is not None and execution.actor.spec.info.name == TASKS:
         raise RuntimeError(
-            f"exit_actor() was called in {execution.label}, and not in an actor: a task ends by returning"
+            f"exit_actor() was called in {execution.label}, which is not an actor: a task ends by returning"
         )
     why = "exit_actor() was called in it"
     execution.actor.leave(execution, why)
     raise ActorExit(why)
 
 
-# -- being inside ------------------------------------------------------------------------------------------------
+# -- inside of an actor ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeContext:
-    """Where some code runs, and for whom.
+    """Where some code runs, and which worker has called it.
 
     Attributes:
         worker: this worker.
-        namespace: where names are looked for here.
+        namespace: the namespace in which names are looked up here.
         actor_id: the actor that executes this code; None outside of actors.
         actor_name: its name, if it has one.
         caller: the worker that made the call which is being executed; None outside of calls.
-        was_current_actor_reconstructed: whether the actor has been restarted.
+        was_current_actor_reconstructed: whether the actor was restarted.
     """
 
     worker: WorkerInfo
@@ -269,15 +269,15 @@ def _spec() -> Any:
     execution = CURRENT.get()
     hosted = None if execution is None else execution.actor
     spec = None if hosted is None else hosted.spec
-    # A task is executed by an actor of ours, of which its code knows nothing.
+    # Tasks are executed by an internal actor, which is not shown to their code.
     return None if spec is None or spec.info.name == TASKS else spec
 
 
 def get_runtime_context() -> RuntimeContext:
-    """Return where this code runs: which worker, which actor, and for whom.
+    """Return the worker and actor that execute this code, and the worker that has called it.
 
     Raises:
-        NotInitializedError: nothing runs in this process.
+        NotInitializedError: this process is not in a group.
     """
     in_force = runtime()
     execution, spec = CURRENT.get(), _spec()
@@ -292,7 +292,7 @@ def get_runtime_context() -> RuntimeContext:
 
 
 def current_actor() -> ActorHandle[Any]:
-    """Return a handle of the actor that executes this code. It is weak: an actor does not keep itself alive.
+    """Return a weak handle of the actor that executes this code: an actor does not keep itself alive.
 
     Raises:
         RuntimeError: this is not code of an actor.
@@ -311,18 +311,18 @@ _TORCH: tuple[str, ...] = ("to", "func", "args", "kwargs", "timeout")
 
 
 class _Class(Protocol[P, C_co]):
-    """A class, as type checkers see one that is passed as an argument: it is called, and has bases."""
+    """A class that is passed as an argument, as type checkers see it: a callable with bases."""
 
     __bases__: tuple[type, ...]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co: ...
 
 
-# The first overload that fits is meant: a class is also a function that returns its instances.
+# Type checkers use the first overload that fits, because a class is also a function that returns its instances.
 
 
 class _Remote(Protocol):
-    """What ``@remote(...)`` returns."""
+    """The return type of ``@remote(...)``."""
 
     @overload
     def __call__(self, cls: _Class[P, C], /) -> ActorClass[P, C]: ...  # type: ignore[overload-overlap]
@@ -361,18 +361,18 @@ def remote(
 @overload
 def remote(**options: Any) -> _Remote: ...
 def remote(*given: Any, **options: Any) -> Any:
-    """Make a class a class of actors, make a function a task, or call a function on a worker.
+    """Make an actor class of a class, make a task of a function, or call a function on a worker.
 
-    ``@remote`` over a class, or ``remote(Cls)``, gives an :class:`~actorrpc.actors.client.actor_class.ActorClass`:
-    ``Cls.remote(...)`` makes an actor. Over a function it gives a :class:`~actorrpc.actors.library.tasks.RemoteFunction`:
-    ``f.remote(...)`` runs it elsewhere. ``@remote(num_cpus=2, ...)`` also says how: see
+    ``@remote`` above a class, or ``remote(Cls)``, returns an :class:`~actorrpc.actors.client.actor_class.ActorClass`:
+    ``Cls.remote(...)`` makes an actor. Above a function, it returns a :class:`~actorrpc.actors.library.tasks.RemoteFunction`:
+    ``f.remote(...)`` runs the function on another worker. ``@remote(num_cpus=2, ...)`` sets options: see
     :class:`~actorrpc.actors.spec.options.ActorOptions` and :class:`~actorrpc.actors.spec.options.TaskOptions`.
 
     ``remote(to, func, args=(), kwargs=None, timeout=...)`` with a worker's name, rank or WorkerInfo first is
     ``torch.distributed.rpc.remote``: it calls the function there and returns an RRef to its result at once.
 
     Raises:
-        ConfigError: an option is unknown, or its value is wrong; the message lists the right ones.
+        ConfigError: an option is unknown, or its value is wrong; the message lists valid options.
         TypeError: the first argument is neither a class, a function nor a worker.
     """
     if not given:
@@ -408,14 +408,14 @@ def _not_remote(first: Any, options: dict[str, Any]) -> None:
     what = say(first, repr)
     if isinstance(first, (str, int, WorkerInfo)) or (options and set(options) <= {*_TORCH}):
         raise TypeError(
-            f"remote() makes actors of classes and tasks of functions, and {what} is neither. As torch's remote() it calls a "
-            f"function on a worker, whose name or rank {what} would be: then say which one, remote({what}, func)"
+            f"remote() makes actors of classes and tasks of functions, and {what} is neither. If {what} is the name or rank of "
+            f"a worker, also give the function to call there, as in torch: remote({what}, func)"
         )
     raise TypeError(f"@remote is for classes and functions, not for {what}")
 
 
 def _check_either(options: dict[str, Any]) -> None:
-    """Refuse at once what neither a class nor a function can have."""
+    """Raise for options that neither classes nor functions have."""
     try:
         ActorOptions().merged(**options)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""The runtime: what the actor layer has in force in this process, in one place.
+"""The runtime: the parts of the actor layer that are in force in this process.
 
-``startup.py`` fills it when the process joins a group and empties it when it leaves. Packages find the parts of higher
-packages here, so that none has to import a higher one.
+``startup.py`` fills it when the process joins a group and empties it when it leaves. Packages get the parts of higher
+packages from it, so that they need not import them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["Runtime", "current", "runtime", "set_autostart"]
 class Runtime:
     """One process's actor layer. Each part is thread-safe.
 
-    The parts have no types here, as this module would then know every package of actors. Code that uses a part annotates it:
-    ``streams: Streams = runtime().streams``.
+    The parts have no types here, because this module would then import every package of actors. Code that uses a part
+    annotates it: ``streams: Streams = runtime().streams``.
 
     Attributes:
-        agent, references: the calls and references below.
+        agent, references: the agent and the RRefs of this worker.
         registry: the actors that live here.
-        routes: the ways to the actors that are called from here.
-        supervisor: looks after the actors that this process created.
-        names: knows actors by name; only that of rank 0 is asked.
-        streams: what generator methods here produce.
+        routes: the routes to the actors that are called from here.
+        supervisor: supervises the actors that this process created.
+        names: the table of named actors; only that of rank 0 is used.
+        streams: the streams of generator methods that run here.
         host_copies: the values that were fetched from other hosts.
         meetings, members: the collectives that were made here, and the collectives of actors here.
         task_pools: the processes of tasks.
-        spawner: starts processes for actors; None where actors go to the group's workers.
+        spawner: starts processes for actors; None if actors are placed on the group's workers.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ _autostart: Callable[[], None] | None = None
 
 
 def set_autostart(start: Callable[[], None] | None) -> Callable[[], None] | None:
-    """Name what starts the embedded cluster when actors are used before anything runs; return what was named before."""
+    """Set the function that starts the embedded cluster when actors are used in no group; return the former function."""
     global _autostart
     before, _autostart = _autostart, start
     return before
@@ -89,7 +89,7 @@ def runtime(*, start: bool = False) -> Runtime:
     """Return the runtime in force.
 
     Args:
-        start: start the embedded cluster if nothing runs.
+        start: start the embedded cluster if this process is in no group.
 
     Raises:
         NotInitializedError: there is none.

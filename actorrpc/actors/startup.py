@@ -1,4 +1,4 @@
-"""Wiring: puts the actor layer on top of an agent when the process joins a group, and takes it off again."""
+"""Adds the actor layer to an agent when the process joins a group, and removes it again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["start"]
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Bring the actor layer of a worker into force; returns what ends it."""
+    """Bring the actor layer of a worker into force; return a function that ends it."""
     agent = worker.agent
     made = Runtime(agent, worker.references)
     made.names = Names(made, api.namespace())

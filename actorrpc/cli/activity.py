@@ -1,4 +1,4 @@
-"""What workers and actors have done between two looks at their groups, and the tables in which ``top`` shows that. No I/O."""
+"""The activity of workers and actors between two reads of their groups, and the tables of ``top``. No I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def rates(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[str, float]:
-    """Return how many calls of each actor ended in a second, by its id; without actors that are not in ``before``."""
+    """Return the calls per second of each actor, by its id; without actors that are not in ``before``."""
     old = {each.actor_id: each for state in before for each in state.actors}
     found = {}
     for state in after:
@@ -34,7 +34,7 @@ def rates(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[str
 
 
 def shares(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[tuple[str, int], float]:
-    """Return how much of a processor each worker used, in percent, by its name and process id."""
+    """Return the processor time of each worker in percent of one processor, by its name and process id."""
     old = {(each.name, each.pid): each for state in before for each in state.workers}
     found = {}
     for state in after:
@@ -47,7 +47,7 @@ def shares(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[tu
 
 @dataclass(frozen=True, slots=True)
 class WorkerActivity:
-    """A worker, and how much of a processor it uses."""
+    """A worker and its use of the processor."""
 
     worker: ObservedWorker
     share: float | None
@@ -73,7 +73,7 @@ class ActorActivity:
 def rows(
     before: Iterable[GroupState], after: Iterable[GroupState]
 ) -> tuple[list[WorkerActivity], list[ActorActivity]]:
-    """Return the workers, and the actors that are not dead."""
+    """Return the rows of the workers, and of the actors that are not dead."""
     before, after = list(before), list(after)
     rate, share = rates(before, after), shares(before, after)
     workers: list[WorkerActivity] = []
@@ -91,10 +91,10 @@ def rows(
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table: its title, what it shows of a row, and by what rows are sorted: largest numbers come first.
+    """A column of a table: its title, the text of its cells, and the sort key (largest numbers come first).
 
     Attributes:
-        is_live: only the live tables have it.
+        is_live: the column is only in the live tables.
     """
 
     title: str

@@ -1,11 +1,11 @@
 """The commands and their arguments: :func:`main`.
 
-Exit status: 0, all is well (``logs``, ``top``, ``metrics``, ``debug`` and ``dashboard`` only show, and return 0); 1, something
-is wrong, and the command has said what; 2, there is no such group, worker or actor, or the arguments cannot be used. No command
-changes a job (except ``dashboard --allow-actions``), runs code of its users, or waits for calls of its actors.
+Exit status: 0, no problem was found (``logs``, ``top``, ``metrics``, ``debug`` and ``dashboard`` only show, and return 0); 1, the
+command has reported a problem; 2, there is no such group, worker or actor, or the arguments cannot be used. No command changes a
+job (except ``dashboard --allow-actions``), runs code of its users, or waits for calls of its actors.
 
-A command is a row of :data:`_COMMANDS` and a function, which looks at groups and returns what there is to print as a
-:class:`_Shown`. How that reads is said in ``views.py``, ``doctor.py``, ``profile.py`` and ``debug.py``.
+A command is a row of :data:`_COMMANDS` and a function, which reads the state of groups and returns a :class:`_Shown` to print.
+The texts are made in ``views.py``, ``doctor.py``, ``profile.py`` and ``debug.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from actorrpc.observe.visitor import KeptVisits
 __all__ = ["main"]
 
 _PARTS: Final = ["process", "actors", "supervised", "holders"]
-_SHORT_S: Final = 0.8  # how long workers may take to say how they are
+_SHORT_S: Final = 0.8  # how long workers may take to send their state
 _RECORDS_S: Final = 10.0  # how long workers may take to send the records of their flight recorders
 _FOUND: Final = 0
 _WRONG: Final = 1
@@ -49,7 +49,7 @@ class _NotThereError(RpcError):
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What a command has found: the lines that it prints, what it prints with ``--json``, and whether something is wrong."""
+    """The result of a command: the lines to print, the value to print with ``--json``, and whether a problem was found."""
 
     lines: Callable[[], Iterable[str]]
     json: Callable[[], Any]
@@ -69,10 +69,10 @@ def _print_json(value: Any) -> None:
 
 
 def _groups(found: argparse.Namespace) -> list[FoundGroup]:
-    """Return the groups that are meant.
+    """Return the groups that the arguments select.
 
     Raises:
-        _NotThereError: there is none.
+        _NotThereError: there are no such groups.
     """
     if found.connect:
         return [at_address(found.connect)]
@@ -93,13 +93,13 @@ def _groups(found: argparse.Namespace) -> list[FoundGroup]:
 
 
 def _one_group(found: argparse.Namespace) -> list[FoundGroup]:
-    """Return the one group that is meant, as its workers have it.
+    """Return the only group that the arguments select, as a list of its workers' entries.
 
     Raises:
-        _NotThereError: there is none, or more than one.
+        _NotThereError: there is no such group, or there are several.
     """
     groups = _groups(found)
-    # These may be workers of one group that was found by each of them.
+    # Several entries may be workers of the same group, each found separately.
     if len(groups) > 1 and len(_looks(groups, ["process"], _SHORT_S)) > 1:
         pids = ", ".join(
             f"{each.pids[0]} ({each.program})" if each.program else f"{each.pids[0]}" for each in groups
@@ -115,7 +115,7 @@ def _looks(
     begin: dict[str, int] | None = None,
     kept: KeptVisits | None = None,
 ) -> list[GroupLook]:
-    """Ask groups for their state; a group that was found by several of its workers is asked once.
+    """Read the state of groups. A group that was found through several of its workers is returned once.
 
     Raises:
         _NotThereError: no worker has answered.
@@ -130,10 +130,10 @@ def _looks(
         seen |= made.answers.keys()
         if made.answers:
             looks.append(made)
-    # The look through a worker that does not answer has that worker only; the look through another worker has both.
+    # Through a worker that does not answer, only that worker is seen; through another worker of the group, both are.
     looks = [each for each in looks if not any(each.answers.keys() < other.answers.keys() for other in looks)]
     if not looks:
-        raise _NotThereError("no group has answered, and none of its processes is there any more")
+        raise _NotThereError("no group has answered, and none of its processes exists any longer")
     return looks
 
 
@@ -205,7 +205,7 @@ def _logs(found: argparse.Namespace) -> None:
     finally:
         reader.end()
     if not (found.json or found.follow or found.grep or found.whom):
-        # Users read logs to find faults, and a process that is stuck prints no line about it.
+        # Users read logs to find faults, and a stuck process prints nothing about being stuck.
         for picture in _pictures(groups, _PARTS, found.timeout):
             _print(picture.finding_lines())
 
@@ -255,7 +255,8 @@ def _live_top(found: argparse.Namespace) -> None:
     kept = KeptVisits()
 
     def see(parts: list[str]) -> list[views.Picture]:
-        visits = None if "threads" in parts else kept  # stacks may be asked for while the tables are read
+        # Stacks may be read while another thread reads the tables.
+        visits = None if "threads" in parts else kept
         return [views.Picture.of(each) for each in _looks(_groups(found), parts, found.timeout, kept=visits)]
 
     see(["process"])  # if there is no group, this raises before the terminal is changed
@@ -318,7 +319,7 @@ def _profile(found: argparse.Namespace) -> _Shown:
                 continue
             samplers.append(profile.Sampler(record.name, made.target(record), actors, found.all))
     if not lives:
-        raise _NotThereError(f"{found.whom!r} lives in no worker; actorrpc describe says what became of it")
+        raise _NotThereError(f"{found.whom!r} runs on no worker; actorrpc describe shows its state")
     if not samplers and not missing:
         raise _NotThereError(f"there is no actor and no worker {found.whom!r}; actorrpc status lists them")
     took = profile.sample(samplers, found.seconds, found.rate, found.timeout, threading.Event())
@@ -362,7 +363,7 @@ def _metrics(found: argparse.Namespace) -> None:
 
 
 def _extra(module: str, remedy: str) -> Any:
-    """Import a module that an extra of the package brings, or that needs one."""
+    """Import a module that needs an extra of the package."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -382,7 +383,11 @@ def _debug(found: argparse.Namespace) -> _Shown | None:
         first = sessions[0]
         over = debug.talk(first, sys.stdin, _write, debug.is_terminal())
         if not over and not found.json:
-            how = f"; actorrpc debug {first.name} attaches again" if first.state == HELD else ": it goes on"
+            how = (
+                f"; actorrpc debug {first.name} attaches again"
+                if first.state == HELD
+                else ": the call continues"
+            )
             _print([f"detached from {first.name}{how}"])
         return None
     answers = debug.cast(sessions, found.cast, found.timeout)
@@ -400,7 +405,7 @@ def _debug(found: argparse.Namespace) -> _Shown | None:
 def _sessions(
     found: argparse.Namespace, looks: list[GroupLook], pictures: list[views.Picture]
 ) -> list[debug.Attached]:
-    """Attach to the held calls that are meant, or enter an actor."""
+    """Attach to the held calls that the arguments select, or enter an actor."""
     targets = {record.name: each.target(record) for each in looks for record, _ in each.answers.values()}
     workers = [worker for picture in pictures for worker in picture.state.workers]
     meant = [each for picture in pictures for each in picture.actors_named(found.which)]
@@ -409,7 +414,7 @@ def _sessions(
         actors = [each for each in meant if each.state != "DEAD"]
         if len(actors) != 1:
             raise _NotThereError(
-                f"--now enters one actor that lives; {len(actors)} are called {found.which!r}"
+                f"--now enters one living actor; {len(actors)} actors are called {found.which!r}"
             )
         (actor,) = actors
         if not actor.answered:
@@ -421,10 +426,10 @@ def _sessions(
         return [debug.Attached.entering(actor.title, actor.actor_id, targets[actor.worker], until)]
     held = debug.matching(workers, {each.actor_id for each in meant}, found.which)
     if not held:
-        raise _NotThereError(f"no call of {found.which!r} is held; actorrpc debug lists those that are")
+        raise _NotThereError(f"no call of {found.which!r} is held; actorrpc debug lists the held calls")
     if len(held) > 1 and not found.cast:
         _print(debug.lines(held))
-        raise _NotThereError("these are several: say which SESSION, or give commands to all with --cast")
+        raise _NotThereError("several calls are held: name one SESSION, or send commands to all with --cast")
     return [debug.Attached.to(each.session, targets[each.session.rpartition(":")[0]], until) for each in held]
 
 
@@ -438,7 +443,7 @@ def _dashboard(found: argparse.Namespace) -> None:
         raise _NotThereError("--tls-cert and --tls-key belong together")
     parent = os.pidfd_open(found.ends_with) if found.ends_with else -1
     if found.ends_with and os.getppid() != found.ends_with:
-        return  # it has ended; another process may have its number now
+        return  # the process has ended; another process may have its number now
     groups = _one_group(found)
     server = _extra(
         "actorrpc.cli.dashboard.server", "pip install 'actorrpc[dashboard]': starlette and uvicorn serve it"
@@ -498,7 +503,7 @@ def _become(module: str, arguments: Sequence[str]) -> NoReturn:
 def _checked(
     convert: Callable[[str], Any], is_right: Callable[[Any], bool], what: str
 ) -> Callable[[str], Any]:
-    """Return a function for argparse's ``type=``, which converts and checks a value; ``what`` says what the value must be."""
+    """Return a function for argparse's ``type=``, which converts and checks a value; ``what`` describes valid values."""
 
     def check(text: str) -> Any:
         try:
@@ -540,9 +545,9 @@ class _Command:
     """A row of the table.
 
     Attributes:
-        text: what the command shows, for ``--help``; ``cost``: what that costs the workers.
+        text: what the command shows, for ``--help``; ``cost``: the load that it causes on the workers.
         as_json: the help text of ``--json``; empty for a command without that option.
-        timeout: how long all workers together may take, in seconds, where the user does not say.
+        timeout: how long all workers together may take, in seconds; the default of ``--timeout``.
     """
 
     run: Callable[[argparse.Namespace], _Shown | None]
@@ -555,13 +560,13 @@ class _Command:
 
 _ONCE: Final = "Costs each worker less than a millisecond."
 _COMMANDS: Final = {
-    "status": _Command(_status, "workers, actors by class and state, and what is wrong, in words", _ONCE),
+    "status": _Command(_status, "workers, actors by class and state, and problems", _ONCE),
     "stack": _Command(
         _stack,
-        "where all threads of all workers are, equal stacks as one",
+        "the stacks of all threads of all workers, equal stacks shown once",
         "Costs each worker a millisecond or two, in which it runs nothing else.",
         [
-            _word("whom", "ACTOR|WORKER", "only these: see describe; or a worker's name, rank or pid"),
+            _word("whom", "ACTOR|WORKER", "only this actor (see describe) or worker (name, rank or pid)"),
             _flag(
                 "--all",
                 "also the threads of the library that wait for work, and all frames of the library",
@@ -570,55 +575,61 @@ _COMMANDS: Final = {
     ),
     "describe": _Command(
         _describe,
-        "all that is known of an actor",
+        "everything known about an actor",
         _ONCE,
         [_word("actor", "ACTOR", "its name, its title, its class, or a part of its id", nargs=None)],
     ),
     "logs": _Command(
         _logs,
-        "what the processes of a cluster have printed, those that have ended too: the last 8 MiB of all",
+        "the last 8 MiB that the processes of a cluster have printed, including ended processes",
         "Costs its driver some milliseconds.",
         [
-            _word("whom", "WORKER|PID", "only what this one has printed"),
-            _flag("-f --follow", "go on with what is printed from now on"),
+            _word("whom", "WORKER|PID", "only the output of this process"),
+            _flag("-f --follow", "continue with new output"),
             _value("--grep", "RE", "only lines in which this regular expression is found"),
-            _value("-n --lines", "N", "only the last N lines; then what follows", _number_or_none),
+            _value(
+                "-n --lines", "N", "only the last N lines, and with -f the lines that follow", _number_or_none
+            ),
         ],
         as_json="print each line as a JSON object on a line of its own",
     ),
     "doctor": _Command(
         _doctor,
-        "check key, files, limits and versions, and that each worker can be reached; each fault with its remedy",
+        "check key, files, limits and versions, and that each worker can be reached; shows remedies",
         _ONCE,
     ),
     "top": _Command(
         _top,
-        "workers and actors, again and again: live on a terminal with actorrpc[cli], as tables elsewhere",
+        "workers and actors, updated regularly: live on a terminal with actorrpc[cli], as tables elsewhere",
         f"{_ONCE} Each time.",
         [
-            _value("--interval", "S", "seconds between two looks (default 2)", _seconds, default=2.0),
-            _value("--count", "N", "print tables, and end after N looks", _number),
+            _value("--interval", "S", "seconds between two updates (default 2)", _seconds, default=2.0),
+            _value("--count", "N", "print tables, and end after N updates", _number),
             _value("--actors", "N", "show N actors (default 20)", _number, default=20),
         ],
-        as_json="print each look as a JSON object on a line of its own",
+        as_json="print each update as a JSON object on a line of its own",
     ),
     "trace": _Command(
         _trace,
-        "write the last calls, and those under way, of all workers into a file for https://ui.perfetto.dev or chrome://tracing",
+        "write the last and the running calls of all workers into a file for https://ui.perfetto.dev or chrome://tracing",
         "Costs each worker some milliseconds for 10 000 calls.",
         [
-            _value("--seconds", "S", "wait so long first, and leave out what was over before", _seconds),
+            _value(
+                "--seconds", "S", "wait this long first, and only write calls that end after that", _seconds
+            ),
             _value("-o --output", "FILE", "(default trace.json)", default="trace.json"),
         ],
         timeout=_RECORDS_S,
     ),
     "profile": _Command(
         _profile,
-        "write where the threads of workers are, sampled for some seconds, as a flame graph for https://www.speedscope.app",
+        "sample the threads of workers for some seconds, and write a flame graph for https://www.speedscope.app",
         f"Costs a worker with 20 threads about 1 % of its time at {profile.RATE_HZ:g} Hz; others cost less.",
         [
-            _word("whom", "ACTOR|WORKER", "only these: see stack; all calls of an actor"),
-            _value("--seconds", "N", "for so long, or until Ctrl-C (default 10)", _seconds, default=10.0),
+            _word("whom", "ACTOR|WORKER", "only this worker, or all calls of this actor; see stack"),
+            _value(
+                "--seconds", "N", "sample this long, or until Ctrl-C (default 10)", _seconds, default=10.0
+            ),
             _value(
                 "--rate",
                 "HZ",
@@ -627,21 +638,21 @@ _COMMANDS: Final = {
                 default=profile.RATE_HZ,
             ),
             _flag("--all", "also the threads of the library that wait for work"),
-            _flag("--collapsed", "folded lines instead, as flamegraph.pl reads them"),
+            _flag("--collapsed", "write folded lines for flamegraph.pl instead"),
             _value("-o --output", "FILE", "(default profile.json; profile.txt for --collapsed)"),
         ],
     ),
     "metrics": _Command(
         _metrics,
         "metrics of one group in Prometheus' text format: calls by method, actors by class, mailboxes",
-        "Costs each worker a millisecond, and one or two of a hundred calls for two minutes after it was asked.",
+        "Costs each worker a millisecond, and 1 to 2 % of the throughput of calls for two minutes after each request.",
         [
             _value("-o --output", "FILE", "write them to this file, which is replaced"),
             _value("--port", "N", "serve them at http://127.0.0.1:N/metrics (0: any) until Ctrl-C", _port),
             _value(
                 "--bind",
                 "HOST",
-                "listen at this address instead; nothing asks for a password there",
+                "listen at this address instead; there is no password",
                 default="127.0.0.1",
             ),
         ],
@@ -649,19 +660,19 @@ _COMMANDS: Final = {
     ),
     "debug": _Command(
         _debug,
-        "list the calls that breakpoint() holds, and talk to them as with pdb",
-        "A call that is held goes on when its front end is gone.",
+        "list the calls that breakpoint() holds, and debug them as with pdb",
+        "A held call continues when its front end ends without detaching.",
         [
             _word(
                 "which",
                 "SESSION|ACTOR|WORKER|all",
-                "attach to this one; commands are pdb's, detach leaves the call held",
+                "attach to this call; commands are pdb's, detach leaves the call held",
             ),
-            _flag("--now", "enter what this ACTOR runs, in the middle of it; or when it is idle"),
+            _flag("--now", "hold the running call of this ACTOR, or the idle ACTOR, and attach to it"),
             _value(
                 "--cast",
                 "COMMAND",
-                "give this command to all that are meant, and print their answers, equal ones as one; may be repeated",
+                "send this command to all selected calls, and print their answers, equal answers once; may be repeated",
                 action="append",
                 default=[],
             ),
@@ -670,14 +681,14 @@ _COMMANDS: Final = {
     ),
     "dashboard": _Command(
         _dashboard,
-        "a page for the browser that shows one group: what is wrong, actors, stacks, logs, calls",
-        "Costs each worker less than a millisecond a second while somebody looks at it, and nothing otherwise.",
+        "a page for the browser that shows one group: problems, actors, stacks, logs, calls",
+        "Costs each worker less than a millisecond a second while a browser shows the page, and nothing otherwise.",
         [
             _value("--port", "N", "listen at this port (default: any)", _port, default=0),
             _value(
                 "--bind",
                 "HOST",
-                "listen at this address instead of 127.0.0.1; one that other hosts reach needs TLS",
+                "listen at this address instead of 127.0.0.1; an address that other hosts can reach needs TLS",
                 default="127.0.0.1",
             ),
             _value("--tls-cert", "FILE", "certificate, for TLS"),
@@ -685,18 +696,18 @@ _COMMANDS: Final = {
             _value(
                 "--allow-host",
                 "NAME",
-                "further name that the page may be reached by, as that of a proxy; may be repeated",
+                "further host name for the page, such as the name of a proxy; may be repeated",
                 action="append",
                 default=[],
             ),
             _flag(
                 "--allow-actions",
-                "those who have the page may also kill and restart actors, and drain workers; by default it only shows",
+                "users of the page may also kill and restart actors, and drain workers; by default it only shows",
             ),
             _value(
                 "--ends-with",
                 "PID",
-                "end when this process does, which has started this one, as init(dashboard=True) has it",
+                "end with this process, which must be the parent; init(dashboard=True) uses it",
                 int,
                 default=0,
             ),
@@ -707,10 +718,13 @@ _GROUP: Final = (
     _value(
         "--connect",
         "ADDRESS",
-        "that of the worker at tcp://HOST:PORT, or at the Unix socket of this path; the key is in ACTORRPC_KEY or "
+        "the group of the worker at tcp://HOST:PORT, or at the Unix socket of this path; the key is in ACTORRPC_KEY or "
         "ACTORRPC_KEY_FILE",
     ),
-    (("--pid",), {"type": int, "default": 0, "help": "that of the process with this number, on this host"}),
+    (
+        ("--pid",),
+        {"type": int, "default": 0, "help": "the group of the process with this number, on this host"},
+    ),
 )
 
 
@@ -722,9 +736,9 @@ class _CommandParser(argparse.ArgumentParser):
 def _parser() -> _CommandParser:
     parser = _CommandParser(
         prog="actorrpc",
-        description="Look into groups that run, and start programs. Without --connect: groups of this user, on this host.",
-        epilog="Exit status: 0, all is well; 1, something is wrong (logs, top, metrics, debug and dashboard only show: 0); 2, "
-        "there is no such thing. --json is for programs.",
+        description="Inspect running groups, and start programs. Without --connect: groups of this user on this host.",
+        epilog="Exit status: 0, no problem; 1, a problem was found (logs, top, metrics, debug and dashboard only show: 0); 2, "
+        "there is no such group, worker or actor. --json is for programs.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(
@@ -754,14 +768,14 @@ def _parser() -> _CommandParser:
     run.add_argument(
         "--ray",
         action="store_true",
-        help="`import ray` means actorrpc.compat.ray; else torch.distributed.rpc is ours",
+        help="`import ray` imports actorrpc.compat.ray; without --ray, actorrpc replaces torch.distributed.rpc",
     )
     run.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="...", help="script.py or -m module, and its arguments"
     )
     run.set_defaults(run=_run)
-    # It is listed here only: :func:`main` hands its arguments on, and --help is its own.
-    commands.add_parser("worker", help="add this machine to a cluster that runs", add_help=False)
+    # This parser only lists the command in --help: main() passes its arguments on, and it has its own --help.
+    commands.add_parser("worker", help="add this machine to a running cluster", add_help=False)
     return parser
 
 
@@ -778,7 +792,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print([json.dumps(shown.json(), indent=1)] if found.json else shown.lines())
         return _WRONG if shown.wrong else _FOUND
     except (RpcError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # head(1) has read enough
+        if isinstance(error, BrokenPipeError):  # the reader of the output, such as head(1), has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _FOUND
         sys.stderr.write(f"actorrpc {found.command}: {error}\n")

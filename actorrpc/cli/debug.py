@@ -1,7 +1,7 @@
-"""The debugger's front end: lists the calls that are held, talks to one of them, or gives commands to many.
+"""The debugger's front end: lists the held calls, attaches to one of them, or sends commands to many.
 
-Commands are sent over the connection of a visitor, as questions are; there is no port. A thread of its own reads the terminal, so
-that the main thread answers signs of life of the worker all the time.
+Commands are sent over the connection of a visitor, like other queries; there is no extra port. A separate thread reads the
+terminal, so that the main thread can always answer the worker's heartbeats.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from actorrpc.observe.visitor import Target, Visit
 __all__ = ["Attached", "cast", "lines", "matching", "talk"]
 
 _SLICE_S: Final = 0.05
-_STEP_S: Final = 1.0  # how long, at the end of the input, a running call may take to be held again, or to end
-_DETACH_S: Final = 1.0  # for a worker to say that it has heard
+_STEP_S: Final = 1.0  # how long, at the end of the input, a running call may take to stop again, or to end
+_DETACH_S: Final = 1.0  # how long a worker may take to acknowledge a detach
 
 
 @dataclass(slots=True)
 class Attached:
-    """A front end that is attached to a call, or about to be. One thread at a time uses it.
+    """A front end that is attached, or attaching, to a call. Not thread-safe.
 
     Attributes:
-        name: of the session.
-        state: as the worker has said last.
-        asks: it waits for a command.
-        text: output of the worker that is not shown yet.
+        name: the session's name.
+        state: the call's state as the worker last reported it.
+        asks: the call waits for a command.
+        text: output of the worker that was not shown yet.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Attached:
         """Attach to a session.
 
         Raises:
-            OSError, RpcError: that cannot be done.
+            OSError, RpcError: attaching failed.
         """
         made = cls(held, Visit(target, until), int(held.rpartition(":")[2]))
         with undo_on_error(made.visit.close):
@@ -62,10 +62,10 @@ class Attached:
 
     @classmethod
     def entering(cls, title: str, actor_id: str, target: Target, until: float) -> Attached:
-        """Enter an actor: attach to what it runs, in the middle of it.
+        """Interrupt an actor's running call, and attach to it.
 
         Raises:
-            OSError, RpcError: that cannot be done.
+            OSError, RpcError: attaching failed.
         """
         made = cls(title, Visit(target, until))
         with undo_on_error(made.visit.close):
@@ -73,8 +73,8 @@ class Attached:
             while not made.session or not made.asks:
                 if time.monotonic() > until:
                     raise RpcError(
-                        f"{title} has come to no line of Python where it could be held: it is in code in C, or waits for "
-                        "something else than actorrpc. actorrpc stack shows where it is"
+                        f"{title} has reached no line of Python where it could be held: it runs C code, or waits for "
+                        "something outside of actorrpc. actorrpc stack shows where it is"
                     )
                 made.hear(until)
             made.name = f"{made.visit.name}:{made.session}"
@@ -85,7 +85,7 @@ class Attached:
         self.visit.tell(REQUEST, pack({**request, "id": number}))
         answer: dict[str, Any] | None = None
         while answer is None and time.monotonic() < until:
-            for body in self.visit.hear(EVENT, until):  # also messages that came after the answer
+            for body in self.visit.hear(EVENT, until):  # includes messages that came after the answer
                 found = unpack(body)
                 if found.get("id") == number:
                     answer = found
@@ -97,7 +97,7 @@ class Attached:
         raise TimeoutError(f"worker {self.visit.name!r} has not answered in time")
 
     def hear(self, until: float) -> None:
-        """Wait for messages of the worker, and apply them."""
+        """Wait for messages of the worker, and process them."""
         for body in self.visit.hear(EVENT, until):
             self._take(unpack(body))
 
@@ -112,17 +112,17 @@ class Attached:
             self.text.append(str(found["text"]))
 
     def say(self, line: str) -> None:
-        """Give a command."""
+        """Send a command."""
         self.asks = False
         self.visit.tell(REQUEST, pack({"do": "say", "session": self.session, "line": line}))
 
     def shown(self) -> str:
-        """Return and forget the output that is not shown yet."""
+        """Return the output that was not shown yet, and clear it."""
         found, self.text = "".join(self.text), []
         return found
 
     def detach(self) -> None:
-        """Leave the call as it is, and hang up. The worker has heard of it then: another front end can attach at once."""
+        """Detach, and close the connection. When this returns, another front end can attach."""
         try:
             self._ask({"do": "detach", "session": self.session}, time.monotonic() + _DETACH_S)
         except (OSError, RpcError):  # the worker, or the call, has ended
@@ -134,7 +134,7 @@ class Attached:
 
 
 def matching(workers: Iterable[ObservedWorker], actors: Collection[str], which: str) -> list[HeldCall]:
-    """Return the held calls that are meant: by session, worker or call, of these ``actors`` (their ids), or ``all`` of them."""
+    """Return the held calls that ``which`` selects: a session, worker or call, one of ``actors`` (ids), or ``all``."""
     found = [(worker, each) for worker in workers for each in worker.held]
     exact = [each for _, each in found if each.session == which]
     if exact or which == "all":
@@ -163,20 +163,21 @@ def lines(held: Sequence[HeldCall]) -> list[str]:
     )
 
 
-# -- talking -------------------------------------------------------------------------------------------------------
+# -- commands -------------------------------------------------------------------------------------------------------
 
 
 def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_terminal: bool) -> bool:
-    """Talk to a held call until it has ended or the user detaches; returns whether it has ended.
+    """Run a session with a held call until the call has ended or the user detaches; return whether the call has ended.
 
-    Each line that is read is given when the call asks for a command. ``detach``, the end of the input, and Ctrl-C detach: the
-    call stays as it is. It is waited for to be held again after it has gone on, on a terminal, and where there is a line for it.
+    A line of the input is sent when the call asks for a command. ``detach``, the end of the input, and Ctrl-C detach: the call
+    stays held. After a command that lets the call run, this waits until the call is held again if the input is a terminal or
+    has another line.
     """
     typed: queue.Queue[str | None] = queue.Queue()
     wanted, ended = threading.Semaphore(0), threading.Event()
 
     def type_in() -> None:
-        # One line at a time, on demand: later lines may be for the shell.
+        # Read one line at a time, on demand: later lines may be for the shell.
         while wanted.acquire() and not ended.is_set():
             line = read.readline()
             typed.put(line or None)
@@ -196,10 +197,10 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
                 wanted.release()
             if not attached.asks and attached.state != HELD and not told and is_terminal:
                 told = True
-                write("(it goes on; Ctrl-C detaches)\n")
+                write("(the call runs; Ctrl-C detaches)\n")
             line = typed.queue[0] if not typed.empty() else ""
             ends = line is None or line.strip() == "detach"
-            # Before the next line, wait for the answer to a command, and for the end of a step; not for a call that continues.
+            # Before the next line, wait for the answer to a command and for the end of a step, but not while a call continues.
             late = attached.state == RUNS and time.monotonic() > said + _STEP_S
             if line == "" or not (attached.asks or (ends and late)):
                 attached.hear(time.monotonic() + _SLICE_S)
@@ -217,7 +218,7 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
     except ConnectionError:
         if attached.state == HELD:
             raise
-        return True  # its worker has left
+        return True  # its worker has left the group
     finally:
         ended.set()
         wanted.release()
@@ -228,11 +229,11 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
 def cast(
     sessions: Sequence[Attached], commands: Sequence[str], timeout: float
 ) -> list[tuple[list[str], str, bool]]:
-    """Give commands to many held calls: each to all of them before the answer of any is waited for, ``timeout`` seconds each.
+    """Send commands to many held calls: each command to all calls first, then wait for the answers, ``timeout`` seconds each.
 
     Returns:
-        For each different answer: the names of its sessions, its text, and whether they are held again or have ended; else they
-        run.
+        For each different answer: the names of its sessions, its text, and whether the calls are held again or have ended. If
+        not, they are running.
     """
     texts: dict[str, list[str]] = {each.name: [] for each in sessions}
     late: set[str] = set()
@@ -244,7 +245,7 @@ def cast(
             each.say(command)
         until = time.monotonic() + timeout
         for each in asked:
-            # Each says first that it runs, or asks again.
+            # A call first reports that it runs, or asks for the next command.
             while not each.asks and each.state != OVER and time.monotonic() < until:
                 each.hear(min(until, time.monotonic() + _SLICE_S))
             texts[each.name].append(each.shown().removesuffix("(Pdb) "))

@@ -1,4 +1,4 @@
-"""``actorrpc doctor``: checks of this host and of the groups that run; each fault with its remedy."""
+"""``actorrpc doctor``: checks this host and the running groups; reports each fault with its remedy."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _fault(kind: str, what: str, remedy: str) -> Finding:
 
 
 def here() -> list[Finding]:
-    """Check this host, and what this process would run with."""
+    """Check this host, and the settings that a worker started here would use."""
     return [_versions(), _key(), _directory(), _settings(), _descriptors(), _shared_memory()]
 
 
 def _installed() -> dict[str, str]:
-    """Return the versions of the packages that are installed, by name. importlib.metadata says it, and takes long to import."""
+    """Return the versions of the installed packages, by name. importlib.metadata is imported here, because that is slow."""
     found: dict[str, str] = {}
     for folder in sys.path:
         try:
@@ -133,7 +133,7 @@ def _descriptors() -> Finding:
 
 def _shared_memory() -> Finding:
     try:
-        # The library's segments are memfds, which are in no file system: only memory limits them. DataLoader uses /dev/shm.
+        # actorrpc's segments are memfds, which are in no file system, so only memory limits them. DataLoader uses /dev/shm.
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return _fault(
@@ -153,14 +153,16 @@ def no_group(text: str) -> Finding:
 
 
 def of_group(look: GroupLook) -> list[Finding]:
-    """Check a group by a look at it."""
+    """Check a group whose state was read."""
     state = look.state
     title = f"{look.group.what}" + (f" (pid {look.group.pids[0]})" if look.group.pids else "")
     reached = [each for each in state.workers if each.state == "alive"]
     what = f"{title}: {len(reached)} of {count(len(state.workers), 'worker')} answered in {span(look.took)}"
     checks = [Finding(kind="reachability", wrong=len(reached) < len(state.workers), what=what)]
     if not state.workers:
-        checks = [_fault("reachability", f"{title}: nobody has answered", "see whether its processes live")]
+        checks = [
+            _fault("reachability", f"{title}: no worker has answered", "check whether its processes run")
+        ]
     return [*checks, *state.findings]
 
 

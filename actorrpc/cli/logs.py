@@ -1,4 +1,4 @@
-"""``actorrpc logs``: what the processes of clusters have printed, as their drivers keep it."""
+"""``actorrpc logs``: the output of the processes of clusters, which their drivers keep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actorrpc.wire.identity import host_identity
 __all__ = ["Line", "Reader", "Wanted"]
 
 _AGAIN_S: Final = 0.25
-_NAMED: Final = 20  # workers that are named where another one was asked for
+_NAMED: Final = 20  # workers that are listed if the requested one does not exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Line:
     """A line that a process has printed.
 
     Attributes:
-        number: grows with each line of its cluster; ``when``: seconds since 1970.
-        pid, label: of the process.
+        number: increases with each line of its cluster; ``when``: seconds since 1970.
+        pid, label: the process that has printed it.
         is_error: it was written to standard error.
     """
 
@@ -40,14 +40,14 @@ class Line:
 
     @classmethod
     def of(cls, row: Any) -> Line | None:
-        """Return what a driver has sent as a line; None where it makes no sense."""
+        """Return a line as a driver has sent it; None if it is not valid."""
         kinds = (int, float, int, str, bool, str)
         if isinstance(row, list) and len(row) == len(kinds) and all(map(isinstance, row, kinds)):
             return cls(*row)
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return it as JSON values."""
         return {
             "time": self.when,
             "pid": self.pid,
@@ -59,11 +59,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which lines are wanted.
+    """Selects lines.
 
     Attributes:
         whom: a process id, a label, or a worker's name.
-        last: how many of the lines that exist are shown; None: all.
+        last: how many of the existing lines are shown; None: all.
     """
 
     whom: str | None
@@ -72,19 +72,19 @@ class Wanted:
 
     @classmethod
     def of(cls, whom: str | None, grep: str | None, last: int | None) -> Wanted:
-        """Return what arguments mean.
+        """Convert command-line arguments.
 
         Raises:
-            ConfigError: there is no such regular expression.
+            ConfigError: ``grep`` is not a regular expression.
         """
         try:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
-            raise ConfigError(f"--grep {grep!r} is no regular expression: {error}") from error
+            raise ConfigError(f"--grep {grep!r} is not a regular expression: {error}") from error
         return cls(whom, pattern, last)
 
     def has(self, line: Line, pids: dict[int, str]) -> bool:
-        """Say whether a line is wanted; ``pids``: the names of the workers that live, or have printed something."""
+        """Say whether a line is selected; ``pids``: the names of the workers that run, or have printed something."""
         if self.whom is not None and self.whom not in (str(line.pid), line.label, pids.get(line.pid)):
             return False
         return self.pattern is None or self.pattern.search(line.text) is not None
@@ -103,7 +103,7 @@ class Reader:
         self._show: Callable[[Line], None] = lambda line: None
         self._groups = groups
         self._visits: list[tuple[Visit, int]] = []
-        self._known: set[str] = set()  # names and labels that may be asked for
+        self._known: set[str] = set()  # names and labels of existing processes
         self._pids: set[str] = set()
         problem: RpcError | OSError | None = None
         for group in groups:
@@ -128,8 +128,8 @@ class Reader:
         found = self._read()
         if found is None:
             raise RpcError(
-                "no logs are kept: the workers were started by init_rpc(), a launcher or by hand, and what they print goes where "
-                f"their launcher has it{self._places()}"
+                "no logs are kept: the workers were started by init_rpc(), a launcher or by hand, and their output goes where "
+                f"their launcher has sent it{self._places()}"
             )
         whom = self._wanted.whom
         if whom is not None and whom not in self._known and whom not in self._pids:
@@ -143,7 +143,7 @@ class Reader:
             show(line)
 
     def _places(self) -> str:
-        """Say where the output of the workers of this host goes."""
+        """Say where the output of this host's workers goes."""
         found = []
         for group in self._groups:
             workers = look(group, [], self._timeout).answers.values()
@@ -160,13 +160,13 @@ class Reader:
             self.more()
 
     def more(self) -> bool:
-        """Show the lines since the last call; returns whether one of the drivers still runs."""
+        """Show the lines since the last call; return whether one of the drivers still runs."""
         for line in self._read() or ():
             self._show(line)
         return bool(self._visits)
 
     def _read(self) -> list[Line] | None:
-        """Return the lines since the last call, in order; None where no logs are kept."""
+        """Return the lines since the last call, in order; None if no logs are kept."""
         lines: list[Line] = []
         keeps = False
         for place in reversed(range(len(self._visits))):
@@ -197,11 +197,11 @@ class Reader:
 
 
 def _place(pid: int, fd: int) -> str:
-    """Say what a process's output is."""
+    """Describe the target of a process's output."""
     try:
         found = os.readlink(f"/proc/{pid}/fd/{fd}")
     except OSError:
-        return "nothing that can be seen"
+        return "an unknown target"
     if found.startswith(("pipe:", "socket:")):
-        return "a pipe of who has started it"
+        return "a pipe of the process that started it"
     return found

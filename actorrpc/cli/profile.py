@@ -1,7 +1,7 @@
-"""Profiles by sampling: where the threads of workers stand, asked again and again over one connection each, as a flame graph.
+"""Sampling profiles: the stacks of workers' threads, read repeatedly over one connection per worker, as a flame graph.
 
-It is wall-clock time that is sampled: a thread that waits counts as one that runs. What is written is
-https://www.speedscope.app/file-format-schema.json, or folded lines as flamegraph.pl reads them.
+Wall-clock time is sampled: a waiting thread counts like a running one. The output is
+https://www.speedscope.app/file-format-schema.json, or folded lines for flamegraph.pl.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from actorrpc.observe.visitor import Target, Visit
 
 __all__ = ["RATE_HZ", "ProfileSummary", "Sampler", "Ticks", "lines", "sample", "write"]
 
-#: One answer costs a worker with 20 threads, each 20 functions deep, about 1.2 ms: this is about 1 % of its time.
+#: One answer costs a worker with 20 threads, each 20 functions deep, about 1.2 ms, so this rate costs about 1 % of its time.
 RATE_HZ: Final = 10.0
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
-_KNOWN: Final = 10_000  # stacks, line by line, that need not be looked at anew
+_KNOWN: Final = 10_000  # stacks, as lists of lines, whose conversion is cached
 
 _Place = tuple[str, str]  # a function, and its file
 _Stack = tuple[_Place, ...]
@@ -34,18 +34,18 @@ _Stack = tuple[_Place, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSummary:
-    """What a profile has.
+    """A summary of a profile.
 
     Attributes:
-        path: the file; empty where no worker has answered, and no file was written.
+        path: the file; empty if no worker has answered, so that no file was written.
         seconds: how long the workers were sampled.
-        rate: how many samples of each worker a second were wanted.
+        rate: the requested number of samples per worker and second.
         workers: how many have answered.
-        threads: how many were seen outside of waits of the library.
+        threads: how many threads were seen outside of waits of the library.
         samples: answers of all workers.
-        late: answers that came after the next question was due.
-        lost: questions that were not asked, or not answered: the answer before, or the worker, took too long.
-        missing: why workers were not sampled, or not to the end, by their names.
+        late: answers that came after the next request was due.
+        lost: requests that were skipped or not answered, because the previous answer, or the worker, took too long.
+        missing: worker -> why it was not sampled, or not to the end.
     """
 
     path: str
@@ -65,7 +65,7 @@ def lines(summary: ProfileSummary, collapsed: bool) -> list[str]:
     if not summary.path:
         stacks = [f"actorrpc stack {worker} shows where it is" for worker in summary.missing]
         return [
-            "there is nothing to sample, and no file was written: no worker that is meant answers",
+            "there is nothing to sample, and no file was written: none of the selected workers answers",
             *missing,
             *stacks,
         ]
@@ -80,11 +80,11 @@ def lines(summary: ProfileSummary, collapsed: bool) -> list[str]:
 
 
 class Ticks:
-    """The moments at which a worker is asked, at a fixed rate; moments that pass while it answers are left out. One thread.
+    """The moments at which a worker is asked, at a fixed rate. Moments that pass while it answers are skipped. Not thread-safe.
 
     Attributes:
-        late: answers that came after the next one was due.
-        lost: moments that were left out.
+        late: answers that came after the next moment.
+        lost: moments that were skipped.
     """
 
     def __init__(self, begun: float, interval: float, number: int) -> None:
@@ -96,16 +96,16 @@ class Ticks:
 
     @property
     def due(self) -> float | None:
-        """When the worker is asked next; None after the last question."""
+        """When the worker is asked next; None after the last request."""
         return None if self._next >= self._number else self._begun + self._next * self._interval
 
     def answered(self, now: float) -> None:
-        """Note an answer, and go to the next moment."""
+        """Record an answer, and go to the next moment."""
         if self._go_on(now):
             self.late += 1
 
     def unanswered(self, now: float) -> None:
-        """Note that no answer has come, and go to the next moment."""
+        """Record that no answer has come, and go to the next moment."""
         self._go_on(now)
         self.lost += 1
 
@@ -121,20 +121,20 @@ class Ticks:
 @dataclass(slots=True)
 class _Thread:
     name: str
-    stacks: list[tuple[_Stack, int]] = field(default_factory=list)  # and how often it was seen in turn
+    stacks: list[tuple[_Stack, int]] = field(default_factory=list)  # stack, number of samples in a row
 
 
 class Sampler:
-    """Samples one worker, on a thread of its own; after :meth:`run`, another thread looks at what it has.
+    """Samples one worker in a thread of its own. After :meth:`run`, another thread may read the results.
 
     Args:
-        actors: only threads that run calls of these actors: their ids and titles; None: all.
-        with_idle: also threads in waits of the library, and the functions of it that call the user's.
+        actors: only threads that run calls of these actors: id -> title; None: all threads.
+        with_idle: include threads in waits of the library, and the library's frames that call the user's code.
 
     Attributes:
         threads: the stacks of each thread, by its ident.
-        samples: answers.
-        why: why it was not sampled to the end; empty where it was.
+        samples: the number of answers.
+        why: why it was not sampled to the end; empty if it was.
     """
 
     def __init__(self, name: str, target: Target, actors: dict[str, str] | None, with_idle: bool) -> None:
@@ -150,7 +150,7 @@ class Sampler:
         self._parts = ["threads"] if actors is None else ["threads", "actors"]
 
     def run(self, ticks: Ticks, timeout: float, stop: threading.Event) -> None:
-        """Sample until there are no more ticks, the worker ends, or ``stop``."""
+        """Sample until there are no more ticks, the worker ends, or ``stop`` is set."""
         self.ticks = ticks
         try:
             visit = Visit(self._target, time.monotonic() + timeout)
@@ -165,7 +165,7 @@ class Sampler:
                 try:
                     found = visit.ask(self._parts, until)
                 except TimeoutError:
-                    # Each question that is not answered now is answered later, in vain. Therefore there are few of them.
+                    # The worker will answer this request later, in vain. Therefore wait, so that such requests are few.
                     stop.wait(max(0.0, until - time.monotonic()))
                     ticks.unanswered(time.monotonic())
                     continue
@@ -179,7 +179,7 @@ class Sampler:
                 self.why = "it has not answered in time"
 
     def take(self, found: dict[str, Any]) -> None:
-        """Take up an answer."""
+        """Process an answer."""
         self.samples += 1
         wanted = self._wanted(found)
         rows = found.get("threads")
@@ -203,7 +203,7 @@ class Sampler:
                 known.stacks.append((stack, 1))
 
     def _wanted(self, found: dict[str, Any]) -> set[int] | None:
-        """Return the threads on which calls of the actors run that are meant; None where all are."""
+        """Return the threads that run calls of the selected actors; None for all threads."""
         if self._actors is None:
             return None
         idents: set[int] = set()
@@ -225,12 +225,12 @@ class Sampler:
 def sample(
     samplers: Sequence[Sampler], seconds: float, rate: float, timeout: float, stop: threading.Event
 ) -> float:
-    """Sample all workers side by side; return how many seconds that took. Ctrl-C ends it, and what there is counts."""
+    """Sample all workers concurrently; return how many seconds that took. Ctrl-C ends it early and keeps the samples."""
     begun = time.monotonic()
     number = max(1, math.ceil(seconds * rate))
     threads = []
     for place, sampler in enumerate(samplers):
-        # Not all at one moment: their answers come to one process.
+        # Spread the requests over time: one process receives all answers.
         ticks = Ticks(begun + place / (rate * len(samplers)), 1 / rate, number)
         threads.append(threading.Thread(target=sampler.run, args=(ticks, timeout, stop), daemon=True))
         threads[-1].start()
@@ -255,10 +255,10 @@ def write(
     rate: float,
     collapsed: bool,
 ) -> ProfileSummary:
-    """Write the samples, which took so many seconds, into a file, if there are any; return a summary.
+    """Write the samples of a run of ``seconds`` into a file, if there are any; return a summary.
 
     Args:
-        missing: why workers were not sampled at all.
+        missing: worker -> why it was not sampled at all.
 
     Raises:
         OSError: the file cannot be written.
@@ -325,5 +325,5 @@ def _folded(threads: Sequence[tuple[str, _Thread]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a name without what separates names."""
+    """Return a name without the characters that separate names in folded lines."""
     return " ".join(text.replace(";", ",").split())

@@ -1,4 +1,4 @@
-"""Texts of the command line: tables, amounts and stacks, as people read them. No I/O."""
+"""Texts of the command line: tables, amounts and stacks. No I/O."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _FORKED: Final = os.path.join(
     "provisioners", "fork_server.py"
 )  # the main thread of a process waits for its end
 _IMPORTS: Final = "<frozen importlib"
-_SHOWN: Final = 12  # threads at one place that are named
+_SHOWN: Final = 12  # threads that are named for one stack
 
 
 def amount(nbytes: float) -> str:
-    """Return a size in words."""
+    """Return a size as text."""
     for unit in _UNITS:
         if nbytes < 1024 or unit == _UNITS[-1]:
             break
@@ -55,29 +55,29 @@ def amount(nbytes: float) -> str:
 
 
 def lapse(seconds: float) -> str:
-    """Return how long a call took, in words."""
+    """Return the duration of a call as text."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else span(seconds)
 
 
 def latencies(actor: ObservedActor) -> tuple[str, str]:
-    """Return the p50 and p99 of an actor's latest calls, in words; dashes where it has answered none."""
+    """Return the p50 and p99 of an actor's latest calls as texts; dashes if it has answered none."""
     return (lapse(actor.p50), lapse(actor.p99)) if actor.latest else ("-", "-")
 
 
 def known(number: int, actors: Iterable[ObservedActor]) -> str:
-    """Return a number of calls, and that it is not all of them where the worker of one of the actors does not answer."""
+    """Return a number of calls as text, with a mark if the worker of one of the actors does not answer."""
     if all(each.answered or not each.worker or each.state == "DEAD" for each in actors):
         return str(number)
     return f"{number} + ?" if number else "?"
 
 
 def figure(value: float | None) -> str:
-    """Return a number without its fraction; a dash where it is not known."""
+    """Return a number without its fraction; a dash if it is unknown."""
     return "-" if value is None else f"{value:.0f}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a table; numbers stand on the right."""
+    """Return the lines of a table; columns of numbers are aligned right."""
     cells = [[str(each) for each in row] for row in rows]
     raw = [list(row) for row in cells]
     widths = [max([len(head[i]), *(len(row[i]) for row in raw)]) for i in range(len(head))]
@@ -102,13 +102,13 @@ def _is_number(cell: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Threads that stand at the same place.
+    """Threads with equal stacks.
 
     Attributes:
-        frames: their stack, the innermost last.
-        where: the worker and the thread, of each.
-        calls: the calls that run on them, with their actors.
-        held: calls that a debugger holds there.
+        frames: the stack, innermost frame last.
+        where: the worker and thread of each.
+        calls: the calls that these threads run, with their actors.
+        held: the calls that a debugger holds there.
     """
 
     frames: tuple[StackFrame, ...]
@@ -118,17 +118,17 @@ class Fold:
 
     @property
     def is_ours(self) -> bool:
-        """Whether nothing but this library, and what it waits with, is on the stack: threads that do nothing."""
+        """Whether the stack has only frames of this library and of functions with which it waits: the threads are idle."""
         return is_idle(self.frames)
 
     @property
     def told(self) -> tuple[StackFrame, ...]:
-        """The frames without those outside of the user's code, of the library that calls it."""
+        """The frames without the library's outer frames, which call the user's code."""
         return users_part(self.frames)
 
     @property
     def inner(self) -> int:
-        """How many of the innermost frames are of this library, below a function of it that the user's code has called."""
+        """How many of the innermost frames are of this library, below the library function that the user's code has called."""
         depth = next((depth for depth, each in enumerate(reversed(self.told)) if not _is_ours(each)), 0)
         return max(0, depth - 1)
 
@@ -139,7 +139,7 @@ def _is_ours(frame: StackFrame) -> bool:
 
 
 def is_idle(frames: Sequence[StackFrame]) -> bool:
-    """Say whether nothing but this library, and what it waits with, is on a stack."""
+    """Say whether a stack has only frames of this library and of functions with which it waits."""
     return all(map(_is_ours, frames)) or any(each.file.endswith(_FORKED) for each in frames)
 
 
@@ -152,7 +152,7 @@ def users_part(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
 
 
 def folded(workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -> list[Fold]:
-    """Return all stacks, equal ones as one: first stacks with calls, then the most common; idle threads of the library last."""
+    """Return all stacks, equal ones once: stacks with calls first, then by frequency; idle threads of the library last."""
     calls: dict[tuple[str, int], list[tuple[ObservedActor, ObservedCall]]] = {}
     for actor in actors:
         for call in actor.running:
@@ -182,11 +182,11 @@ def folded(workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -
 def stack_lines(
     fold: Fold, workers: int, threads: int, callers: Mapping[str, str], whole: bool = False
 ) -> list[str]:
-    """Return the lines that say who stands where.
+    """Return the lines that describe the threads with one stack.
 
     Args:
-        callers: what executions are, by what names them.
-        whole: also the frames of the library below the function of it that the user's code has called.
+        callers: execution -> its description.
+        whole: include the library's frames below the library function that the user's code has called.
     """
     names = list(dict.fromkeys(worker.name for worker, _ in fold.where))
     who = [
@@ -211,7 +211,7 @@ def stack_lines(
         f"  {each.call} is held by {each.why} at {each.file}:{each.line}, in {each.function}()"
         for each in fold.held[:_SHOWN]
     ]
-    if not fold.calls:  # they say themselves what they wait for
+    if not fold.calls:  # the descriptions of calls include what they wait for
         waits = Counter(" and ".join(thread.waits_for) for _, thread in fold.where if thread.waits_for)
         for text, number in waits.most_common(_SHOWN):
             lines.append(f"  waits for {text}" if number == 1 else f"  {number} wait for {text}")
@@ -228,7 +228,7 @@ def stack_lines(
 
 
 def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:
-    """Say which method runs, its caller, since when, and what it waits for."""
+    """Describe a running method: its caller, its age, and what it waits for."""
     caller = callers.get(call.chain[-1]) if call.chain else None
     whom = f"{caller} on {call.caller!r}" if caller else repr(call.caller)
     text = f"{title}.{call.method}() for {whom}, {span(call.since)} old"
@@ -240,7 +240,7 @@ def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:
 
 
 def runs(actor: ObservedActor, worker: ObservedWorker | None) -> str:
-    """Say in a few words what an actor runs on its worker, or a debugger holds of it."""
+    """Say in a few words what an actor runs on its worker, or which of its calls a debugger holds."""
     held = [
         each
         for each in (worker.held if worker is not None else ())

@@ -1,7 +1,7 @@
-"""``actorrpc top`` on a terminal: two live tables, the actor that the cursor is on, and where its threads are.
+"""``actorrpc top`` on a terminal: two live tables, the description of the selected actor, and its stacks.
 
-Loaded by that command alone, as it needs Textual, which the extra ``cli`` brings. Looks are taken on a thread, one at a time, as
-they wait for workers; all else runs on the event loop of the application.
+Only that command imports this module, because it needs Textual (extra ``cli``). Looks are taken in a thread, one at a time,
+because they wait for workers. All other code runs in the application's event loop.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from actorrpc.observe.model import GroupState
 
 __all__ = ["See", "Top"]
 
-#: Looks at all groups that are meant; raises RpcError or OSError where there are none.
+#: Reads the state of the selected groups; raises RpcError or OSError if there are none.
 See = Callable[[list[str]], list[Picture]]
 
 _PARTS: Final = ["process", "actors", "supervised", "holders"]
-_FINDINGS: Final = 5  # that are shown above the tables
+_FINDINGS: Final = 5  # greatest number of findings above the tables
 
 
 def _text(value: str) -> Text:
-    """Return a text as it is: names are the job's, and neither markup nor what a terminal obeys."""
+    """Return a text without markup or control characters: names come from the job."""
     return Text("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in value))
 
 
 class _Table(DataTable[Text]):
-    """Rows that stay where the cursor is when they are shown anew; a click on a title, ``<`` and ``>`` sort by another column."""
+    """A table that keeps the cursor's row when it is updated. A click on a title, ``<`` and ``>`` change the sort column."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign,comma", "sort(-1)", "sort", key_display="< >"),
@@ -55,10 +55,10 @@ class _Table(DataTable[Text]):
         self.sorted_by = sort
 
     def show(self, rows: Sequence[Any], most: int) -> None:
-        """Show these rows, the first ones of them by the column that is sorted by."""
+        """Show the first ``most`` of these rows, by the sort column."""
         self._rows, self._most = rows, most
         column = self._shown[self.sorted_by]
-        # Rows that are equal by it stand in the order of their names, in each look.
+        # Rows with equal values are ordered by name, so that they keep their order in each update.
         ordered = sorted(rows, key=self._name_of)
         ordered.sort(key=column.key, reverse=not column.by_name)
         under = self.selected
@@ -75,7 +75,7 @@ class _Table(DataTable[Text]):
 
     @property
     def selected(self) -> str | None:
-        """What names the row that the cursor is on; None where there are no rows."""
+        """The key of the row under the cursor; None if there are no rows."""
         if not self.row_count:
             return None
         return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
@@ -94,7 +94,7 @@ class _WorkerTable(_Table):
 
 
 class _TextScreen(Screen[None]):
-    """What ``describe`` or ``stack`` would print, looked at once more each time that ``r`` is pressed."""
+    """The output of ``describe`` or ``stack``; the key ``r`` updates it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "app.pop_screen", "back"),
@@ -128,7 +128,7 @@ class Top(App[None]):
     """The application.
 
     Args:
-        see: looks at the groups, in at most some seconds.
+        see: reads the state of the groups; takes at most some seconds.
         every: seconds between two looks.
         most: how many actors are shown.
     """
@@ -173,15 +173,15 @@ class Top(App[None]):
         self.set_interval(self._every, self.look_again)
 
     def look_again(self) -> None:
-        """Begin a look, unless there is one under way."""
-        if not self._looks:  # a group that answers slowly is not asked twice at once
+        """Start to read the state, unless a thread does so."""
+        if not self._looks:  # one request at a time to a group that answers slowly
             self._looks = True
             self.run_worker(self._look())
 
     async def _look(self) -> None:
         try:
             self._show(await asyncio.to_thread(self._see, _PARTS))
-        except (RpcError, OSError) as error:  # the tables stay as they are
+        except (RpcError, OSError) as error:  # the tables keep their contents
             self._head.update(_text(str(error)))
         finally:
             self._looks = False
@@ -199,7 +199,7 @@ class Top(App[None]):
         self._worker_table.show(workers, len(workers))
         self._actor_table.show(actors, self._most)
 
-    # -- one of them ---------------------------------------------------------------------------------------------
+    # -- the selected row ---------------------------------------------------------------------------------------------
 
     async def on_data_table_row_selected(self, event: _Table.RowSelected) -> None:
         if event.data_table is self._actor_table:
@@ -208,7 +208,7 @@ class Top(App[None]):
             await self.action_stack()
 
     async def action_stack(self) -> None:
-        """Show the stacks of what the cursor is on."""
+        """Show the stacks of the selected actor or worker."""
         table = self._worker_table if self._worker_table.has_focus else self._actor_table
         if table.selected is not None and len(self.screen_stack) == 1:
             await self.push_screen(_TextScreen(partial(self._stacks, table.selected)))
@@ -216,11 +216,11 @@ class Top(App[None]):
     def _described(self, actor_id: str) -> list[str]:
         pictures = self._see([*_PARTS, "threads"])
         found = [each.actor_lines(actor) for each in pictures for actor in each.actors_named(actor_id)]
-        return separated(found) or ["it is not there any more"]
+        return separated(found) or ["it does not exist any longer"]
 
     def _stacks(self, name: str) -> list[str]:
         pictures = self._see([*_PARTS, "threads"])
-        # By process id: workers of several groups may have the same name.
+        # Select by process id: workers of several groups may have the same name.
         found = [each.only(name.rpartition(" ")[2]) for each in pictures]
         lines = separated(each.stack_lines(True) for each in found if each is not None)
-        return lines or ["it is not there any more"]
+        return lines or ["it does not exist any longer"]

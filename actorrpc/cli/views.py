@@ -1,4 +1,4 @@
-"""What the commands show of a group: as lines of text, and as what JSON has."""
+"""The output of the commands about a group: as lines of text, and as JSON values."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _OF_SILENT: Final = (
     "oldest_call",
     "oldest",
 )
-_LEAST: Final = 4  # characters of an id that name an actor
+_LEAST: Final = 4  # how many characters of an id suffice to select an actor
 _ROWS: Final = 64  # workers, and classes of actors, that status shows
-_OWNERS: Final = 16  # rows of memory that is held by others
-_SAID: Final = 1 << 20  # bytes; what holds less is not said
+_OWNERS: Final = 16  # rows of the table of memory that other workers hold
+_SAID: Final = 1 << 20  # bytes; smaller amounts of held memory are not shown
 
 
 def trace_lines(summary: TraceSummary) -> list[str]:
-    """Return what there is to say of a trace that was written."""
+    """Return the lines that describe a trace file."""
     what = f"{count(summary.calls, 'call')}, {count(summary.executions, 'execution')}"
     whose = f"{count(summary.workers, 'worker')}, {span(summary.seconds)} from the first to the last"
     lines = [f"{summary.path}: {what} of {whose}; https://ui.perfetto.dev and chrome://tracing open it"]
@@ -84,10 +84,10 @@ def separated(parts: Iterable[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The state of a group, as it was seen in one look.
+    """The state of a group at the time of one look.
 
     Attributes:
-        callers: the running methods, in words, by their executions.
+        callers: execution -> description of the running method.
         about_actors: the findings about actors.
     """
 
@@ -111,9 +111,9 @@ class Picture:
         return cls(look.group, state, callers, about_actors)
 
     def with_workers(self, look: GroupLook) -> Picture | None:
-        """Return this picture with the workers of a later look, which was at workers alone.
+        """Return this picture with the workers of a later look at the workers alone.
 
-        None if a worker has come or gone, or is not alive: then the actors have changed, too.
+        None if a worker has joined or left, or is not alive: then the actors have changed, too.
         """
         seen = look.state
         names = [(each.name, each.pid) for each in self.state.workers]
@@ -126,12 +126,12 @@ class Picture:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What there is to say of it, faults first."""
+        """The findings about the group, faults first."""
         return self.state.findings
 
     @property
     def is_wrong(self) -> bool:
-        """Whether something is."""
+        """Whether one of the findings is a fault."""
         return any(each.wrong for each in self.findings)
 
     @property
@@ -139,14 +139,14 @@ class Picture:
         return {"what": self.group.what, "program": self.group.program, "pids": self.group.pids}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON has it, without stacks."""
+        """Return the whole picture as JSON values, without stacks."""
         return {**self._head, **self.state.as_dict()}
 
     # -- status --------------------------------------------------------------------------------------------------
 
     @property
     def title(self) -> str:
-        """The group, and how many workers and actors it has."""
+        """The group, and its numbers of workers and actors."""
         parts = [count(len(self.state.workers), "worker")]
         alive = sum(each.state not in ("DEAD", "UNKNOWN") for each in self.state.actors)
         parts.append(count(alive, "actor"))
@@ -155,7 +155,7 @@ class Picture:
         return f"{self.group.what}{program}{pid}: {', '.join(parts)}; asked in {span(self.state.took)}"
 
     def status_lines(self) -> list[str]:
-        """Return what ``status`` prints."""
+        """Return the output of ``status``."""
         lines = [self.title, "", *self._worker_lines()]
         if self.state.actors:
             lines += ["", *self._class_lines()]
@@ -194,7 +194,7 @@ class Picture:
             )
             for worker in self.state.workers
         ]
-        # Workers that are not alive are shown in any case.
+        # Workers that are not alive come first, so that they are always shown.
         if len(rows) > _ROWS:
             rows = sorted(rows, key=lambda row: row[2] == "alive")[:_ROWS]
         head = ("rank", "worker", "state", "pid", "host", "age", "cpu", "memory", "fds", "threads", "actors")
@@ -232,7 +232,7 @@ class Picture:
         return [*lines, f"... and {len(rows) - _ROWS} more classes"] if len(rows) > _ROWS else lines
 
     def _holder_lines(self) -> list[str]:
-        """Return which worker keeps memory of which: values with references, and shared memory that is lent."""
+        """Return which worker holds memory of which: values by reference, and shared memory."""
         held: dict[tuple[str, str], list[int]] = {}
         for worker in self.state.workers:
             for each in worker.holders:
@@ -272,7 +272,7 @@ class Picture:
     # -- stacks --------------------------------------------------------------------------------------------------
 
     def only(self, whom: str) -> Picture | None:
-        """Return the picture of the workers, or of the actors, that are meant; None where there are none."""
+        """Return the picture of the workers or actors that ``whom`` selects; None if there are none."""
         workers = self.workers_named(whom)
         if workers:
             names = {each.name for each in workers}
@@ -285,7 +285,7 @@ class Picture:
         return self._of([actor])
 
     def _of(self, actors: Sequence[ObservedActor]) -> Picture:
-        """Return the picture of some actors: of their workers, with the threads and held calls of these actors."""
+        """Return the picture of some actors: their workers, with only these actors' threads and held calls."""
         wanted = {(each.worker, call.thread) for each in actors for call in each.running}
         names, ids = {each.worker for each in actors}, {each.actor_id for each in actors}
         cut = []
@@ -298,13 +298,13 @@ class Picture:
                     for each in worker.threads
                     if worker.dumped or (worker.name, each.ident) in wanted or self._is_of(each.name, actors)
                 ]
-                # What else is wrong with a worker is no affair of one of its actors.
+                # Leave out other findings about the worker, which do not concern its actors.
                 told = {name: getattr(worker, name) for name in _OF_SILENT}
                 cut.append(ObservedWorker(**told, held=held, threads=tuple(threads)))
         return self._cut(cut, actors)
 
     def _cut(self, workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -> Picture:
-        """Return the picture of these workers and actors alone, with what there is to say of them."""
+        """Return the picture of these workers and actors alone, with the findings about them."""
         state = replace(self.state, workers=tuple(workers), actors=tuple(actors))
         about_actors = of_actors(state)
         ended = [
@@ -317,7 +317,7 @@ class Picture:
         return replace(self, state=state, about_actors=tuple(about_actors))
 
     def workers_named(self, text: str) -> tuple[ObservedWorker, ...]:
-        """Return the workers that a name, a rank or a process id means."""
+        """Return the workers that a name, a rank or a process id selects."""
         return tuple(
             each for each in self.state.workers if text in (each.name, str(each.rank), str(each.pid))
         )
@@ -327,7 +327,7 @@ class Picture:
         return any(each.title in thread for each in actors)
 
     def stacks_dict(self) -> dict[str, Any]:
-        """Return what ``stack --json`` prints."""
+        """Return the output of ``stack --json``."""
         kept = ("name", "rank", "pid", "state", "reason", "dumped", "threads")
         workers = [plain(each) for each in self.state.workers]
         running = [
@@ -343,17 +343,17 @@ class Picture:
         }
 
     def stack_lines(self, with_idle: bool, whole: bool = False) -> list[str]:
-        """Return what ``stack`` prints.
+        """Return the output of ``stack``.
 
         Args:
-            with_idle: also threads of the library that wait for work.
-            whole: all frames, also inner frames of the library.
+            with_idle: include threads of the library that wait for work.
+            whole: show all frames, including inner frames of the library.
         """
         workers = self.state.workers
         folds = folded(workers, self.state.actors)
         threads = sum(len(each.threads) for each in workers)
         head = f"{count(threads, 'thread')} of {count(len(workers), 'worker')}"
-        if not workers:  # of actors that live nowhere
+        if not workers:  # only actors that run on no worker
             head = f"no thread: {', '.join(f'{each.title} is {each.state}' for each in self.state.actors[:_OWNERS])}"
         lines = [f"{self.group.what}: {head}"]
         for worker in workers:
@@ -380,9 +380,9 @@ class Picture:
     # -- one actor -----------------------------------------------------------------------------------------------
 
     def actors_named(self, text: str) -> list[ObservedActor]:
-        """Return the actors that a name, a title, a part of an id or a class means.
+        """Return the actors that a name, a title, a part of an id or a class selects.
 
-        Of a class, actors that were meant to end are left out if there are others.
+        If a class selects several, actors that were ended on purpose are left out if there are others.
         """
         actors = self.state.actors
         exact = [each for each in actors if text in (each.name, each.title, each.actor_id)]
@@ -399,14 +399,14 @@ class Picture:
         return [each for each in alike if each.state != "DEAD" or not is_wanted(each)] or alike
 
     def actor_dict(self, actor: ObservedActor) -> dict[str, Any]:
-        """Return what ``describe --json`` prints of an actor."""
+        """Return the output of ``describe --json`` for an actor."""
         found = [plain(each) for each in self.about(actor).findings]
         return {**plain(actor), "waiting_for_it": self._who_waits(actor), "findings": found}
 
     def _who_waits(self, actor: ObservedActor) -> list[str]:
-        """Return the calls that wait for one of an actor, in words."""
+        """Return descriptions of the calls that wait for a call of an actor."""
         wanted = f"the call of {actor.class_name}."
-        # A call says the class and worker of the actor that it waits for. For several such actors, only the chain of calls tells.
+        # A call names the class and worker of the actor for which it waits. If several match, only the chain of calls tells.
         alike = sum(
             each.class_name == actor.class_name and each.worker == actor.worker for each in self.state.actors
         )
@@ -423,7 +423,7 @@ class Picture:
         return found
 
     def actor_lines(self, actor: ObservedActor) -> list[str]:
-        """Return what ``describe`` prints of an actor."""
+        """Return the output of ``describe`` for an actor."""
         worker = self.state.worker(actor.worker)
         silent = worker if worker is not None and worker.state != "alive" else None
         how = f" is {silent.state}: {silent.reason}" if silent is not None else ""
@@ -482,7 +482,7 @@ class Picture:
     # -- top -----------------------------------------------------------------------------------------------------
 
     def top_lines(self, most: int, before: Sequence[Picture]) -> list[str]:
-        """Return what ``top`` prints; ``before``: the pictures before."""
+        """Return the output of ``top``; ``before``: the previous pictures."""
         workers, actors = rows([each.state for each in before], [self.state])
         lines = [self.title, "", *_table(WORKER_COLUMNS, workers[:_ROWS])]
         actors.sort(
@@ -512,7 +512,7 @@ def objects_of(workers: Iterable[ObservedWorker]) -> list[tuple[ObservedSegment,
         for each in worker.objects:
             holders.setdefault(each.segment, []).append(worker.name)
             known = found.setdefault(each.segment, each)
-            if each.bytes > known.bytes:  # as the worker that has written it says
+            if each.bytes > known.bytes:  # the worker that wrote it reports the full size
                 found[each.segment] = each
     largest = sorted(found.values(), key=lambda each: -each.bytes)
     return [(each, holders[each.segment]) for each in largest]
@@ -523,7 +523,7 @@ def _table(columns: Sequence[Column], rows: Sequence[object]) -> list[str]:
 
 
 def _traffic(worker: ObservedWorker) -> tuple[str, str]:
-    """Return how many bytes a worker has sent and received, through shared memory too."""
+    """Return how many bytes a worker has sent and received, including shared memory."""
     sent = sum(each.sent + each.placed for each in worker.connections)
     received = sum(each.received + each.taken for each in worker.connections)
     return amount(sent) if sent else "", amount(received) if received else ""

@@ -1,6 +1,6 @@
-"""Clusters: worker processes for actors, on this machine without a daemon, and on others that join or are started there.
+"""Clusters: worker processes for actors, on this machine without a daemon, and on other machines that join or are started there.
 
-``with actorrpc.init(): ...`` is all that most programs need of it.
+Most programs only need ``with actorrpc.init(): ...``.
 """
 
 from actorrpc.cluster.api import ClusterContext, drain, init, scale

@@ -1,11 +1,11 @@
 """:func:`init`: this process becomes the driver of a cluster, or joins one; :func:`scale` and :func:`drain` it.
 
-By default that is the embedded local cluster: no daemon, no port, and no files but, in the private runtime directory, the
-workers' sockets and one by which this user's tools find the cluster. The driver is worker 0; others are forked for actors as
-they are needed (``provisioners/local.py``), and end with the driver, however that ends. With ``listen=`` others may join from
-anywhere; with ``engine=`` something else starts them.
+The default is the embedded local cluster: no daemon, no port, and no files except, in the private runtime directory, the
+workers' sockets and a file by which this user's tools find the cluster. The driver is worker 0. Other workers are forked for
+actors when they are needed (``provisioners/local.py``), and end with the driver, however that ends. With ``listen=``, processes
+on any host may join; with ``engine=``, an engine starts them elsewhere.
 
-Nothing here holds a lock while it waits; all waits are bounded by the caller's time-out and can be interrupted.
+No function holds a lock while it waits. All waits are bounded by the caller's time-out and can be interrupted.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ __all__ = ["ClusterContext", "drain", "init", "scale"]
 
 _TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again
 _SETTINGS: Final = checks_of(Settings)
-_PAGE: Final = "say dashboard=True, or dashboard='127.0.0.1:PORT', for the page of actorrpc dashboard"
+_PAGE: Final = "use dashboard=True, or dashboard='127.0.0.1:PORT', for the page of actorrpc dashboard"
 _OWN_LOGGING: Final = "configure Python's logging; this package's loggers are below 'actorrpc'"
-#: what Ray's init takes and this one does not, and what to do instead
+#: Options of Ray's init() that do not exist here, and what to use instead.
 _OF_RAY: Final = {
     "dashboard_host": _PAGE,
     "dashboard_port": _PAGE,
     "include_dashboard": _PAGE,
-    "object_store_memory": "say object_memory= for the bytes of large objects that all processes on a host may hold",
+    "object_store_memory": "use object_memory= for the bytes of large objects that all processes on a host may hold",
     "local_mode": "actors always run in processes; to debug, call the class itself",
-    "runtime_env": "processes have the driver's environment; say env= for an actor",
+    "runtime_env": "processes have the driver's environment; use env= for an actor",
     "job_config": "there are no jobs",
     "storage": "nothing is stored",
     "configure_logging": _OWN_LOGGING,
@@ -84,12 +84,12 @@ _OF_RAY: Final = {
 
 
 class ClusterContext:
-    """What :func:`init` returns; as a context manager it shuts the cluster down, or leaves it, at its end.
+    """The result of :func:`init`. As a context manager, it shuts the cluster down, or leaves it, at the end of the block.
 
     Attributes:
         name: this worker's name.
-        namespace: where actors look for names unless they are told another one.
-        address: where others can join, ``tcp://host:port``; empty where other processes cannot join.
+        namespace: the default namespace of names of actors.
+        address: where others can join, ``tcp://host:port``; empty if other processes cannot join.
     """
 
     def __init__(self, name: str, namespace: str, *, owned: bool, address: str = "") -> None:
@@ -108,7 +108,7 @@ class ClusterContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A context that found the cluster running leaves it running. After Ctrl-C the user does not want to wait for actors.
+        # A context that found a running cluster leaves it running. After Ctrl-C, do not wait for actors.
         if self._owned:
             api.shutdown(graceful=kind is None or issubclass(kind, Exception))
 
@@ -137,51 +137,52 @@ def init(
     preload: Sequence[str] = (),
     **settings: Any,
 ) -> ClusterContext:
-    """Start a cluster: this process becomes its driver. Or join the one at ``address``, or the one of a launcher.
+    """Start a cluster, with this process as its driver. Or join the cluster at ``address``, or the cluster of a launcher.
 
-    Without arguments, that is the embedded local cluster. It returns at once: the process that workers are forked from
-    imports torch meanwhile (1-2 s), and actors that are created before it is ready wait for it. Using actors before
+    Without arguments, this starts the embedded local cluster, and returns at once: the process from which workers are forked
+    imports torch meanwhile (1-2 s), and actors that are created before that wait for it. Using actors before
     ``init()`` calls it. The cluster ends with :func:`actorrpc.shutdown`, with ``with actorrpc.init(): ...``, or with this
     process.
 
-    Under torchrun, ``srun`` or ``mpirun`` (more than one task) the processes that were launched make one cluster: rank 0
-    is the driver, and the others serve in here until it lets them go; then they end, with ``SystemExit(0)``, or with an
-    exit code of 1 where rank 0 has died.
+    Under torchrun, ``srun`` or ``mpirun`` (more than one task), the launched processes form one cluster: rank 0
+    is the driver. The other ranks serve inside of this function until rank 0 releases them. Then they end with
+    ``SystemExit(0)``, or with exit code 1 if rank 0 has died.
 
     Args:
-        address: ``tcp://host:port`` of a driver that listens: join it, as a worker that can also use it. Or the
+        address: ``tcp://host:port`` of a driver that listens: join it, as a worker that can also use the cluster. Or the
             address of an engine, ``ray://...``.
-        listen: ``tcp://host:port`` where others may join: ``python -m actorrpc.worker --join ...``. On other addresses than
-            the loopback a key is needed (``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``).
-        engine: what starts processes: ``"local"`` (the default), ``"ray"``, or an
+        listen: ``tcp://host:port`` where others may join: ``python -m actorrpc.worker --join ...``. For addresses other than
+            the loopback interface, a key is required (``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``).
+        engine: starts processes: ``"local"`` (the default), ``"ray"``, or an
             :class:`~actorrpc.cluster.provisioners.base.Engine`.
-        engine_options: what that engine takes, by name; for one that is named, keywords that are no settings go there as
-            well, and ``num_cpus``, ``num_gpus``, ``resources`` are of each of its workers: ``init("ray://head", num_workers=8)``.
-        spmd: under a launcher: every rank goes on with the script, as a worker.
-        num_cpus: the most that one actor may ask for, one that says nothing asks for 1; default: the processors of this
+        engine_options: the engine's options, by name. For an engine given by name, keywords that are not settings are also
+            engine options, and ``num_cpus``, ``num_gpus``, ``resources`` apply to each of its workers:
+            ``init("ray://head", num_workers=8)``.
+        spmd: under a launcher: every rank continues with the script, as a worker.
+        num_cpus: the most that one actor may request (the default request is 1); default: the processors of this
             machine. More actors than processors may be created.
-        num_gpus: how many CUDA devices there are to give; default: all that this process sees.
+        num_gpus: how many CUDA devices can be assigned; default: all that this process sees.
         resources: further amounts that this machine has, by name, for ``options(resources=...)``.
-        labels: words about this machine, by name, for ``options(labels=...)``.
-        namespace: where actors look for names unless they are told another one; default ``""``.
-        log_to_driver: show here what actors print.
-        ignore_reinit_error: return, instead of raising, where a cluster or group is in force already.
-        name: this worker's name; default ``"driver"``, or what joins call themselves.
+        labels: labels of this machine, name -> word, for ``options(labels=...)``.
+        namespace: the default namespace of names of actors; default ``""``.
+        log_to_driver: show the output of actors here.
+        ignore_reinit_error: return, instead of raising, if this process is already in a cluster or group.
+        name: this worker's name; default ``"driver"``, or the default name of a worker that joins.
         rpc_timeout: the default time-out of calls (``rpc_sync`` and the like), in seconds; 0 means none.
         join_timeout: how long joining, and waiting for the ranks of a launcher, may take, in seconds.
-        dashboard: also serve the page of ``actorrpc dashboard`` (extra ``dashboard``), by a process of its own that prints a link
+        dashboard: also serve the page of ``actorrpc dashboard`` (extra ``dashboard``), by a separate process that prints a link
             on stderr and ends with the cluster, or with this process. True: at 127.0.0.1 and any port; or ``"127.0.0.1:8265"``.
         preload: names of modules that the process from which others are forked imports before it forks: ``["torch.optim",
             "my_module"]``. The processes of actors then share these modules, instead of importing them one by one. Each module
-            must be importable, start no thread and leave CUDA alone when it is imported. Workers that join, the engine ``"ray"``
-            and ranks of a launcher other than 0 do not preload.
+            must be importable, and must not start threads or use CUDA when it is imported. Workers that join, the engine
+            ``"ray"`` and ranks of a launcher other than 0 do not preload.
         settings: fields of :class:`actorrpc.config.Settings`, for all processes of the cluster.
 
     Raises:
         ConfigError: an argument, or the environment of a launcher, cannot be used.
         RendezvousError, AuthenticationError, VersionError: the cluster at ``address`` could not be joined.
-        RpcError: a cluster or group is in force in this process already: actors can be used at once.
-        OSError: the process that workers are forked from cannot be started.
+        RpcError: this process is already in a cluster or group: actors can be used at once.
+        OSError: the process from which workers are forked cannot be started.
     """
     means = JoinedResources(
         num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, labels=labels or {}
@@ -214,7 +215,7 @@ def init(
         return _with_page(context, page if launched.rank == 0 else None)
     if spmd and launched is None:
         raise ConfigError(
-            "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is none: "
+            "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is not one: "
             f"{join_module.VARIABLES} are not set"
         )
     booked = {
@@ -225,8 +226,8 @@ def init(
     }
     if modules and engine not in (None, "local"):
         raise ConfigError(
-            f"preload= is for the processes that this driver forks, and engine={getattr(engine, 'name', engine)!r} starts "
-            "others: leave it out"
+            f"preload= is for the processes that this driver forks, but engine={getattr(engine, 'name', engine)!r} starts "
+            "other processes: leave it out"
         )
     found = _engine(engine, engine_options or {}, booked, settings)
     context = _drive(
@@ -242,14 +243,14 @@ def init(
 
 
 def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> None:
-    """Check that :func:`init` was given no options of a driver beside the address of one.
+    """Check that options of a driver were not given together with the address of a driver.
 
     Raises:
-        ConfigError: it was.
+        ConfigError: they were.
     """
     if has_page:
         raise ConfigError(
-            "address= joins a cluster, and its driver has the page: say dashboard= there, or run: "
+            "address= joins a cluster, and its driver has the page: use dashboard= there, or run: "
             f"actorrpc dashboard --connect {address}"
         )
     if drives:
@@ -267,8 +268,8 @@ def _engine(
     """Return the engine of a name, or the engine itself; None for the embedded one.
 
     Args:
-        booked: further options of an engine that is named, where they are not None.
-        settings: options of :func:`init`; options that are no settings are removed and given to a named engine.
+        booked: further options of a named engine, unless they are None.
+        settings: options of :func:`init`; options that are not settings are removed and passed to a named engine.
 
     Raises:
         ConfigError: the name is unknown, Ray is not installed, or the options cannot be used.
@@ -299,7 +300,7 @@ def _found_running(running: str, ignore: bool) -> ClusterContext:
     if not ignore:
         raise RpcError(
             f"init() has nothing to do: this process is {running} already, and actors can be used at once. Call "
-            "shutdown() first to start anew, or init(ignore_reinit_error=True) where either will do"
+            "shutdown() first to start again, or init(ignore_reinit_error=True) to use the running one"
         )
     return ClusterContext(api.get_worker_info().name, api.namespace(), owned=False)
 
@@ -340,9 +341,9 @@ def _launched(
     finally:
         api.shutdown(False)
     if member.leaver.bereft:
-        # With 0, a launcher would take the job for done on this host, and start only the others anew.
+        # With 0, a launcher would consider the job finished on this host, and restart only the other hosts.
         raise SystemExit(
-            f"worker {member.agent.name!r} ends: rank 0, which drove it at {where}, has died: {member.leaver.bereft}"
+            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.leaver.bereft}"
         )
     raise SystemExit(0)
 
@@ -356,7 +357,7 @@ def _join_rank_0(
     name: str | None,
     serves: bool,
 ) -> tuple[Member, str]:
-    """Join the cluster of rank 0; what an earlier start of the job has left in the store is tried in vain, and then again."""
+    """Join the cluster of rank 0. An address that an earlier start of the job has left in the store fails; then try again."""
     deadline = _time.now() + timeout
     while True:
         where = meeting.address()
@@ -399,15 +400,15 @@ def _drive(
     """Make this process the driver of a cluster.
 
     Args:
-        listen: where others may join; None for this machine alone, or where the engine says.
-        given: an engine; None for the embedded one. If this fails, the engine is ended.
-        settings: the options that :func:`init` does not name itself.
-        secret: the key, where that was agreed on before.
+        listen: where others may join; None for this machine alone, or for the engine's address.
+        given: an engine; None for the embedded one. If this function fails, the engine is ended.
+        settings: options that are not parameters of :func:`init`.
+        secret: the key, if it was agreed on before.
         slots_first, waits: as for :class:`~actorrpc.cluster.driver.Cluster`.
     """
     with undo_on_error(partial(given.end, False, 0.0) if given is not None else bool):
         if given is not None and listen is None:
-            # An engine may know better how it is reached.
+            # Prefer the engine's own address, if it has one.
             listen = join_module.show(getattr(given, "host", join_module.own_address)(), 0)
         made = _settings(settings, listen)
         name = check_name("driver" if name is None else name)
@@ -458,7 +459,7 @@ def _drive(
         try:
             api.install(make, timeout, what, namespace=namespace, ready=ready, stop=stop)
         except RuntimeError:
-            running = api.what()  # another thread was faster?
+            running = api.what()  # another thread may have initialized RPC meanwhile
             if running is None or workers:
                 raise
             engine.end(False, 0.0)
@@ -484,10 +485,10 @@ def _embedded(means: JoinedResources, log_to_driver: bool, preload: Sequence[str
 
 
 def _given_secret(listen: str, is_embedded: bool) -> str:
-    """Return the key that the environment gives for a driver that listens; empty where it is to make one.
+    """Return the key from the environment for a driver that listens; empty if the driver has to make one.
 
     Raises:
-        ConfigError: there is none, and other hosts reach the address.
+        ConfigError: there is no key, and other hosts can reach the address.
     """
     secret = join_module.given_secret()
     host, _ = join_module.parse(listen, "listen", listen=True)
@@ -504,8 +505,8 @@ def _modules(preload: Sequence[str]) -> tuple[str, ...]:
     """Check the names of modules to preload.
 
     Raises:
-        WrongTypeError: it is no sequence of names.
-        ConfigError: this process finds no module of a name either.
+        WrongTypeError: it is not a list of names.
+        ConfigError: this process does not find a module either.
     """
     if isinstance(preload, str) or not isinstance(preload, Sequence):
         raise WrongTypeError(
@@ -517,7 +518,7 @@ def _modules(preload: Sequence[str]) -> tuple[str, ...]:
         top = name.partition(".")[0]
         try:
             found = importlib.util.find_spec(top) if top not in ("", "__main__") else None
-        except ValueError:  # the module has no __spec__: other processes cannot import it
+        except ValueError:  # the module has no __spec__, so other processes cannot import it
             found = None
         if found is None:
             raise ConfigError(f"preload: there is no module {name!r} that other processes could import")
@@ -548,7 +549,7 @@ def _known(given: dict[str, Any]) -> None:
 
 
 def _settings(given: dict[str, Any], listen: str | None) -> Settings:
-    """Check the options that init does not name itself.
+    """Check the options that are not parameters of init().
 
     Raises:
         ConfigError: there is no such option, or its value cannot be used.
@@ -580,7 +581,7 @@ def _settings(given: dict[str, Any], listen: str | None) -> Settings:
 
 
 def _autostart() -> None:
-    """Start a cluster because actors are used; another thread may do the same."""
+    """Start a cluster because actors are used. Thread-safe."""
     init(ignore_reinit_error=True)
 
 
@@ -605,7 +606,7 @@ def _cluster(what: str) -> Cluster:
     found = driver_rpc.current()
     if found is None:
         raise ConfigError(
-            f"{what} is for the driver of a cluster, the process that has called actorrpc.init(); this is "
+            f"{what} is for the driver of a cluster, the process that has called actorrpc.init(); this process is "
             f"{api.what() or 'no worker'}"
         )
     return found
@@ -619,22 +620,22 @@ def scale(
     labels: Mapping[str, str] | None = None,
     timeout: float = _SCALE_S,
 ) -> list[str]:
-    """Have as many workers as this that take several actors each, started by the cluster's engine; returns their names.
+    """Adjust the number of workers that take several actors each and are started by the cluster's engine; return their names.
 
-    Further ones are started, or the emptiest are drained. Workers that joined by themselves do not count, nor do the
-    processes that actors have to themselves. Only on the driver; thread-safe, but meant for one thread.
+    Further workers are started, or the emptiest workers are drained. Workers that joined by themselves do not count, nor do
+    processes of single actors. Only on the driver; thread-safe, but intended for one thread.
 
     Args:
-        count: how many there will be.
-        num_cpus, num_gpus, labels: what each new one has; default one processor. Workers of an engine's pool
-            (``init("ray", num_workers=...)``) all have what that says.
-        timeout: for all of it, in seconds.
+        count: the new number of workers.
+        num_cpus, num_gpus, labels: the resources of each new worker; default one processor. Workers of an engine's pool
+            (``init("ray", num_workers=...)``) all have the pool's resources.
+        timeout: for the whole operation, in seconds.
 
     Raises:
         ConfigError: this is not the driver, or the engine cannot start such workers.
-        PlacementError: the engine has no place for so many.
+        PlacementError: the engine has no place for so many workers.
         RpcTimeoutError: not all joined in time; the others stay.
-        PeerDiedError: one could not be started.
+        PeerDiedError: a worker could not be started.
     """
     integer("count", count, least=0, right="a number of workers of at least 0", error=WrongTypeError)
     cluster = _cluster("scale()")
@@ -663,22 +664,22 @@ def scale(
 
 
 def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
-    """Have a worker leave without losing what it does: nothing new is placed there, its calls finish, its actors move.
+    """Make a worker leave without losing its work: nothing new is placed there, its calls finish, its actors move.
 
-    Actors whose class has ``checkpoint()`` and ``restore(state)`` begin again elsewhere with their state, and their handles go
-    on working. Others end with the worker, when their calls are finished: they begin anew elsewhere if ``max_restarts`` says so
-    (those that ``worker=`` has put there cannot), or are dead, with an ActorDiedError that names the drained worker. Those in
-    supervision groups are restarted by their groups, with their last checkpoint, or their groups give up. Values that
-    RRefs refer to do not move. Only on the driver.
+    Actors whose class has ``checkpoint()`` and ``restore(state)`` restart elsewhere with their state, and their handles stay
+    valid. Other actors end with the worker, after their calls: they restart elsewhere according to ``max_restarts``
+    (those that ``worker=`` has put there cannot), or are dead, with an ActorDiedError that names the drained worker. Actors in
+    supervision groups are restarted by their groups, with their last checkpoint, or their groups give up. Values of
+    RRefs do not move. Only on the driver.
 
     Args:
         worker: its name, rank or WorkerInfo.
-        timeout: for all of it, in seconds. What has not ended by then goes on, and nothing new is placed there.
+        timeout: for the whole operation, in seconds. Calls that have not ended by then continue, and nothing new is placed there.
 
     Raises:
         ConfigError: this is not the driver, or it was told to drain itself.
         UnknownWorkerError: there is no such worker.
-        RpcTimeoutError: it has not finished in time; the message says what it does.
+        RpcTimeoutError: the worker has not finished in time; the message says what it does.
     """
     cluster = _cluster("drain()")
     until = _time.now() + join_module.seconds(timeout)
@@ -691,17 +692,18 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     cluster.stop_placing(peer.name)
     try:
         _hand_over(cluster, peer, until)
-        while _runs(agent, peer, _left(until)) > 1:  # this very call is one
+        while _runs(agent, peer, _left(until)) > 1:  # this query itself counts as one call
             _pause(until)
         cluster.let_go(peer.name)
         while peer.state == "alive":
             _pause(until)
     except PeerDiedError:
         return
-    except RpcTimeoutError:  # also of a question: it has no thread left to answer with, or is out of reach
+    # Also of a query: the worker has no free thread to answer it, or cannot be reached.
+    except RpcTimeoutError:
         raise RpcTimeoutError(
             f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
-            "Call drain() again to go on waiting",
+            "Call drain() again to continue waiting",
             worker=peer.name,
         ) from None
 
@@ -712,12 +714,12 @@ def _left(until: float) -> float:
 
 def _pause(until: float) -> None:
     if _time.now() >= until:
-        raise RpcTimeoutError("the time is over")
+        raise RpcTimeoutError("the time-out has passed")
     time.sleep(_LOOK_S)
 
 
 def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
-    """Have all supervisors move their actors away from one worker, and wait until that is done.
+    """Let all supervisors move their actors away from one worker, and wait until they have.
 
     Raises:
         RpcTimeoutError: not all have done so in time.
@@ -732,7 +734,7 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
         try:
             agent.call(agent.peer(record.name), hand_over, arguments, {}, _left(until), future=future)
         except RpcError:
-            continue  # it has ended, and its actors with it
+            continue  # the supervisor's worker has ended, and its actors with it
         asked.append(future)
     agent.flush()
     for future in asked:
@@ -749,5 +751,5 @@ def _runs(agent: Agent, peer: Peer, limit: float) -> int:
 
 
 def running() -> int:
-    """Return how many calls run or wait on this worker, this one included."""
+    """Return how many calls run or wait on this worker, including this one."""
     return sum(len(peer.running) for peer in api.group().agent.peers())

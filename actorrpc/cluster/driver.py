@@ -1,11 +1,11 @@
-"""The cluster as its driver sees it: who is in it, what they have, and where the next actor goes.
+"""The cluster as its driver sees it: its workers, their resources, and where the next actor is placed.
 
 :class:`Cluster` is the driver's ``Spawner``. Its engine starts processes for single actors; workers that have joined
 (by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
 
-``_lock`` guards the tables and the book. It is re-entrant, because the collector may run a finaliser that spawns or
-releases on the thread that has it. The engine's own lock may be taken under it, never the other way round; no user code
-runs under it, and nothing waits under it.
+``_lock`` guards the tables and the book. It is re-entrant, because the garbage collector may run a finaliser that spawns or
+releases in the thread that holds it. The engine's own lock may be taken under it, never the other way round. No user code
+runs under it, and nothing blocks under it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["VISITOR", "Cluster", "Directory", "Reception"]
 
 
 class Directory(MemberDirectory):
-    """The workers of the cluster, as the driver knows them. Ranks grow and are never given twice."""
+    """The workers of the cluster, as the driver knows them. Ranks increase and are never reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,25 +51,26 @@ class Directory(MemberDirectory):
 
 _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
-"""The prefix of the names under which processes ask whether they may join; names of workers must not begin with it."""
+"""The prefix of the names under which processes request to join; names of workers must not begin with it."""
 
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
-_RESERVED_S: Final = 60.0  # how long a name is kept for a process that was admitted
-_BUSY_S: Final = 10.0  # how long an actor waits for what others have at present: they may be ending
+_RESERVED_S: Final = 60.0  # how long a name is reserved for a process that was admitted
+_BUSY_S: Final = 10.0  # how long an actor waits for resources that others use: they may be ending
 _LEAVE_S: Final = 5.0  # how long a worker may take to leave
 _LOOK_S: Final = 60.0
-_LAST_S: Final = 0.5  # how much of an end the engine gets at most, however long the workers took to leave
-_AT_LEAST_S: Final = 0.001  # an engine takes 0 for its own default
+# The least time that the engine gets for the end, however long the workers took to leave.
+_LAST_S: Final = 0.5
+_AT_LEAST_S: Final = 0.001  # an engine treats 0 as its own default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reception:
-    """What a process is told that joins.
+    """The data that a process gets when it joins.
 
     Attributes:
-        address: where the driver listens, ``tcp://host:port``; empty where other processes cannot join.
+        address: where the driver listens, ``tcp://host:port``; empty if other processes cannot join.
         secret: the key, for workers that the engine starts.
-        settings, namespace, timeout: as for the processes of the driver's own.
+        settings, namespace, timeout: as for the driver's own processes.
     """
 
     address: str = ""
@@ -81,7 +82,7 @@ class Reception:
 
 @dataclass(slots=True, eq=False)
 class _Wish:
-    """An actor that waits for a place."""
+    """A request for a place for an actor."""
 
     spec: ProcessSpec
     creator: str  # as for Cluster.spawn
@@ -90,14 +91,14 @@ class _Wish:
 
 
 class Cluster:
-    """The driver's part in a cluster. Thread-safe; only :meth:`end` waits.
+    """The driver's part in a cluster. Thread-safe; only :meth:`end` blocks.
 
     Args:
-        agent: the driver's.
-        directory: the list of workers that it answers for.
+        agent: the driver's agent.
+        directory: the driver's list of workers.
         engine: starts processes.
-        reception: what a process is told that joins.
-        slots_first: actors without a wish for a place go to existing workers rather than into new processes.
+        reception: the data for processes that join.
+        slots_first: actors without restrictions on their place go to existing workers rather than into new processes.
         waits: a graceful end waits for the workers that joined by themselves.
     """
 
@@ -120,13 +121,13 @@ class Cluster:
         self.book = ResourceTable()
         self._started: dict[
             str, tuple[ProcessSpec, str]
-        ] = {}  # what the engine was asked for, and by which worker
+        ] = {}  # requests to the engine, with the requesting worker
         self._reserved: dict[str, float] = {}
         self._wishes: list[_Wish] = []
         self._owners: dict[int, str] = {}
         self._count = itertools.count(1)
         self._waits = waits
-        self._end_by = 0.0  # where no time-out is given
+        self._end_by = 0.0  # deadline of the end if no time-out is given
         self._closing = False
         self._gone = threading.Event()  # set when a worker has ended
         self.is_local = engine.name == "local"
@@ -134,7 +135,8 @@ class Cluster:
         engine.reception = reception
         engine.on_end = self._process_ended
         agent.on_peer_end.append(self._peer_ended)
-        if reception.address and not (slots_first and self.is_local):  # a launcher's ranks have the script
+        # Ranks of a launcher have the script themselves.
+        if reception.address and not (slots_first and self.is_local):
             user_code.watch()
 
     @property
@@ -143,11 +145,11 @@ class Cluster:
         return max((each.num_cpus for each in self.engine.nodes()), default=1.0)
 
     def specs(self) -> list[ProcessSpec]:
-        """Return what the processes of the engine were asked for."""
+        """Return the specs of the engine's processes."""
         return [spec for spec, _ in list(self._started.values())]
 
     def resources(self) -> list[ResourceHolder]:
-        """Return what machines and workers have, and what of it is booked, as it is now: a copy."""
+        """Return the resources of machines and workers and their bookings at present: a copy."""
         with self._lock:
             self._refresh()
             return [replace(each, bookings=dict(each.bookings)) for each in self.book.all()]
@@ -157,7 +159,7 @@ class Cluster:
     def spawn(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
         """Find a place for an actor: a process of its own, or a slot in a worker that is there.
 
-        ``creator`` is the worker that asked for it, and with which it ends; default the driver.
+        ``creator`` is the worker that requested it, and with which it ends; default the driver.
         """
         if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
             there: Future[WorkerInfo] = Future()
@@ -172,11 +174,11 @@ class Cluster:
         return wish.future
 
     def _is_plain(self, spec: ProcessSpec) -> bool:
-        """Say whether an actor gets a process of its own without a place being looked for."""
+        """Say whether an actor gets a process of its own without a search for a place."""
         return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
-        """Start a process of its own, wherever the engine puts it; the arguments are as for :meth:`spawn`."""
+        """Start a process for one actor, wherever the engine puts it; the arguments are as for :meth:`spawn`."""
         label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
         rank = self.directory.new_rank() if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
@@ -195,7 +197,7 @@ class Cluster:
         return self.engine.start(order)
 
     def _place(self, wish: _Wish, first: bool) -> bool:
-        """Find a place for a wish, or have it wait, or fail it; say whether it is settled. Under the lock."""
+        """Find a place for a request, or let it wait, or fail it; return whether it is settled. Under the lock."""
         spec = wish.spec
         if self._closing:
             self._fail(wish, ShutdownError("the cluster is shutting down", maybe_executed=False))
@@ -217,10 +219,10 @@ class Cluster:
         return False
 
     def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
-        """Return who is to hold this. Under the lock.
+        """Return the holder for an actor. Under the lock.
 
-        Not a worker that is known to be dead: the supervisors of its actors may be told of its end before this cluster is, and
-        ask at once for another place.
+        Skips workers that are known to be dead: the supervisors of their actors may learn of the end before this cluster does,
+        and request another place at once.
         """
         while True:
             holder = self.book.choose(spec, self.slots_first)
@@ -235,7 +237,7 @@ class Cluster:
             return False
 
     def _refresh(self) -> None:
-        """Read the machines of the engine anew; bookings stay."""
+        """Read the list of the engine's machines again; bookings stay."""
         known = {each.hosts: each for each in self.book.nodes}
         self.book.nodes = self._nodes()
         for holder in self.book.nodes:
@@ -244,7 +246,7 @@ class Cluster:
                 holder.bookings = before.bookings
 
     def _nodes(self) -> list[ResourceHolder]:
-        """Return the machines of the engine. It books processors and devices itself, and one on a scheduler all else, too."""
+        """Return the engine's machines. Engines book processors and devices themselves, and engines on schedulers everything."""
         if not self.is_local:
             return [
                 ResourceHolder.of_node(each, unbooked=("CPU", "GPU", *each.resources))
@@ -258,7 +260,7 @@ class Cluster:
         return [holder]
 
     def _slot(self, wish: _Wish, holder: ResourceHolder) -> None:
-        """Book the place of a wish, and complete it. Under the lock."""
+        """Book the place of a request, and complete it. Under the lock."""
         spec = wish.spec
         if wish in self._wishes:
             self._wishes.remove(wish)
@@ -290,7 +292,7 @@ class Cluster:
             future.try_complete(SharedSlot(record.name, rank, booking), self.agent.submit)
         else:
             error = PeerDiedError(
-                f"{spec.label!r} was to be put into worker {rank}, which has ended: create it again, elsewhere",
+                f"{spec.label!r} was placed on worker {rank}, which has ended: create it again, elsewhere",
                 maybe_executed=False,
                 worker=str(rank),
             )
@@ -300,7 +302,7 @@ class Cluster:
         text = lacking(spec, self.book)
         if waited:
             return PlacementError(
-                f"nothing became free within {waited:g} s, and nobody joined who has it: {text}"
+                f"nothing became free within {waited:g} s, and no worker joined that has it: {text}"
             )
         return PlacementError(
             f"there is no place for this: {text}. Ask for less, let a worker join that has it, or wait for one with "
@@ -314,13 +316,13 @@ class Cluster:
                 self._fail(wish, self._lacking(wish.spec, waited))
 
     def _try_all(self) -> None:
-        """Place the wishes that wait, as far as there is room now. On a pool thread."""
+        """Place the waiting requests, as far as there is room now. On a pool thread."""
         with self._lock:
             for wish in list(self._wishes):
                 self._place(wish, first=False)
 
     def give_back(self, booking: int) -> None:
-        """Give back what an actor has booked. Harmless when repeated."""
+        """Return the booking of an actor. Idempotent."""
         with self._lock:
             self._owners.pop(booking, None)
             again = self.book.give_back(booking) and bool(self._wishes)
@@ -337,11 +339,11 @@ class Cluster:
             self.agent.submit(partial(self._ask, worker, leave_when_idle, lambda _: self._end_soon(worker)))
 
     def kill(self, worker: str) -> None:
-        """End a process at once, and what it has started. Workers that joined by themselves are not ours to kill."""
+        """End a process at once, with the processes that it has started. Ignores workers that joined by themselves."""
         self.engine.kill(worker)
 
     def report(self, worker: str) -> Future[DeathReport]:
-        """Return how a process ended; completes when it has. Fails with UnknownWorkerError if it is not ours."""
+        """Return a future of the report on a process's end. It fails with UnknownWorkerError if the engine did not start it."""
         return self.engine.report(worker)
 
     def owns(self, worker: str) -> bool:
@@ -349,7 +351,7 @@ class Cluster:
         return self.engine.owns(worker)
 
     def leaving(self, worker: str) -> None:
-        """Record that a worker has begun to leave by itself: it gets some seconds for that."""
+        """Record that a worker has begun to leave by itself: it gets some seconds to do so."""
         self.stop_placing(worker)
         self._end_soon(worker)
 
@@ -360,7 +362,7 @@ class Cluster:
         """Check, before an actor is made, that there can be a place for it.
 
         Raises:
-            PlacementError: no machine and no worker has what it needs, and it is not to wait for one.
+            PlacementError: no machine and no worker has the resources, and the actor must not wait for one.
         """
         is_plain = self.is_local and spec.num_cpus is None and spec.rank is None and self._is_plain(spec)
         asks = not spec.wait_s and (spec.is_picky or self.book.workers or (self.is_local and needs_of(spec)))
@@ -368,7 +370,7 @@ class Cluster:
             return
         with self._lock:
             self._refresh()
-            # A plain process books no processor, and uses one: the engine would refuse it later.
+            # A plain process books no processor, but uses one: the engine would refuse it later.
             counted = replace(spec, num_cpus=1.0)
             if is_plain and not any(each.suits(counted) for each in self.book.nodes):
                 raise self._lacking(counted, 0.0)
@@ -389,7 +391,7 @@ class Cluster:
     # -- joining --------------------------------------------------------------------------------------------
 
     def admit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Say whether a process may join that asks under another name, and tell it what it needs to know.
+        """Say whether a process may join, and return the data that it needs. It asks under a temporary name.
 
         Returns:
             ``{"error": text}``, or its rank, the driver's record, and the settings.
@@ -412,7 +414,7 @@ class Cluster:
                 }
             if self._reserved.get(name, 0.0) > now:
                 return {
-                    "error": f"the name {name!r} is taken by one that is joining just now; choose another one, or, if that "
+                    "error": f"the name {name!r} is taken by a worker that is joining; choose another one, or, if that worker "
                     f"has failed, try again within {_RESERVED_S:g} s"
                 }
             self._reserved = {each: until for each, until in self._reserved.items() if until > now}
@@ -439,8 +441,8 @@ class Cluster:
         """Add a worker: a process of the engine, or (with ``facts``) one that has joined over the network.
 
         Raises:
-            ShutdownError: the worker was given up before it came.
-            PeerDiedError: it has died since it asked.
+            ShutdownError: the worker was stopped before it joined.
+            PeerDiedError: it has died since its request.
         """
         record = WorkerRecord.from_bytes(packed)
         owned = self.engine.owns(record.name)
@@ -458,7 +460,7 @@ class Cluster:
                     labels=dict(facts["labels"]),
                     scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
                 )
-        if not self._is_alive(record.name):  # that was told before there was anything to take off the lists
+        if not self._is_alive(record.name):  # _peer_ended() was called before there were entries to remove
             with self._lock:
                 self._drop(record)
             raise PeerDiedError(
@@ -480,7 +482,7 @@ class Cluster:
         self._drop(peer.record)
         owned = self.engine.owns(peer.name)
         if self._closing or (owned and self.is_local):
-            return  # everything ends, or the fork server says how the process ends
+            return  # the whole cluster ends, or the fork server will report the end of the process
         if owned:
             self._end_soon(peer.name)
         self._end_creations(peer.name)
@@ -494,10 +496,10 @@ class Cluster:
         self._end_creations(worker, report.exit_code == 0)
 
     def _end_creations(self, creator: str, gently: bool = False) -> None:
-        """End the processes that an ended worker had asked for, because their actors have no supervisor now."""
+        """End the processes that an ended worker had requested, because their actors have no supervisor now."""
         for name in [name for name, (_, by) in list(self._started.items()) if by == creator]:
             if gently:
-                self.release(name)  # it may be at its end already: some seconds for that
+                self.release(name)  # it may be about to end by itself: give it some seconds
                 self._end_soon(name)
             else:
                 self.kill(name)
@@ -510,7 +512,7 @@ class Cluster:
                 self.directory.remove(record)
                 self.book.workers.pop(ended.name, None)
                 if record.unix_path is not None and record.host == self.agent.record.host:
-                    keys.remove_file(record.unix_path)  # it may have been killed
+                    keys.remove_file(record.unix_path)  # a killed process leaves it behind
             for booking, owner in list(self._owners.items()):
                 if owner == ended.name:
                     del self._owners[booking]
@@ -532,7 +534,7 @@ class Cluster:
         return [each.name for each in sorted(found, key=lambda each: (-len(each.bookings), each.rank))]
 
     def add_worker(self, spec: ProcessSpec) -> Future[WorkerInfo]:
-        """Start a worker that takes several actors; the future completes when it is there, and can be used."""
+        """Start a worker that takes several actors; the future completes when it can be used."""
         future: Future[WorkerInfo] = Future()
 
         def started(done: Future[WorkerInfo]) -> None:
@@ -560,7 +562,7 @@ class Cluster:
         return future
 
     def stop_placing(self, worker: str) -> None:
-        """Place nothing on a worker from now on."""
+        """Place no more actors on a worker."""
         with self._lock:
             holder = self.book.workers.get(worker)
             if holder is not None:
@@ -591,7 +593,7 @@ class Cluster:
         self.agent.submit(partial(self._ask, worker, leave))
 
     def begin_end(self, graceful: bool) -> None:
-        """Called before anything else ends: serve the workers of a launch until they have left; then the time-out begins."""
+        """Called before anything else ends: serve the workers of a launcher until they have left; then the time-out begins."""
         if graceful and self._waits:
             self._wait(
                 lambda: all(self.engine.owns(each.name) for each in self.joined()), self.agent.leave_by
@@ -603,7 +605,7 @@ class Cluster:
         return len(records) <= 2 * (self.agent.name in records)  # by name and by rank
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
-        """Wait for ``done()``, which is asked whenever a worker has ended, but not longer than until a moment. Interruptible."""
+        """Wait for ``done()``, which is called whenever a worker has ended, at most until a deadline. Interruptible."""
         while (left := until - _time.now()) > 0:
             self._gone.clear()
             if done():
@@ -611,7 +613,7 @@ class Cluster:
             self._gone.wait(min(left, _LOOK_S))
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """End all that belongs to the cluster. Bounded; idempotent.
+        """End all processes of the cluster. Bounded; idempotent.
 
         Args:
             graceful: ask the workers first.
@@ -639,7 +641,7 @@ class Cluster:
             interrupted = False
         finally:
             user_code.unwatch()
-            # After Ctrl-C the user does not want to wait.
+            # After Ctrl-C, do not wait.
             self.engine.end(graceful and not interrupted, max(_AT_LEAST_S, until - _time.now()))
 
     def abandon(self) -> None:

@@ -1,6 +1,6 @@
 """The cluster as its worker processes see it: they ask the driver, by RPC.
 
-Nothing here waits for an answer under a lock. What was learned of workers is kept until they end; the driver itself is known
+No function waits for an answer under a lock. Records of workers are cached until the workers end; the driver's record is known
 from the start.
 """
 
@@ -25,7 +25,7 @@ _ASK_S: Final = 30.0
 
 
 class RemoteDirectory(MemberDirectory):
-    """Who is in the cluster, as the driver says.
+    """The workers of the cluster, according to the driver.
 
     Attributes:
         driver: the driver's record.
@@ -38,7 +38,7 @@ class RemoteDirectory(MemberDirectory):
         self._agent: Agent | None = None
 
     def attach(self, agent: Agent) -> None:
-        """Ask through this agent from now on."""
+        """Send requests through this agent from now on."""
         self._agent = agent
         self.add(agent.record)
         agent.on_peer_end.append(self._ended)
@@ -50,9 +50,9 @@ class RemoteDirectory(MemberDirectory):
     def _ask(self, method: str, *arguments: Any) -> Any:
         agent = self._agent
         assert agent is not None
-        # Not cancelled with the call that runs here: other threads use the answer as well.
+        # Do not cancel the request with the call that is running here: other threads use the answer as well.
         token = CURRENT.set(None)
-        # Not counted as a wait of the method that runs here.
+        # Do not count it as a wait of the method that is running here.
         runner, WAITING.runner = WAITING.runner, None
         try:
             peer = agent.peer(self.driver.name)
@@ -85,7 +85,7 @@ class RemoteDirectory(MemberDirectory):
 
 
 class RemoteSpawner:
-    """Starts and ends worker processes by asking the driver. Thread-safe; only :meth:`check` waits for the driver."""
+    """Starts and ends worker processes by asking the driver. Thread-safe; only :meth:`check` blocks."""
 
     def __init__(self, agent: Agent, driver: str) -> None:
         self._agent = agent
@@ -105,18 +105,18 @@ class RemoteSpawner:
         return future
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        # A failure means that the driver has ended, and all processes with it.
+        # A failure means that the driver has ended, and all its processes with it.
         self._ask(method, *arguments).add_done_callback(Future.acknowledge)
 
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
-        """Start a process; the future completes when it has joined the group, or fails saying why."""
+        """Start a process; the future completes when it has joined the group, or fails with the reason."""
         return self._ask("spawn", spec, self._agent.name)
 
     def check(self, spec: ProcessSpec) -> None:
-        """Ask whether there can be a place for an actor that names one, or needs processors, devices or other amounts.
+        """Ask whether there can be a place for an actor that requests a place, processors, devices or other resources.
 
         Raises:
-            PlacementError: there is none.
+            PlacementError: there is no place.
         """
         if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
             return
@@ -124,7 +124,7 @@ class RemoteSpawner:
             self._ask("check", spec).wait(_ASK_S)
         except PlacementError as error:
             raise exceptions.original(error) from None
-        except RpcError:  # the driver has ended, or is too busy: making the actor will tell
+        except RpcError:  # the driver has ended, or is too busy: making the actor will fail or succeed
             pass
 
     def release(self, worker: str) -> None:
@@ -136,13 +136,13 @@ class RemoteSpawner:
         self._tell("kill", worker)
 
     def give_back(self, booking: int) -> None:
-        """Give a slot back."""
+        """Return a slot."""
         self._tell("give_back", booking)
 
     def report(self, worker: str) -> Future[DeathReport]:
-        """Return how a process ended; completes when it has."""
+        """Return a future of the report on a process's end."""
         return self._ask("report", worker)
 
     def owns(self, worker: str) -> bool:
-        """Say whether the cluster has started the worker: all but the driver."""
+        """Say whether the cluster has started the worker: true for all but the driver."""
         return worker != self._driver

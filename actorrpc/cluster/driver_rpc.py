@@ -1,4 +1,4 @@
-"""What the workers ask of the driver, by RPC: :func:`ask` carries all of it. It runs on the driver. Thread-safe."""
+"""Requests of workers to the driver, by RPC: :func:`ask`, which runs on the driver. Thread-safe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actorrpc.futures import Future
 
 __all__ = ["ask", "current"]
 
-#: the methods of :class:`~actorrpc.cluster.driver.Cluster` that are for other workers
+#: The methods of :class:`~actorrpc.cluster.driver.Cluster` that other workers may call.
 _ASKED: Final = frozenset(
     {
         *("admit", "register", "leaving", "lookup", "listing"),
@@ -22,22 +22,22 @@ _ASKED: Final = frozenset(
 
 
 def current() -> Cluster | None:
-    """Return the cluster of which this process is the driver, if it is one."""
+    """Return the cluster whose driver is this process, or None."""
     worker = current_worker()
     return None if worker is None else worker.cluster
 
 
 def ask(method: str, *arguments: Any) -> Any:
-    """Call a method of this driver's cluster, and answer with what it returns, or with what the returned future gives.
+    """Call a method of this driver's cluster, and answer with its result, or with the value of the returned future.
 
     Raises:
-        ShutdownError: this worker is no driver, or its cluster has ended.
+        ShutdownError: this worker is not a driver, or its cluster has ended.
         AttributeError: there is no such method for other workers.
     """
     cluster = current()
     if cluster is None:
         raise ShutdownError(
-            "this worker drives no cluster, or that has been shut down: name the address of the process that has called "
+            "this worker drives no cluster, or the cluster was shut down: use the address of the process that has called "
             "actorrpc.init()",
             maybe_executed=False,
         )

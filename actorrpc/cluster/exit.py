@@ -1,6 +1,6 @@
-"""How a worker process of the cluster ends: the driver tells it to, or it was released and holds nothing that others use.
+"""How a worker process of the cluster ends: the driver orders it, or it was released and no other process uses it.
 
-The main thread of a worker waits in :meth:`Leaver.wait`; everything else happens on other threads. No lock: the
+The main thread of a worker waits in :meth:`Leaver.wait`; all other code runs in other threads. There is no lock: the
 decision to leave is an assignment and an event.
 """
 
@@ -25,12 +25,12 @@ class Leaver:
     """Decides when this process ends. Thread-safe.
 
     Args:
-        agent, references: of this process.
-        announce: called before this process leaves by itself, on a pool thread.
+        agent, references: those of this process.
+        announce: called before this process leaves by itself, in a pool thread.
 
     Attributes:
-        graceful: whether the driver lives, so that this process says goodbye to it.
-        bereft: how the driver died, if this process ends for that reason; else empty.
+        graceful: whether the driver is alive, so that this process says goodbye to it.
+        bereft: how the driver died, if this process ends for that reason; otherwise empty.
     """
 
     def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class Leaver:
         self._over.wait()
 
     def leave(self, graceful: bool = True) -> None:
-        """End this process: the main thread does it."""
+        """Make the main thread end this process."""
         self.graceful = self.graceful and graceful
         self._over.set()
 
@@ -65,7 +65,7 @@ class Leaver:
         busy = any(peer.running for peer in self._agent.peers())
         idle = not (busy or counts.owners or counts.children)
         if idle and was_idle:
-            # Twice: a message that carries a reference may have been between two tables.
+            # Checked twice, because a message with a reference may have been between two tables the first time.
             try:
                 self._announce()
             finally:
@@ -77,14 +77,14 @@ class Leaver:
 
 
 def leave() -> None:
-    """End the process in which this is called, by RPC."""
+    """End this process. Called by RPC."""
     worker = current_worker()
     if worker is not None and worker.leaver is not None:
         worker.leaver.leave()
 
 
 def leave_when_idle() -> None:
-    """End the process in which this is called, by RPC, as soon as others use nothing in it."""
+    """End this process as soon as no other process uses it. Called by RPC."""
     worker = current_worker()
     if worker is not None and worker.leaver is not None:
         worker.leaver.leave_when_idle()

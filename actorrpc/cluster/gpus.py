@@ -1,7 +1,7 @@
-"""Which accelerators (CUDA devices) of this machine are given to which process.
+"""The assignment of this machine's accelerators (CUDA devices) to processes.
 
-Devices are counted when they are first asked for. A share of less than one device is possible; whole devices are
-exclusive. Pure bookkeeping: nothing is reserved in the driver of the device. Not thread-safe: its user has a lock.
+Devices are counted on first use. A share of less than one device is possible; whole devices are
+exclusive. Pure bookkeeping: nothing is reserved in the device driver. Not thread-safe: the caller holds a lock.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def check_count(num_gpus: float) -> None:
     """
     if num_gpus < 0 or (num_gpus > 1 and num_gpus != int(num_gpus)):
         raise ConfigError(
-            f"num_gpus={num_gpus} cannot be given to a process: say a whole number of devices, or a share of "
+            f"num_gpus={num_gpus} cannot be given to a process: use a whole number of devices, or a share of "
             "one (between 0 and 1)"
         )
 
 
 class Devices:
-    """The devices of this machine and who has them.
+    """The devices of this machine and their holders.
 
     Args:
-        limit: how many of them may be given; None: all that are visible to this process.
+        limit: how many of them may be assigned; None: all that are visible to this process.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -47,7 +47,7 @@ class Devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             names = [name.strip() for name in visible.split(",")]
-            if "-1" in names:  # CUDA, too, ignores what comes behind it
+            if "-1" in names:  # like CUDA, ignore the names after it
                 names = names[: names.index("-1")]
             names = [name for name in names if name]
             return names if self._limit is None else names[: self._limit]
@@ -65,23 +65,23 @@ class Devices:
         return len(self._table())
 
     def take(self, holder: str, num_gpus: float) -> list[str] | None:
-        """Give devices to a worker; return their names, or None if not enough are free now.
+        """Assign devices to a worker; return their names, or None if not enough are free now.
 
         Raises:
-            ConfigError: there are not so many, however long one waits.
+            ConfigError: there are not so many devices.
         """
         check_count(num_gpus)
         table = self._table()
         if num_gpus > len(table):
             raise ConfigError(
                 f"num_gpus={num_gpus:g} was asked for {holder!r}, but this cluster has {len(table)} CUDA devices. "
-                "Ask for less, or see what CUDA_VISIBLE_DEVICES and init(num_gpus=...) say"
+                "Ask for less, or check CUDA_VISIBLE_DEVICES and init(num_gpus=...)"
             )
         if num_gpus == 0:
             return []
         share = min(num_gpus, 1.0)
         count = max(1, int(num_gpus))
-        # The fullest that it fits into: whole devices stay whole.
+        # Use the fullest device with enough room, so that whole devices stay free.
         fitting = sorted((free, name) for name, free in table.items() if free >= share - _EPSILON)
         if len(fitting) < count:
             return None
@@ -92,7 +92,7 @@ class Devices:
         return names
 
     def give_back(self, holder: str) -> None:
-        """Take back what a worker has. It may have nothing."""
+        """Release the devices of a worker, if it has any."""
         table = self._table() if self._held else {}
         for name, share in self._held.pop(holder, {}).items():
             table[name] = min(1.0, table[name] + share)

@@ -1,18 +1,17 @@
-"""Joining: how a process anywhere becomes a worker of a cluster that runs, given its driver's address and key.
+"""Joining: how a process on any host becomes a worker of a running cluster, given the driver's address and key.
 
-1. The process shakes hands with the process that listens there, so that a wrong key or version is known before anything is sent.
-2. Under a random name, it asks whether it may join under its own name, and is told its rank and the cluster's settings.
-3. It enters the group. One time-out covers all of it; a failure leaves nothing running.
+1. The process does a handshake with the listening process, so that a wrong key or version is found before anything is sent.
+2. Under a random name, it asks whether it may join under its own name, and gets its rank and the cluster's settings.
+3. It enters the group. One time-out covers all steps; a failure leaves nothing running.
 
 ``python -m actorrpc.worker`` is :func:`serve` on a command line; :func:`serve_order` is for processes that an engine starts.
 
-**Addresses and keys.** A driver that was given no key and listens on this host's loopback only makes one, and writes it into a
-file that only this user can read; a process that joins on the same host finds it by the port. Nothing here waits for anyone.
-Thread- safe.
+**Addresses and keys.** A driver without a given key that only listens on this host's loopback interface makes a key, and writes
+it into a file that only this user can read. A process that joins on the same host finds the file by the port. Thread-safe.
 
-**Launches.** The ranks of one launch learn where rank 0 listens, and by which key. They meet in a store of torch's: torchrun's
-own, or one that rank 0 serves. Rank 0 puts its address there, never the key. On one host the key goes through a file that only
-this user can read; on several, each must be given it.
+**Launches.** The ranks of one launch exchange the address of rank 0 and the way to the key in a store of torch's: torchrun's
+own, or one that rank 0 serves. The key is never put into the store. On one host, the ranks read it from a file that only
+this user can read; on several hosts, each rank must be given it.
 """
 
 from __future__ import annotations
@@ -98,14 +97,14 @@ _LIKELY_S: Final = 1
 
 
 def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple[str, int]:
-    """Read ``tcp://host:port`` (the scheme may be left out; IPv6 in brackets).
+    """Parse ``tcp://host:port`` (the scheme is optional; IPv6 in brackets).
 
     Args:
-        what: what messages call it.
-        listen: whether it is for listening: then the port may be 0 (any) or missing.
+        what: the name of the address in messages.
+        listen: the address is for listening: the port may be 0 (any) or missing.
 
     Raises:
-        ConfigError: it is no such address.
+        ConfigError: it is not such an address.
     """
     right = "tcp://HOST:PORT, like tcp://10.0.0.5:7777 or tcp://[fd00::5]:7777"
     if not isinstance(text, str) or not text:
@@ -125,14 +124,14 @@ def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple
 
 
 def show(host: str, port: int) -> str:
-    """Return an address as :func:`parse` reads it."""
+    """Return an address in the form that :func:`parse` reads."""
     return f"{_SCHEME}[{host}]:{port}" if ":" in host else f"{_SCHEME}{host}:{port}"
 
 
 def own_address(host: str = "") -> str:
-    """Return the address of this host from which packets to ``host`` are sent. This function sends no packet.
+    """Return the address of this host from which packets to ``host`` are sent. Sends no packet.
 
-    Without ``host``: the address towards other networks, or the loopback on a host without network.
+    Without ``host``: the address towards other networks, or the loopback address on a host without network.
     """
     targets = [host] if host else ["192.0.2.1", "2001:db8::1"]
     for target in targets:
@@ -161,7 +160,7 @@ def new_secret() -> str:
 
 
 def given_secret() -> str:
-    """Return the key that ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE`` gives, as text; empty without either.
+    """Return the key that ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE`` gives, as text; empty if neither is set.
 
     Raises:
         ConfigError: it cannot be used.
@@ -180,7 +179,7 @@ def _ending(port: int) -> str:
 
 
 def write_secret(secret: str, port: int) -> str:
-    """Write a key where this user's processes on this host find it by the port; return the file's path.
+    """Write a key into a file that this user's processes on this host find by the port; return the file's path.
 
     Raises:
         ConfigError: the runtime directory cannot be used.
@@ -192,11 +191,11 @@ def write_secret(secret: str, port: int) -> str:
 
 
 def find_key(host: str, port: int) -> Key:
-    """Return the key for joining the driver at an address: the given one, else that of a driver on this host.
+    """Return the key for joining the driver at an address: the given one, otherwise that of a driver on this host.
 
     Raises:
-        AuthenticationError: there is none.
-        ConfigError: the given one cannot be used.
+        AuthenticationError: there is no key.
+        ConfigError: the given key cannot be used.
     """
     found = keys.find_key()
     if found is not None:
@@ -217,10 +216,10 @@ _AGAIN_S: Final = 1.0
 
 
 class LaunchMeeting:
-    """The ranks of one launch, in their store. One thread at a time.
+    """The ranks of one launch, in their store. Not thread-safe.
 
     Attributes:
-        secret: the key, as all ranks have it.
+        secret: the key of all ranks.
     """
 
     def __init__(self, launched: Launch, store: Any, deadline: float) -> None:
@@ -234,11 +233,11 @@ class LaunchMeeting:
     def _get(self, name: str, what: str) -> str:
         key = self._prefix + name
         wait = LongWait(
-            f"init() on rank {self._launch.rank}", lambda: f"rank 0, which has not said {what} yet"
+            f"init() on rank {self._launch.rank}", lambda: f"rank 0, which has not announced {what} yet"
         )
         if not poll(wait.over(lambda: bool(self._store.check([key]))), self._deadline):
             raise RendezvousError(
-                f"rank 0 of {self._launch.launcher}'s {self._launch.size} has not said {what} in time: has it called "
+                f"rank 0 of {self._launch.launcher}'s {self._launch.size} has not announced {what} in time: has it called "
                 f"actorrpc.init(), and does it run? (met at {self._launch.master}:{self._launch.port})"
             )
         return bytes(self._store.get(key)).decode("utf-8", "replace")
@@ -255,7 +254,7 @@ class LaunchMeeting:
             with undo_on_error(self.close):
                 self._store.set(self._prefix + "key", f"file {host_identity()} {self._key_file}")
             return secret
-        kind, _, rest = self._get("key", "which key they use").partition(" ")
+        kind, _, rest = self._get("key", "the key").partition(" ")
         if kind == "given":
             if given:
                 return given
@@ -273,26 +272,26 @@ class LaunchMeeting:
                 f"rank {self._launch.rank} ({socket.gethostname()}) runs on another host than rank 0, and there is no key: "
                 "give all ranks the same ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read"
             )
-        keys.read_key_file(path)  # checks that it is ours, and whole
+        keys.read_key_file(path)  # checks that it belongs to this user and is complete
         with open(path, encoding="ascii") as file:
             return file.read()
 
     def announce(self, address: str) -> None:
-        """Say where rank 0 listens."""
+        """Publish the address of rank 0."""
         self._store.set(self._prefix + "address", address)
 
     def address(self) -> str:
-        """Return where rank 0 listens."""
-        return self._get("address", "where it listens")
+        """Return the address of rank 0."""
+        return self._get("address", "its address")
 
     def renew(self, stale: str, deadline: float) -> None:
-        """Wait a moment for another address and key than one that did not do: it may be of an earlier start."""
+        """Wait a moment for another address and key than ``stale``, which failed and may be of an earlier start."""
         self._deadline = deadline
         poll(lambda: self.address() != stale, min(deadline, _time.now() + _AGAIN_S))
         self.secret = self._agree()
 
     def arrived(self, address: str) -> None:
-        """Say that this rank has joined the driver at an address."""
+        """Record in the store that this rank has joined the driver at an address."""
         self._store.set(f"{self._prefix}arrived/{address}/{self._launch.rank}", "1")
         self._store.add(f"{self._prefix}arrived/{address}", 1)
 
@@ -300,7 +299,7 @@ class LaunchMeeting:
         """Wait until all other ranks have joined.
 
         Raises:
-            RendezvousError: they have not in time.
+            RendezvousError: they have not joined in time.
         """
         key, count = f"{self._prefix}arrived/{address}", self._launch.size - 1
         deadline = _time.now() + timeout
@@ -320,7 +319,7 @@ class LaunchMeeting:
             self.close()
 
     def close(self) -> None:
-        """Take the key away again that other ranks of this host were to find: all have it, or none will come. Idempotent."""
+        """Remove the key file that other ranks of this host had to find: all have read it, or none will come. Idempotent."""
         path, self._key_file = self._key_file, ""
         if path:
             keys.remove_file(path)
@@ -350,7 +349,7 @@ def meet(launched: Launch, timeout: float) -> LaunchMeeting:
 _log = logging.getLogger("actorrpc.cluster")
 _TIMEOUT_S: Final = 30.0
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
-#: what a worker decides for itself, whatever the driver's settings are
+#: Settings that a worker decides itself, whatever the driver's settings are.
 _OWN: Final = (
     *("transport", "bind", "advertise", "port", "insecure"),
     *("tls_cert", "tls_key", "tls_ca", "tls_min_version", "frame_integrity"),
@@ -361,7 +360,7 @@ _amount = partial(number, none=True, error=WrongTypeError)
 
 
 def seconds(timeout: Any) -> float:
-    """Return a time-out of something that must take some time.
+    """Return a time-out after checking that it is above 0.
 
     Raises:
         WrongTypeError: it is not a number of seconds above 0.
@@ -371,7 +370,7 @@ def seconds(timeout: Any) -> float:
 
 
 def check_takes_code(settings: Settings) -> None:
-    """Check that the settings let a process of a cluster take code.
+    """Check that the settings allow a process of a cluster to receive code.
 
     Raises:
         ConfigError: they allow data only.
@@ -385,12 +384,12 @@ def check_takes_code(settings: Settings) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedResources:
-    """What a worker has, for placement.
+    """The resources of a worker, for placement.
 
     Attributes:
         num_cpus, num_gpus: None for all that this process sees.
         resources: further amounts by name.
-        labels: words by name.
+        labels: labels: name -> word.
     """
 
     num_cpus: float | None = option(None, _amount)
@@ -402,7 +401,7 @@ class JoinedResources:
         check_fields(self)
 
     def facts(self, hosts: list[str]) -> dict[str, Any]:
-        """Return it as the driver is told."""
+        """Return it in the form that is sent to the driver."""
         cpus = float(os.cpu_count() or 1) if self.num_cpus is None else float(self.num_cpus)
         gpus = float(Devices(None).total) if self.num_gpus is None else float(self.num_gpus)
         return {
@@ -421,7 +420,7 @@ def _default_name() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Found:
-    """Who answers at an address, and from which of our own we reach it."""
+    """The process that answers at an address, and this host's address from which it is reached."""
 
     name: str
     incarnation: str
@@ -429,11 +428,11 @@ class _Found:
 
 
 def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> _Found:
-    """Shake hands with the process that listens at an address, and hang up.
+    """Do a handshake with the process that listens at an address, and close the connection.
 
     Raises:
         RendezvousError: there is no answer in time, or the answer is not a worker's.
-        AuthenticationError, VersionError: it does not share the key, or a version of the protocol.
+        AuthenticationError, VersionError: it has another key, or another version of the protocol.
     """
     where = show(host, port)
     tls = Tls.load(settings)
@@ -484,10 +483,10 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
 def _ask(
     found: _Found, where: tuple[str, int], name: str, key: Key, settings: Settings, deadline: float
 ) -> dict[str, Any]:
-    """Ask the driver whether this process may join under a name; return what it says.
+    """Ask the driver whether this process may join under a name; return the answer.
 
     Raises:
-        RendezvousError: it may not, or the driver does not answer.
+        RendezvousError: it must not join, or the driver does not answer.
     """
     shown, left = show(*where), max(0.1, deadline - _time.now())
     driver = WorkerRecord(
@@ -533,22 +532,22 @@ def join(
     settings: Mapping[str, Any] | None = None,
     serves: bool = False,
 ) -> Member:
-    """Become a worker of the cluster whose driver listens at an address; returns when the driver has taken it up.
+    """Become a worker of the cluster whose driver listens at an address; returns when the driver has registered it.
 
     Args:
         address: ``tcp://host:port``.
-        name: this worker's; default the host's name and the process id.
-        means: what it has; default all that this process sees.
-        key: default that of the environment, or of a driver on this host.
-        timeout: for all of it, in seconds.
-        settings: fields of :class:`actorrpc.config.Settings`, over the environment's and the driver's.
-        serves: this process serves from here on, and does not go on with its script.
+        name: this worker's name; default the host's name and the process id.
+        means: its resources; default all that this process sees.
+        key: by default the key from the environment, or of a driver on this host.
+        timeout: for the whole operation, in seconds.
+        settings: fields of :class:`actorrpc.config.Settings`, which override the environment's and the driver's.
+        serves: this process only serves from now on, and does not continue its script.
 
     Raises:
         ConfigError: an argument cannot be used.
         RendezvousError: there is no answer, the answer is not a driver's, or the name is taken.
-        AuthenticationError: there is no key, or it is not the driver's.
-        VersionError: the two speak different versions of the protocol.
+        AuthenticationError: there is no key, or the driver has another one.
+        VersionError: the two have different versions of the protocol.
         RuntimeError: this process is in a group already.
     """
     host, port = parse(address)
@@ -562,7 +561,7 @@ def join(
     found = _knock(host, port, found_key, here, deadline)
     answer = _ask(found, (host, port), own_name, found_key, here, deadline)
     driver = WorkerRecord.from_bytes(answer["driver"])
-    # The way that has worked goes first: what it advertises may be for others.
+    # The address that has worked comes first: the advertised addresses may be for other hosts.
     tcp = tuple(dict.fromkeys(((host, port), *driver.tcp)))
     driver = dataclasses.replace(driver, tcp=tcp)
     made = _settings(answer["settings"], found.own, settings or {})
@@ -583,11 +582,11 @@ def join(
             limit=max(0.1, deadline - _time.now()),
         )
     except RpcError as error:
-        raise RendezvousError(f"the driver at {where} has not taken up {own_name!r}: {error}") from error
+        raise RendezvousError(f"the driver at {where} has not registered {own_name!r}: {error}") from error
 
 
 def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
-    """Return the settings of this worker: the driver's, but for what each host decides itself."""
+    """Return the settings of this worker: the driver's, except for those that each host decides itself."""
     here = Settings.from_environment(**given)
     check_takes_code(here)
     values = {**of_driver, **{name: getattr(here, name) for name in _OWN}, **given}
@@ -612,10 +611,10 @@ def serve(
     """Join, and serve until this worker is released, the driver ends, or a signal comes; then leave.
 
     Args:
-        signals: leave, with 0, at SIGTERM and SIGINT; only on the main thread.
+        signals: leave, with status 0, at SIGTERM and SIGINT; only in the main thread.
 
     Returns:
-        What the process should exit with: 0.
+        The exit status for the process: 0.
 
     Raises:
         RpcError: as :func:`join`.
@@ -651,10 +650,10 @@ def serve(
 def serve_order(
     *, means: JoinedResources | None = None, timeout: float = _TIMEOUT_S, signals: bool = False
 ) -> int:
-    """Be the worker that an engine has ordered: its address, name and key are in the environment (``Order.environment``).
+    """Serve as a worker that an engine has started: address, name and key are in the environment (``Order.environment``).
 
     Returns:
-        What the process should exit with: 0.
+        The exit status for the process: 0.
 
     Raises:
         ConfigError: this process was not started by an engine.

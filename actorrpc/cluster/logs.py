@@ -1,13 +1,12 @@
-"""What processes print: taken from their pipes, marked, folded, and shown on the driver's own output.
+"""The output of processes: read from their pipes, marked, folded, and shown on the driver's own output.
 
 One thread, ``actorrpc-logs``, reads all pipes. Each line is shown as ``(Counter pid=123) line``; a process may change its
-label, here ``Counter``, by writing a line with the new one (:class:`Labels`). A line that another
-process has shown within the last second is counted instead, and shown once more with ``[repeated 7x across
-processes]``. The last lines that each process wrote to its standard error are kept for its death report, and the last ones of all
-in a :class:`History`.
+label, here ``Counter``, by writing a line with the new label (:class:`Labels`). A line that another process has shown within the
+last second is only counted, and shown once more with ``[repeated 7x across processes]``. The last lines that each process wrote
+to its standard error are kept for its death report, and the last lines of all processes in a :class:`History`.
 
-Other threads only put things into ``_orders`` (a deque, whose operations are atomic) and ring. So nothing but the history has a
-lock, and nothing here ever waits for a terminal that is stopped but the thread itself.
+Other threads only append to ``_orders`` (a deque, whose operations are atomic) and wake the thread. So only the history has a
+lock, and only the logs' thread blocks if the terminal is stopped.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from actorrpc.transport import fd_limits
 __all__ = ["History", "Labels", "Logs", "Output", "pipes"]
 
 _LABEL: Final = b"\x1eactorrpc label:"  # followed by the new label, up to the end of the line
-_TAIL: Final = 20  # lines of standard error that are kept of each process
+_TAIL: Final = 20  # last lines of standard error that are kept for each process
 _TAIL_LINE: Final = 500
 _LINE: Final = 16 << 10  # bytes of one line that are shown
 _READ: Final = 1 << 16
 HISTORY_BYTES: Final = 8 << 20
-"""So much of what processes have printed is kept, all of them together."""
+"""How much of the output of all processes together is kept."""
 
-_LINE_COST: Final = 100  # what a line takes besides its text
+_LINE_COST: Final = 100  # bytes that a line takes besides its text
 _WINDOW_S: Final = 1.0  # equal lines of several processes within this time are folded
-_FOLDS: Final = 2_000  # lines that are remembered for that
+_FOLDS: Final = 2_000  # greatest number of lines that are remembered for folding
 _REST_S: Final = (
     0.5  # how long pipes may stay open after their process has ended (its own children have them)
 )
 
 
 def pipes() -> tuple[int, int, int, int]:
-    """Return the ends of two pipes, for what a process writes: each first that for reading.
+    """Return the ends of two pipes for the output of a process: for each pipe, the reading end first.
 
     Raises:
         OSError: there are no descriptors for them; none are left open.
@@ -60,20 +59,21 @@ def pipes() -> tuple[int, int, int, int]:
 
 
 class Labels:
-    """Changes the label under which is shown what this process writes. Made while its output still goes to the pipes."""
+    """Changes the label of this process's output. Must be made while its output still goes to the pipes."""
 
     def __init__(self) -> None:
         self._pipes = {fd: _identity(fd) for fd in (1, 2)}
 
     def change(self, label: str) -> None:
-        """Show all later output under another label. Streams that the program has redirected are left alone."""
+        """Show all later output under another label. Streams that the program has redirected are not changed."""
         data = _LABEL + label.encode("utf-8", "replace") + b"\n"
         for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
             try:
                 stream.flush()
                 if _identity(fd) == self._pipes[fd]:
                     os.write(fd, data)
-            except (OSError, ValueError, AttributeError):  # closed, or an object of the program
+            # The stream is closed, or is an object of the program.
+            except (OSError, ValueError, AttributeError):
                 pass
 
 
@@ -89,7 +89,7 @@ class Output:
     """The two pipes of one process.
 
     Attributes:
-        worker: its name in the group; empty where it is none.
+        worker: its name in the group; empty if it is not a worker.
         tail: the last lines on its standard error.
     """
 
@@ -104,7 +104,7 @@ class Output:
 
 
 class _Pipe:
-    """What has been read of one stream and is no whole line yet."""
+    """The beginning of a line of one stream that was read, until the line is complete."""
 
     __slots__ = ("cut", "is_error", "label", "output", "rest")
 
@@ -116,28 +116,28 @@ class _Pipe:
         self.cut = 0
 
     def take(self, data: bytes) -> list[tuple[str, str]]:
-        """Return the lines that are whole now, each behind its label."""
+        """Return the lines that are complete now, each with its label."""
         lines = (self.rest + data).split(b"\n")
         self.rest = lines.pop()
         whole = []
         begun = b""
         for line in lines:
             begun, found, label = (begun + line).partition(_LABEL)
-            if found:  # the text before it is the beginning of the next line
+            if found:  # the text before the label is the beginning of the next line
                 self.label = label.decode("utf-8", "replace")
                 continue
             whole.append((self.label, _text(begun, self.cut)))
             begun, self.cut = b"", 0
         self.rest = begun + self.rest
         if len(self.rest) > _LINE:
-            # A progress bar writes over its line again and again: only what would be seen is kept.
+            # A progress bar overwrites its line repeatedly: keep only the text that would be visible.
             self.rest = self.rest[self.rest.rfind(b"\r") + 1 :]
             self.cut += max(0, len(self.rest) - _LINE)
             self.rest = self.rest[:_LINE]
         return whole
 
     def last(self) -> list[tuple[str, str]]:
-        """Return the incomplete last line, at the end of the stream, behind its label."""
+        """Return the incomplete last line, at the end of the stream, with its label."""
         rest, self.rest = self.rest, b""
         return [(self.label, _text(rest, self.cut))] if rest else []
 
@@ -153,7 +153,7 @@ def _text(line: bytes, cut: int) -> str:
 
 
 class _Fold:
-    """A line that was shown a moment ago, and how often others have written it since."""
+    """A line that was shown recently, and how often other processes have written it since."""
 
     __slots__ = ("count", "due", "label", "last", "pid")
 
@@ -166,10 +166,10 @@ class _Fold:
 
 
 class History:
-    """The last lines of all processes, also of processes that have ended, for later readers. Thread-safe.
+    """The last lines of all processes, including ended ones, for later readers. Thread-safe.
 
-    All lines together take ``HISTORY_BYTES`` at most. When that is full, the process with the most lines loses its oldest ones:
-    a process that prints a lot does not displace the lines of others. ``_lock`` guards everything here; it is a
+    All lines together take ``HISTORY_BYTES`` at most. When that is full, the oldest lines of the process with the most lines are
+    removed, so that a process that prints a lot does not displace the lines of others. ``_lock`` guards everything here; it is a
     leaf.
     """
 
@@ -182,7 +182,7 @@ class History:
         self._next = 1
 
     def add(self, pid: int, is_error: bool, lines: list[tuple[str, str]], worker: str = "") -> None:
-        """Keep lines of a worker, each behind its label."""
+        """Store lines of a worker, each with its label."""
         now = time.time()
         with self._lock:
             kept = self._lines.setdefault(pid, deque())
@@ -209,7 +209,7 @@ class History:
             del self._lines[pid], self._sizes[pid], self._workers[pid]
 
     def workers(self) -> list[tuple[int, str]]:
-        """Return the processes with lines here, each with the name of its worker; also processes that have ended."""
+        """Return the processes with lines here, including ended ones, each with the name of its worker."""
         with self._lock:
             return [(pid, name) for pid, name in self._workers.items() if name]
 
@@ -217,11 +217,11 @@ class History:
         """Return lines from a number on, in order: ``[number, time, pid, label, is_error, text]``.
 
         Args:
-            number: of the first line; lines that were removed since are left out.
-            most: lines at most, and ``nbytes`` about.
+            number: the number of the first line; lines that were removed meanwhile are left out.
+            most: greatest number of lines; ``nbytes``: approximately their greatest size.
 
         Returns:
-            The lines, the number of the next line, and whether that exists already.
+            The lines, the number of the next line, and whether that line exists already.
         """
         with self._lock:
             found: list[Any] = sorted(
@@ -240,10 +240,10 @@ class History:
 
 
 class Logs:
-    """Shows what processes print. Thread-safe.
+    """Shows the output of processes. Thread-safe.
 
     Args:
-        show: whether anything is shown; the last lines of standard error are kept in any case.
+        show: whether output is shown; the last lines of standard error are kept in any case.
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -265,12 +265,12 @@ class Logs:
         """Start the thread.
 
         Raises:
-            LimitError: the system has none.
+            LimitError: the system cannot start it.
         """
         start_thread(self._thread)
 
     def add(self, output: Output) -> None:
-        """Read these pipes from now on; they are closed here."""
+        """Read these pipes from now on; they are closed by this object."""
 
         def order() -> None:
             for fd, pipe in output.pipes.items():
@@ -281,7 +281,7 @@ class Logs:
         self._order(order)
 
     def end(self, output: Output, done: Callable[[], None]) -> None:
-        """Call ``done()``, on the logs' thread, when all that an ended process has written was read."""
+        """Call ``done()``, in the logs' thread, when the whole output of an ended process was read."""
 
         def order() -> None:
             output.ending = done
@@ -291,10 +291,10 @@ class Logs:
         self._order(order)
 
     def close(self, timeout: float = 2.0) -> None:
-        """Show all that was written, and end: all processes have ended. Idempotent."""
+        """Show all remaining output, and end the thread, after all processes have ended. Idempotent."""
         if self._closed:
             return
-        if self._thread.ident is None:  # it was broken off before the start: no thread closes the descriptors
+        if self._thread.ident is None:  # interrupted before the start: no thread will close the descriptors
             self.abandon()
             return
 
@@ -307,7 +307,7 @@ class Logs:
         self._closed = True
 
     def abandon(self) -> None:
-        """Close the descriptors where no thread does, as in a forked child."""
+        """Close the descriptors if the thread does not, as in a forked child."""
         self._closed = True
         for fd in [*self._pipes, self._bell]:
             try:
@@ -356,7 +356,7 @@ class Logs:
                 os.eventfd_read(self._bell)
             else:
                 self._read(fd)
-        # Behind the reading: of a process whose end is announced here, everything was written before.
+        # After reading: the output of a process whose end is announced by an order was written before.
         while self._orders:
             self._orders.popleft()()
         self._see_to_ends()
@@ -386,7 +386,7 @@ class Logs:
                 continue
             for (
                 pipe
-            ) in output.pipes.values():  # a child of the process still has it: its lines are shown, too
+            ) in output.pipes.values():  # a child of the process still has the pipe: its lines are shown, too
                 self._write(pipe, pipe.last())
             self._ending.remove(output)
             done, output.ending = output.ending, None
@@ -411,14 +411,14 @@ class Logs:
             key = (pipe.is_error, label, line)
             fold = self._folds.get(key)
             if fold is not None and now < fold.due:
-                if fold.pid == output.pid:  # one process that says something twice means it
+                if fold.pid == output.pid:  # the same process has printed the line twice: show it twice
                     shown.append(_marked(label, output.pid, line))
                 else:
                     fold.count += 1
                     fold.last = output.pid
                 continue
             if fold is not None:
-                del self._folds[key]  # put in again at the end: the oldest come first
+                del self._folds[key]  # inserted again at the end, so that the oldest come first
                 if fold.count:
                     shown.append(_repeated(key, fold))
             self._folds[key] = _Fold(label, output.pid, now + _WINDOW_S)
@@ -426,7 +426,7 @@ class Logs:
         self._emit(pipe.is_error, shown)
 
     def _unfold(self, now: float) -> None:
-        """Show how often lines were repeated, once their second has passed."""
+        """Show how often lines were repeated, after their window has passed."""
         shown: dict[bool, list[str]] = {}
         for key, fold in list(self._folds.items()):
             if fold.due > now and len(self._folds) <= _FOLDS:
@@ -445,7 +445,7 @@ class Logs:
             stream.write("".join(lines))
             stream.flush()
         except BaseException:
-            # It is closed, or has no reader, or is an object of the program that raises: the driver must not fail for that.
+            # The stream is closed, has no reader, or is an object of the program that raises: the driver must not fail.
             pass
 
 

@@ -1,4 +1,4 @@
-"""A wait for others that takes long says so, once, in the log: what it is, and who has not come yet."""
+"""Logs a wait for other workers that takes long, once: what is waited for, and which workers are missing."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["LongWait", "some"]
 
 _log = logging.getLogger("actorrpc.cluster")
 _SHOWN: Final = 10
-#: a wait that takes longer, in seconds, is said
+#: A wait that takes longer than this, in seconds, is logged.
 SOON_S = 1.0
 
 
 def some(names: Iterable[object]) -> str:
-    """Return the first ones of several, in words."""
+    """Return the first few of several names as text."""
     texts = [str(each) for each in names]
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return ", ".join(texts[:_SHOWN]) + more
 
 
 class LongWait:
-    """One wait, which begins now. One thread at a time.
+    """One wait, which begins when the object is made. Not thread-safe.
 
     Args:
-        who: whose wait it is, as its user calls it: ``scale()``.
-        what: returns what is waited for, in words; it is asked where the wait takes long, and may take some milliseconds.
+        who: the name, for the user, of the waiting function: ``scale()``.
+        what: returns what is waited for, as text; only called if the wait takes long, and may take some milliseconds.
     """
 
     def __init__(self, who: str, what: Callable[[], str]) -> None:
@@ -40,13 +40,13 @@ class LongWait:
         self._late_at = _time.now() + SOON_S
 
     def look(self) -> None:
-        """Say it, where it takes long, and was not said before."""
+        """Log the wait if it takes long and was not logged before."""
         if not self._said and _time.now() >= self._late_at:
             self._said = True
             _log.warning("%s waits for %s", self._who, self._what())
 
     def over(self, done: Callable[[], bool]) -> Callable[[], bool]:
-        """Return ``done`` for a loop that asks it again and again: the wait is said where it takes long."""
+        """Wrap ``done``, which a loop calls repeatedly, so that a long wait is logged."""
 
         def is_done() -> bool:
             if done():
@@ -57,7 +57,7 @@ class LongWait:
         return is_done
 
     def future(self, future: Future[Any], until: float) -> Any:
-        """Wait for a future as its ``wait`` does; ``until``: on the monotonic clock, though it waits for 0.1 s at least."""
+        """Wait for a future like its ``wait`` until ``until`` on the monotonic clock, but at least 0.1 s."""
         if not self._said:
             try:
                 return future.wait(max(0.0, min(until, self._late_at) - _time.now()))

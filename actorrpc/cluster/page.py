@@ -1,7 +1,8 @@
-"""The page for the browser that ``init(dashboard=True)`` starts: ``actorrpc dashboard`` as a child of the driver.
+"""The page that ``init(dashboard=True)`` serves: ``actorrpc dashboard`` as a child process of the driver.
 
-The child reads the state of the group from outside, as if a user had started it: the driver has no port and no thread for it. It
-ends with the cluster, and by itself when the driver ends, whose pidfd it watches: a pipe would stay open in forks of the driver.
+The child reads the state of the group from outside, as if a user had started it, so the driver needs no port and no thread for
+it. It ends with the cluster, and by itself when the driver ends, whose pidfd it watches: a pipe would stay open in forks of the
+driver.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from actorrpc.validation import text
 __all__ = ["listens_at", "start"]
 
 _END_S: Final = 0.5  # for the last event to open pages
-# `-m` would look for this package on a path that may not have it.
+# Not `-m`: the child's default path may not contain this package.
 _BOOT: Final = """
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -33,10 +34,10 @@ sys.exit(main())
 
 
 def listens_at(dashboard: bool | str) -> tuple[str, int] | None:
-    """Return the address and port of the page, with 0 for any port; None if no page is wanted.
+    """Return the address and port of the page, with 0 for any port; None if there should be no page.
 
     Raises:
-        ConfigError: other hosts reach the address, or the server's packages are not installed.
+        ConfigError: other hosts can reach the address, or the server's packages are not installed.
     """
     if dashboard is False:
         return None
@@ -46,7 +47,7 @@ def listens_at(dashboard: bool | str) -> tuple[str, int] | None:
         host, port = host_and_port(given.removesuffix(":0"))
         if not group.is_loopback(host):
             raise ConfigError(
-                f"dashboard={given!r}: other hosts reach that address. With a certificate, `actorrpc dashboard --bind {host} "
+                f"dashboard={given!r}: other hosts can reach that address. With a certificate, `actorrpc dashboard --bind {host} "
                 "--tls-cert FILE --tls-key FILE` serves the page there; without one, use dashboard=True and a tunnel: "
                 "ssh -L PORT:127.0.0.1:PORT HOST"
             )
@@ -72,8 +73,8 @@ def start(where: tuple[str, int]) -> None:
             *("dashboard", "--bind", host, "--port", str(port), "--pid", own, "--ends-with", own),
         ],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # what the program prints may be for another one to read
-        start_new_session=True,  # Ctrl-C in the terminal is the driver's
+        stdout=2,  # the program's own output may be read by another program
+        start_new_session=True,  # Ctrl-C in the terminal is for the driver only
     )
 
     def end(_graceful: bool) -> None:

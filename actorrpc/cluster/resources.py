@@ -1,7 +1,7 @@
-"""What the machines of a cluster have, and what of it is free.
+"""The resources of the machines of a cluster, and their free amounts.
 
-The driver keeps the books; other processes ask it. Processors are shared, and not booked: the shown use is the sum of what the
-living actors have asked for. Names and keys are as in Ray. Thread-safe.
+The driver has the book; other processes ask it. Processors are shared, and not booked: the use that is shown is the sum of the
+requests of living actors. Names and keys are as in Ray. Thread-safe.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ASK_S: Final = 30.0
 
 
 def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function on the driver, which has the books."""
+    """Call a function on the driver, which has the book."""
     agent = runtime(start=True).agent
     if agent.record.rank == 0:
         return function(*args, **kwargs)
@@ -55,7 +55,7 @@ def id_of(names: list[str]) -> str:
 
 
 def _book() -> list[dict[str, Any]]:
-    """Return the machines of the cluster, or of a group that has no driver: then this one. On rank 0."""
+    """Return the machines of the cluster; in a group without a driver, this machine. Called on rank 0."""
     running = driver_rpc.current()
     if running is None:
         total = {"CPU": float(os.cpu_count() or 1)}
@@ -64,11 +64,11 @@ def _book() -> list[dict[str, Any]]:
 
 
 def book(running: Cluster) -> list[dict[str, Any]]:
-    """Return the machines of a cluster: their names, what they have, and what of it is free. On the driver."""
+    """Return the machines of a cluster: names, total resources, free amounts. Called on the driver."""
     taken: dict[str, float] = {}
     if running.is_local:
         for spec in running.specs():
-            if spec.label == TASKS:  # these processes stay when their tasks have ended
+            if spec.label == TASKS:  # these processes stay after their tasks
                 continue
             for name, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)):
                 taken[name] = taken.get(name, 0.0) + float(amount or 0.0)
@@ -86,18 +86,17 @@ def book(running: Cluster) -> list[dict[str, Any]]:
 
 
 def machines() -> list[dict[str, Any]]:
-    """Return the machines of the cluster as the driver has them in its book: names, totals, what is free, labels."""
+    """Return the machines of the cluster from the driver's book: names, total resources, free amounts, labels."""
     return on_driver(_book)
 
 
 def nodes() -> list[dict[str, Any]]:
-    """Return a list of dicts, one for each machine or worker that takes actors, with the keys that Ray's have.
+    """Return a list of dicts, one for each machine or worker that takes actors, with the same keys as in Ray.
 
     ``"NodeID"``, ``"Alive"``, ``"NodeManagerAddress"``, ``"NodeManagerHostname"``, ``"Resources"`` (amounts by name: ``"CPU"``,
-    ``"GPU"`` and those that were named) and ``"Labels"``. Of an :func:`actorrpc.init_rpc` group, that is the machine of rank 0.
-    Other processes ask the driver, and wait at most 30 s. Starts the embedded cluster where nothing runs. Thread-safe.
-
-    Raises:
+    ``"GPU"`` and custom names) and ``"Labels"``. In an :func:`actorrpc.init_rpc` group, the only entry is the machine of rank 0.
+    Other processes ask the driver, and wait at most 30 s. Starts the embedded cluster if this process is in no group.
+    Thread-safe. Raises:
         PeerDiedError, RpcTimeoutError: the driver cannot be asked.
     """
     here = socket.gethostname()
@@ -128,7 +127,7 @@ def _sum(parts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def cluster_resources() -> dict[str, float]:
-    """Return what all machines have, by name: ``"CPU"``, ``"GPU"``, and those that were named.
+    """Return the total resources of all machines, by name: ``"CPU"``, ``"GPU"``, and custom names.
 
     ``"memory"`` is bytes of this machine. Waits and raises as :func:`nodes`. Thread-safe.
     """
@@ -139,7 +138,7 @@ def cluster_resources() -> dict[str, float]:
 
 
 def available_resources() -> dict[str, float]:
-    """Return what is free of :func:`cluster_resources`: not taken by actors. What nothing is left of is not there.
+    """Return the amounts of :func:`cluster_resources` that actors do not use. Names with nothing free are missing.
 
     Waits and raises as :func:`nodes`. Thread-safe.
     """
@@ -150,7 +149,7 @@ def available_resources() -> dict[str, float]:
 
 
 def totals() -> list[dict[str, float]]:
-    """Return what each machine has."""
+    """Return the total resources of each machine."""
     return [each["total"] for each in machines()]
 
 
@@ -160,7 +159,7 @@ def hosts() -> list[str]:
 
 
 def host_of(wanted: str) -> str | None:
-    """Return a name of the machine that has that node id; None if there is none."""
+    """Return a name of the machine with this node id; None if there is none."""
     for each in machines():
         if id_of(each["names"]) == wanted:
             return str(each["names"][0])

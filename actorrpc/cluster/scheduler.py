@@ -1,6 +1,6 @@
-"""Placement: what the workers and machines of a cluster have, what of it is booked, and which of them suits an actor.
+"""Placement: the resources of the workers and machines of a cluster, their bookings, and which of them suits an actor.
 
-Pure bookkeeping: actors are not kept from using more than was booked. Not thread-safe: the cluster's
+Pure bookkeeping: actors can use more than they have booked. Not thread-safe: the cluster's
 lock guards it.
 """
 
@@ -20,7 +20,7 @@ _SHOWN: Final = 8
 
 
 def needs_of(spec: ProcessSpec) -> dict[str, float]:
-    """Return what an actor books: amounts by the names ``CPU``, ``GPU`` and the names of ``resources``."""
+    """Return the amounts that an actor books, by the names ``CPU``, ``GPU`` and the names of ``resources``."""
     needs = {name: float(amount) for name, amount in spec.resources.items() if amount}
     if spec.num_cpus:
         needs["CPU"] = float(spec.num_cpus)
@@ -30,7 +30,7 @@ def needs_of(spec: ProcessSpec) -> dict[str, float]:
 
 
 def totals_of(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
-    """Return what a worker has, by the same names."""
+    """Return the total resources of a worker, by the same names."""
     return {**resources, "CPU": float(num_cpus), "GPU": float(num_gpus)}
 
 
@@ -39,13 +39,13 @@ class ResourceHolder:
     """A worker that takes several actors, or a machine on which an engine starts processes.
 
     Attributes:
-        hosts: the names and addresses under which ``host=`` finds it.
-        totals: what it has; ``used`` what of that is booked.
-        unbooked: the names of amounts that the engine books, and that are not booked here.
-        bookings: what each actor in it has booked.
+        hosts: the names and addresses that ``host=`` matches.
+        totals: its total resources; ``used``: the booked amounts.
+        unbooked: the names of amounts that the engine books, so that they are not booked here.
+        bookings: the booking of each of its actors.
         starts: it is a machine of an engine, where actors get processes of their own.
         scaled: it is a worker that the engine has started for several actors.
-        draining: nothing new is placed there.
+        draining: no more actors are placed there.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ResourceHolder:
 
     @classmethod
     def of_node(cls, node: Node, rank: int = -1, unbooked: Iterable[str] = ()) -> ResourceHolder:
-        """Return the holder that stands for an engine's machine."""
+        """Return the holder for an engine's machine."""
         return cls(
             name="",
             rank=rank,
@@ -73,11 +73,11 @@ class ResourceHolder:
         )
 
     def free(self, name: str) -> float:
-        """Return how much is free of something."""
+        """Return the free amount of a resource."""
         return self.totals.get(name, 0.0) - sum(each.get(name, 0.0) for each in self.bookings.values())
 
     def suits(self, spec: ProcessSpec) -> bool:
-        """Say whether it could ever hold such an actor."""
+        """Say whether it could hold such an actor if all its resources were free."""
         if spec.own and not self.starts:
             return False
         if spec.rank is not None and spec.rank != self.rank:
@@ -89,14 +89,14 @@ class ResourceHolder:
         return all(self.totals.get(name, 0.0) + _SLACK >= amount for name, amount in needs_of(spec).items())
 
     def has_room(self, spec: ProcessSpec) -> bool:
-        """Say whether it can hold it now."""
+        """Say whether it has room for the actor now."""
         return all(
             name in self.unbooked or self.free(name) + _SLACK >= amount
             for name, amount in needs_of(spec).items()
         )
 
     def describe(self) -> str:
-        """Say what it has, in words."""
+        """Describe it, for messages."""
         what = [f"{name} {self.free(name):g}/{total:g}" for name, total in self.totals.items() if total]
         labels = [f"{name}={value}" for name, value in self.labels.items()]
         who = f"{self.name!r} on " if self.name else "new processes on "
@@ -114,15 +114,15 @@ class ResourceTable:
         self.workers: dict[str, ResourceHolder] = {}
 
     def all(self) -> list[ResourceHolder]:
-        """Return all of them, machines first."""
+        """Return all holders, machines first."""
         return [*self.nodes, *self.workers.values()]
 
     def candidates(self, spec: ProcessSpec) -> list[ResourceHolder]:
-        """Return the holders that could ever hold this."""
+        """Return the holders that suit an actor."""
         return [each for each in self.all() if not each.draining and each.suits(spec)]
 
     def choose(self, spec: ProcessSpec, slots_first: bool) -> ResourceHolder | None:
-        """Return the holder for an actor; None where no holder has room.
+        """Return the holder for an actor; None if no holder has room.
 
         Args:
             slots_first: prefer existing workers to new processes.
@@ -135,12 +135,12 @@ class ResourceTable:
         return min(found, key=lambda each: (each.starts == slots_first, len(each.bookings), each.rank))
 
     def give_back(self, booking: int) -> bool:
-        """Give back what an actor has booked; say whether there was such a booking."""
+        """Remove the booking of an actor; return whether there was one."""
         return any(each.bookings.pop(booking, None) is not None for each in self.all())
 
 
 def lacking(spec: ProcessSpec, book: ResourceTable) -> str:
-    """Say in words what an actor needs, and what the holders have."""
+    """Describe what an actor needs, and what the holders have."""
     wishes = [f"{name} {amount:g}" for name, amount in needs_of(spec).items()]
     if spec.rank is not None:
         wishes.append(f"worker {spec.rank}")

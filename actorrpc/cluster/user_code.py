@@ -1,7 +1,7 @@
-"""The program's own code, as workers get it that cannot import it.
+"""Sends the program's own modules by value to workers that cannot import them.
 
-Functions and classes are sent by name where both sides can import them, else by value. Modules in the directory of the script
-(which is on the path of this process alone) cannot be imported on other hosts. Therefore a driver that other processes can join
+Functions and classes are sent by name if both sides can import them, otherwise by value. Modules in the directory of the script
+(which is only on the path of this process) cannot be imported on other hosts. Therefore a driver that other processes can join
 sends these modules by value: the modules that are imported when it starts, and all later ones until it ends. Thread-safe.
 """
 
@@ -24,14 +24,14 @@ _OURS: Final = "actorrpc"
 
 
 def directory() -> str | None:
-    """Return the directory that the program's script is in; None for an interactive session."""
+    """Return the directory of the program's script; None for an interactive session."""
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
     return os.path.dirname(os.path.realpath(path)) if isinstance(path, str) else None
 
 
 def fingerprint() -> tuple[str, int, int] | None:
-    """Return what tells the script's file from others: its path, size and time of change."""
+    """Return a fingerprint of the script's file: its path, size and time of change."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if not isinstance(path, str):
         return None
@@ -58,19 +58,19 @@ def use(mark: tuple[str, int, int] | list[object] | None, directory: str | None)
 
 
 class _OurName(str):
-    """The name of a module that is registered by us: what the program has registered itself is a plain text."""
+    """The name of a module that this package has registered; names that the program has registered are plain texts."""
 
     __slots__ = ()
 
 
 def _register(name: str) -> None:
-    """Send a module by value, imported or not; ``cloudpickle``'s own function takes only imported modules."""
+    """Send a module by value, imported or not; ``cloudpickle``'s own function only accepts imported modules."""
     # If the program has registered the name itself, this changes nothing, and the entry stays the program's.
     modules.add(_OurName(name))
 
 
 def by_value() -> None:
-    """Send the modules in the directory of the script by value, as far as they have been imported."""
+    """Send the modules in the directory of the script that are imported already by value."""
     place = directory()
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
@@ -90,11 +90,11 @@ class _ModuleWatch(MetaPathFinder):
         if path is None and not any(
             os.path.exists(os.path.join(place, fullname + end)) for end in ("", ".py")
         ):
-            return None  # nearly always: two looks at the disk, where an import takes many
+            return None  # nearly always; the check reads the disk twice, while an import reads it many times
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin and _is_the_programs(fullname, spec.origin, place):
             _register(fullname)
-            if self not in sys.meta_path:  # on another thread the watch has ended meanwhile
+            if self not in sys.meta_path:  # another thread has ended the watch meanwhile
                 _forget()
         return None
 
@@ -103,7 +103,7 @@ _watch: Final = _ModuleWatch()
 
 
 def watch() -> None:
-    """Do as :func:`by_value`, and the same for all later imports. Idempotent."""
+    """Do what :func:`by_value` does, also for all later imports. Idempotent."""
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
     by_value()
@@ -112,7 +112,8 @@ def watch() -> None:
 def unwatch() -> None:
     """Register no further imports, and send the registered modules by name again. Idempotent.
 
-    What the program registered itself stays so, unless it did so while we had it registered: that cannot be seen.
+    Modules that the program has registered itself stay registered, unless it did so while this package had them registered, which
+    cannot be detected.
     """
     with contextlib.suppress(ValueError):
         sys.meta_path.remove(_watch)

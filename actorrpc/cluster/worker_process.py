@@ -1,8 +1,8 @@
-"""A process that is in a cluster and is not its driver, from its fork, or from the moment that it has joined, to its exit.
+"""A process of a cluster other than the driver: from its fork, or from when it has joined, to its exit.
 
-:func:`main` runs on the main thread of a process that was forked a moment ago. It dresses the process (seeds, variables,
+:func:`main` runs in the main thread of a process that was just forked. It sets the process up (random seeds, variables,
 directory), joins the group, and waits for the end. The user's ``__main__`` is not imported here. From :func:`enter` on, forked
-processes and processes that joined over the network (``join.py``) do the same. No lock.
+processes and processes that joined over the network (``join.py``) do the same. No locks.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = ["Member", "enter", "exit_process", "main"]
 
 
 def main(job: dict[str, Any]) -> NoReturn:
-    """Be a worker; ends the process."""
+    """Run a worker, and end the process."""
     code = 1
     try:
-        # A crash in C shows where it was, in the death report, which has the last lines only.
+        # After a crash in C, the death report, which has the last lines of stderr, shows where it was.
         faulthandler.enable(file=2, all_threads=False)
-        # What libraries have registered in the fork server is for its exit, and takes 50 ms; as multiprocessing does.
+        # Drop exit functions that libraries have registered in the fork server (they take 50 ms), as multiprocessing does.
         atexit._clear()
         atexit.register(logging.shutdown)
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def _work(job: dict[str, Any]) -> None:
     torch.set_num_threads(job["threads"])
     driver = WorkerRecord.from_bytes(job["driver"])
     directory = RemoteDirectory(driver)
-    entered = group.enter(  # before the variables are set: its socket lies where the driver's does
+    entered = group.enter(  # before the variables are set, so that its socket is in the driver's directory
         job["name"],
         job["rank"],
         directory,
@@ -91,7 +91,8 @@ def _work(job: dict[str, Any]) -> None:
             dress=lambda: _dress(job),
         )
     except (PeerDiedError, ShutdownError):
-        return  # the last handle of its actor was deleted, or the program ended, before this process had joined
+        # The last handle of its actor was deleted, or the program ended, before this process had joined.
+        return
     try:
         member.wait()
     finally:
@@ -99,13 +100,13 @@ def _work(job: dict[str, Any]) -> None:
 
 
 def _freeze() -> None:
-    """Have the garbage collector pass over what the actor's class has imported: a full collection would take 0.1 s."""
+    """Exclude objects that importing the actor's class has made from garbage collection: a full collection would take 0.1 s."""
     gc.collect()
     gc.freeze()
 
 
 def _reseed() -> None:
-    """Give every process random numbers of its own: a fork would continue the sequence of its parent."""
+    """Reseed random number generators: a fork would continue the sequence of its parent."""
     random.seed()
     torch.default_generator.seed()
     numpy: Any = sys.modules.get("numpy")
@@ -124,10 +125,10 @@ def _dress(job: dict[str, Any]) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process as an interpreter would, without taking its modules down.
+    """End the process as an interpreter would, but without finalising its modules.
 
-    That is slow and proves nothing; and a thread that is still in C++ then (a method that has not come back) has the whole
-    process aborted.
+    Finalising is slow, and a thread that is still in C++ at that time (in a method that has not returned) would abort
+    the whole process.
     """
     try:
         atexit._run_exitfuncs()
@@ -172,13 +173,13 @@ def enter(
     dress: Callable[[], None] = lambda: None,
     limit: float = _JOIN_S,
 ) -> Member:
-    """Put a member in force in this process, and tell the driver that it is there.
+    """Bring a member into force in this process, and tell the driver that it has joined.
 
     Args:
         timeout: the default time-out of calls.
-        what: what this process is, in words.
-        facts: what the driver is told in addition to the record; None for a process that it has forked.
-        dress: called when the sockets are there, before anything is served.
+        what: describes this process, for messages.
+        facts: data for the driver in addition to the record; None for a process that the driver has forked.
+        dress: called when the sockets exist, before any call is served.
         limit: how long the driver may take to answer, in seconds.
 
     Raises:
@@ -206,10 +207,10 @@ def enter(
         if graceful:
             references = rref.runtime()
             references.carry_out(references.table.delete_all_users())
-        for leaver in leavers:  # it may have been the user's code that called shutdown
+        for leaver in leavers:  # the user's code may have called shutdown()
             leaver.leave(graceful)
 
-    with undo_on_error(group.close):  # another group may be in force, and has not even looked at this one
+    with undo_on_error(group.close):  # another group may be in force, in which case this one was not started
         dress()
         api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
     with undo_on_error(partial(api.shutdown, False)):

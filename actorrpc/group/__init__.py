@@ -1,3 +1,3 @@
-"""Joining a group of workers, and leaving it."""
+"""Joining and leaving a group of workers."""
 
 __all__: list[str] = []

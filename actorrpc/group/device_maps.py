@@ -1,4 +1,4 @@
-"""Device maps of a group: what makes no sense in them is said when a worker joins, in torch's words. Pure."""
+"""Checks of a group's device maps when a worker joins, with torch's error messages. Pure computation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def check(
 
     Args:
         records: the workers whose maps are checked.
-        find: gives the record of a worker by name, or None.
+        find: returns the record of a worker by name, or None.
         fixed: all workers of the group are known.
 
     Raises:
-        ConfigError: a map names a worker, or a device, that there is not.
+        ConfigError: a map names a worker or a device that does not exist.
     """
-    # In one order, so that all workers say the same of several wrong maps.
+    # In a fixed order, so that all workers report the same one of several errors.
     for record in sorted(records, key=lambda each: each.rank):
         where = f"Node {record.name} has"
         if len(set(record.devices)) != len(record.devices):
@@ -51,7 +51,7 @@ def check(
                     unexpected = [each for each in devices if each not in owner.devices]
                     if unexpected:
                         raise ConfigError(
-                            f"{where} unexpected {what} {suffix}: {unexpected[0]} is none of those that the options of "
+                            f"{where} unexpected {what} {suffix}: {unexpected[0]} is none of the devices that the options of "
                             f"{owner.name} allow ({', '.join(owner.devices)})"
                         )
                 elif wrong := _absent(devices, owner):
@@ -59,7 +59,7 @@ def check(
 
 
 def _absent(devices: Iterable[str], owner: WorkerRecord) -> str:
-    """Say which of these CUDA devices a worker does not see; empty where it sees all."""
+    """Describe a CUDA device of these that a worker does not have; empty if it has all."""
     for device in devices:
         kind, _, index = device.partition(":")
         if kind == "cuda" and int(index or 0) >= owner.cuda_devices:

@@ -2,16 +2,17 @@
 
 Joining binds the sockets, agrees on the key and the table of workers, and starts the agent: through torch's store
 (:func:`join`), or through a directory that one of the workers keeps (:func:`enter`, the embedded cluster).
-Leaving a fixed group gracefully is a barrier: every worker asks the first live one (by name) to say when all have
-arrived. It serves calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the
-first one dies, the next takes over. One that is suspect, or to which no connection comes about, is waited for as long as
-anybody else is; after that for some seconds (:class:`Reachability`). So every wait ends. A bad
-connection does not count as a death: two workers that see different members alive would wait for different things.
+
+Leaving a fixed group gracefully is a barrier: every worker asks the first living worker (by name) to answer when all have
+arrived. It serves calls meanwhile, as long as others work. A worker that dies counts as arrived; if the first worker dies, the
+next takes over. A worker that is suspect, or to which no connection can be made, is waited for as long as any other worker is
+missing, and after that for some seconds (:class:`Reachability`). So every wait ends. A failed connection does not count as a
+death, because workers with different views of the living members would wait for different things.
 
 A worker is told of another worker's end over a connection to it: :meth:`Reachability.connect_all` makes the missing
-connections, on pool threads, all at once. A member is *out of reach* while it is suspect, or while connections to it fail
-although there is no proof that it is dead. After ``PATIENCE_S`` out of reach, members that wait for it at shutdown give it up,
-until it can be reached again. The dicts of :class:`Reachability` are used by single, atomic steps, without a lock.
+connections, in pool threads, concurrently. A member is *out of reach* while it is suspect, or while connections to it fail
+although there is no proof that it is dead. After it was out of reach for ``PATIENCE_S``, members at shutdown no longer wait for
+it, until it can be reached again. Operations on the dicts of :class:`Reachability` are atomic, without a lock.
 """
 
 from __future__ import annotations
@@ -74,21 +75,22 @@ __all__ = [
 
 _log = logging.getLogger("actorrpc.group")
 _AGAIN_S: Final = 0.1
-_LOOK_S: Final = 1.0  # how often a worker that waits at the end looks around
-# How long threads in user code may take to end: with all else, less than the 1 s of Ctrl-C and the 2 s of an end by force.
+_LOOK_S: Final = 1.0  # how often a worker that waits at shutdown checks the other workers
+# How long threads in user code may take to end: together with other waits, less than the 1 s of Ctrl-C and the 2 s of a forced
+# end.
 _LET_END_S: Final = 0.75
-_PARTING_S: Final = 5.0  # how long slow readers may take to read the news of a graceful end
-_SILENT_S: Final = 2.0  # how long a collective wait keeps silent about an exception that it holds up
+_PARTING_S: Final = 5.0  # how long slow peers may take to read the message of a graceful end
+_SILENT_S: Final = 2.0  # after this time, a collective wait logs the exception that it delays
 
 
 class _Barrier:
-    """Who has arrived at the end, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
+    """The workers that have arrived at the end, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
 
     A worker that has reached a stage was told that all had reached the stages before it, perhaps by a worker that has left or
     died since. Therefore it counts for the earlier stages as well.
 
     Args:
-        members: everyone who is waited for; never more than at first. Large groups ask often: no copy each time.
+        members: returns the awaited workers; the set never grows. It is not copied, because large groups call this often.
     """
 
     def __init__(self, members: Callable[[], Set[str]]) -> None:
@@ -99,7 +101,7 @@ class _Barrier:
         self._gone: set[str] = set()
 
     def arrive(self, stage: int, name: str) -> Future[None]:
-        """Note an arrival; the future completes when all have arrived."""
+        """Record an arrival; the future completes when all have arrived."""
         future: Future[None] = Future()
         future.label = "the arrival of every worker at shutdown"
         with self._lock:
@@ -108,25 +110,25 @@ class _Barrier:
         return future
 
     def reached(self, stage: int, name: str) -> None:
-        """Note that a worker has come to a stage, whomever it asks about the others."""
+        """Record that a worker has reached a stage, whichever worker it asks about the others."""
         with self._lock:
             self._arrived.setdefault(stage, set()).add(name)
         self._look()
 
     def gone(self, name: str) -> None:
-        """Note that a worker has ended: the others do not wait for it."""
+        """Record that a worker has ended: the others do not wait for it."""
         with self._lock:
             self._gone.add(name)
         self._look()
 
     def missing(self, stage: int) -> list[str]:
-        """Return who has not arrived and is not known to be gone."""
+        """Return the workers that have not arrived and are not known to have ended."""
         members = self._members()
         with self._lock:
             return sorted(self._lacking(members, stage))
 
     def _lacking(self, members: Set[str], stage: int) -> Set[str]:
-        """Return what :meth:`missing` does, as a set. Under the lock."""
+        """Return the result of :meth:`missing` as a set. Under the lock."""
         here = {name for at, names in self._arrived.items() if at >= stage for name in names}
         return members - self._gone - here
 
@@ -152,10 +154,10 @@ class CollectiveWait:
     """A wait of this worker until other members have entered the same round of a collective operation.
 
     Attributes:
-        round: names the round in messages; it is the same on every worker that enters the round.
+        round: the name of the round in messages; it is the same on every worker that enters the round.
         members: the workers that take part; empty: every member of the group.
         begun: when the wait began.
-        thread: the number of the thread that waits.
+        thread: the id of the waiting thread.
     """
 
     round: str
@@ -169,7 +171,7 @@ class CollectiveWait:
 
 
 class MemberDirectory(Membership):
-    """The workers of a cluster by name and rank. Thread-safe: its dict is used by single, atomic steps.
+    """The workers of a cluster by name and rank. Thread-safe: single operations on its dict are atomic.
 
     Attributes:
         records: the workers that are known in this process.
@@ -179,14 +181,14 @@ class MemberDirectory(Membership):
         self.records: dict[str | int, WorkerRecord] = {}
 
     def add(self, record: WorkerRecord) -> None:
-        """Put a worker on the list, in place of a former one of its name."""
+        """Add a worker, replacing a former one of its name."""
         former = self.records.get(record.name)
         if former is not None:
             self.remove(former)
         self.records[record.name] = self.records[record.rank] = record
 
     def remove(self, record: WorkerRecord) -> None:
-        """Take a worker off the list."""
+        """Remove a worker."""
         self.records.pop(record.name, None)
         self.records.pop(record.rank, None)
 
@@ -222,7 +224,7 @@ class Group:
         self.barrier = _Barrier(self._names)
         self.reach = Reachability(agent)
         self.waits: list[CollectiveWait] = []  # changed by single, atomic steps
-        self._logged = 0  # the id() of the exception that was logged last
+        self._logged = 0  # the id() of the last exception that was logged
         agent.on_peer_end.append(self._ended)
 
     def _names(self) -> Set[str]:
@@ -230,12 +232,12 @@ class Group:
 
     def _ended(self, peer: Peer) -> None:
         self.reach.forget(peer)
-        # Workers of a group that they may leave at any time do not wait for each other; visitors are not waited for.
+        # Workers of a group with joining and leaving do not wait for each other at shutdown, and no worker waits for visitors.
         if self.is_fixed and not peer.record.is_visitor:
             self.barrier.gone(peer.name)
 
     def start(self) -> None:
-        """Serve calls from now on. Calls may be waiting already: the caller has installed everything that answers them."""
+        """Begin to serve calls. Calls may be waiting already, so the caller must have installed all handlers."""
         self._started = True
         self.agent.start(self._doors.sockets)
 
@@ -243,10 +245,10 @@ class Group:
 
     @contextmanager
     def waiting(self, round: str, members: Set[str] = frozenset()) -> Iterator[Callable[[], None]]:
-        """Enter a wait in :attr:`waits` within the block.
+        """Record a wait in :attr:`waits` within the block.
 
-        Yields a function for the waiting loop to call about once a second. After 2 s it logs the exception that the calling
-        thread is handling, once: ``shutdown()`` in a ``finally`` holds up the traceback, for good where the others never come.
+        Yields a function that the waiting loop calls about once a second. After 2 s, it logs the exception that the calling
+        thread is handling, once: ``shutdown()`` in a ``finally`` delays the traceback, for ever if the others never come.
         """
         error = sys.exception()
         wait = CollectiveWait(round, members, _time.now(), threading.get_ident())
@@ -273,14 +275,14 @@ class Group:
         """Wait until every live worker of a fixed group has come to this stage of its shutdown.
 
         Raises:
-            RpcTimeoutError: not all have within ``timeout`` seconds (0: however long it takes).
+            RpcTimeoutError: not all have within ``timeout`` seconds (0: no limit).
         """
         hooks.reach("shutdown.let_go" if stage else "shutdown.called")
         if not self.is_fixed:
             self._together = True
             return
         until = _time.now() + timeout if timeout else float("inf")
-        # Others may ask this worker because all members before it have ended.
+        # Others may ask this worker after all members before it have ended.
         self.barrier.reached(stage, self.agent.name)
         with self.waiting(f"shutdown (stage {stage})") as look:
             while True:
@@ -301,9 +303,9 @@ class Group:
                     )
 
     def _whom_to_ask(self) -> Peer:
-        """Return the first member, by name, that is alive and not given up; this worker, if there is none before it."""
+        """Return the first member, by name, that is alive and was not given up; this worker, if there is none before it."""
         # All known peers are checked, so that PATIENCE_S begins now for each that is out of reach, not for one after the other.
-        # For the other members, perhaps thousands, no peer is made here.
+        # No Peer objects are made for the other members, of which there may be thousands.
         known = [peer for peer in self.agent.peers() if peer.name in self._everyone]
         lost = {peer.name for peer in known if peer.state == "alive" and self.reach.is_given_up(peer)}
         for name in self._in_order:
@@ -320,9 +322,9 @@ class Group:
                 agent.connector.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
             agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
-            # This is no proof of its death; if it has died, its state says so, which is checked next.
+            # This does not prove that it is dead. If it has died, its state says so, and is checked next.
             self.reach.failed(peer, error)
-            self.watch_all()  # others may be out of reach as well: found out for all at once
+            self.watch_all()  # other members may be out of reach as well: find out for all at once
             _time.sleep(_AGAIN_S)
             return None
         return future
@@ -330,9 +332,9 @@ class Group:
     def _hear(
         self, future: Future[None] | None, peer: Peer, stage: int, until: float, look: Callable[[], None]
     ) -> bool:
-        """Wait for the answer of the member that was asked; False where another must be asked, or at the time-out.
+        """Wait for the answer of the member that was asked; return False if another must be asked, or at the time-out.
 
-        About once a second: the member that the others ask checks whether the missing members are still waited for; the others
+        About once a second, the member that the others ask checks whether the missing members are still waited for; the others
         check that they have asked the right member.
         """
         while future is not None:
@@ -343,11 +345,11 @@ class Group:
             except PeerDiedError:
                 return False
             except DeadlockError:
-                _time.sleep(_AGAIN_S)  # all its threads are blocked at present: that may pass
+                _time.sleep(_AGAIN_S)  # all its threads are blocked at present, which may be temporary
                 return False
             except RpcTimeoutError:
                 if not future.done():
-                    # Otherwise a surrounding call has timed out, or the answer has just come.
+                    # If it is done, an enclosing call has timed out, or the answer has just come.
                     if peer.is_self:
                         self._review(stage)
                     if _time.now() >= until or self._whom_to_ask() is not peer:
@@ -358,7 +360,7 @@ class Group:
         return False
 
     def _review(self, stage: int) -> None:
-        """Wait no longer for the missing members, if all of them have been out of reach for ``PATIENCE_S``."""
+        """Stop waiting for the missing members if all of them have been out of reach for ``PATIENCE_S``."""
         missing = [self.agent.peer(name) for name in self.barrier.missing(stage)]
         self.reach.connect_all(missing)
         given_up = [self.reach.is_given_up(peer) for peer in missing if peer.state == "alive"]
@@ -371,17 +373,17 @@ class Group:
                 self.barrier.gone(peer.name)
 
     def watch_all(self) -> None:
-        """Have connections made to every worker of the group, so that the end of any of them is noticed. Returns at once.
+        """Begin to connect to every worker of the group, so that the end of any of them is noticed. Returns at once.
 
         Raises:
-            RpcError: the members of the group are not known; only where workers may join and leave.
+            RpcError: the members of the group are not known (only in groups with joining and leaving).
         """
         names = self._in_order or [record.name for record in self.agent.members()]
         peers: list[Peer] = []
         for name in names:
             try:
                 peers.append(self.agent.peer(name))
-            except (UnknownWorkerError, PeerDiedError):  # it has left meanwhile
+            except (UnknownWorkerError, PeerDiedError):  # the worker has left meanwhile
                 continue
         for peer in peers:
             if peer.state != "alive":
@@ -389,7 +391,7 @@ class Group:
         self.reach.connect_all(peers)
 
     def close(self) -> None:
-        """Leave: close the agent and take this worker's traces out of the store."""
+        """Leave: close the agent, and remove this worker's entries from the store."""
         try:
             hooks.reach("shutdown.closing")
         finally:
@@ -402,7 +404,7 @@ class Group:
                 self.membership.leave()
             except RpcError as error:
                 _log.info("the store through which the workers met has ended: %s", error)
-        if self._together:  # there is no time for this at an end by force
+        if self._together:  # a forced end has no time for this
             self.agent.close(_LET_END_S, max(_LET_END_S, min(_PARTING_S, self.agent.leave_by - _time.now())))
         else:
             self.agent.close(_LET_END_S)
@@ -411,7 +413,7 @@ class Group:
 
 
 def _arrive(stage: int, name: str) -> Any:
-    """Run on the worker that is asked: answer when all members have arrived."""
+    """Answer when all members have arrived. Called by RPC on the worker that is asked."""
     worker = current_worker()
     if worker is None or worker.group is None:
         return None
@@ -448,7 +450,7 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this host reaches an address. A name is resolved."""
+    """Say whether an address can only be reached from this host. A name is resolved."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -461,7 +463,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Doors:
-    """The listening sockets of a worker and the addresses that go with them."""
+    """The listening sockets of a worker and their addresses."""
 
     def __init__(self) -> None:
         self.sockets: list[socket.socket] = []
@@ -470,13 +472,13 @@ class _Doors:
         _opened.append(self)
 
     def open(self, settings: Settings, own: str | None, has_key: bool) -> None:
-        """Bind what the settings, the own address and the key allow.
+        """Bind the sockets that the settings, this host's address and the key allow.
 
         Raises:
-            ConfigError: TCP beyond this host was asked for without a key.
+            ConfigError: TCP beyond this host was requested without a key.
         """
         if settings.transport != "tcp":
-            # Known before there is a file: Ctrl-C may come anywhere.
+            # Set before the file exists, so that the file is removed if Ctrl-C comes in between.
             self.unix_path = keys.socket_path(keys.runtime_directory())
             self.sockets.append(_listen_unix(self.unix_path))
         host = settings.bind or own
@@ -488,11 +490,11 @@ class _Doors:
                 return  # one host only: Unix sockets are enough, and no other user may connect
             raise ConfigError(
                 f"this worker would listen on {host!r}, where others can reach it, without a key. Give every worker the same key "
-                f"(ACTORRPC_KEY, ACTORRPC_KEY_FILE or key=), or say insecure=True if the network is yours alone"
+                f"(ACTORRPC_KEY, ACTORRPC_KEY_FILE or key=), or set insecure=True if the network is yours alone"
             )
         if is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
             return
-        if not has_key and settings.insecure:  # on loopback, too: other users of this host reach it
+        if not has_key and settings.insecure:  # also on loopback, which other users of this host can reach
             _log.warning(
                 "listening on %s WITHOUT a key: every process that reaches this port can run code as this user",
                 host,
@@ -521,7 +523,7 @@ _opened: list[_Doors] = []
 
 
 def close_forsaken() -> None:
-    """Close sockets and files of groups that were not returned, as Ctrl-C came before that."""
+    """Close sockets and files of groups that were not returned to a caller because of Ctrl-C."""
     while _opened:
         _opened.pop().close()
 
@@ -538,14 +540,14 @@ def join(
     devices: tuple[str, ...] = (),
     maps: tuple[tuple[str, str, str], ...] = (),
 ) -> Group:
-    """Join the group that meets at ``store``; :meth:`Group.start` is still to be called.
+    """Join the group that meets at ``store``; the caller has to call :meth:`Group.start`.
 
     Args:
-        devices: the devices that the options allow; empty: all.
+        devices: the devices that the options allow; empty: all devices.
         maps: ``(worker, device here, device there)``, as in :class:`WorkerRecord`.
 
     Raises:
-        RendezvousError, AuthenticationError, ConfigError: see their messages. No socket, file or thread is left.
+        RendezvousError, AuthenticationError, ConfigError: see their messages. No socket, file or thread is left behind.
     """
     keys.sweep()
     own_key = key if key is not None else keys.find_key()
@@ -595,14 +597,14 @@ def enter(
     host: str | None = None,
     serves: bool = False,
 ) -> Group:
-    """Enter the group that a directory lists; :meth:`Group.start` is still to be called.
+    """Enter the group that a directory lists; the caller has to call :meth:`Group.start`.
 
-    The directory is not told: the caller knows how. Workers listen as the settings say.
+    The caller also has to tell the directory. Workers listen as the settings say.
 
     Args:
         host: the identity of this host; by default the real one.
-        serves: this process does not go on with its script. What the script defines further down is not in its main module,
-            so functions of the main module are not sent by name.
+        serves: this process does not continue its script. Objects that the script defines further down are not in its main
+            module, so functions of the main module are not sent by name.
 
     Raises:
         ConfigError: no socket can be made.
@@ -628,14 +630,14 @@ def enter(
 
 
 DIAL_S: Final = 2.0
-"""How long one attempt to connect may take, in seconds: as long as a shutdown by force may."""
+"""How long one attempt to connect may take, in seconds: as long as a forced shutdown may."""
 
 PATIENCE_S: Final = 10.0
-"""How long a member may be out of reach, in seconds, before the others cease to wait for it."""
+"""How long a member may be out of reach, in seconds, before the others stop waiting for it."""
 
 
 class Reachability:
-    """What is known of the ways to the members. Thread-safe."""
+    """Whether the members can be reached. Thread-safe."""
 
     def __init__(self, agent: Agent, now: Callable[[], float] = time.monotonic) -> None:
         self._agent = agent
@@ -645,12 +647,12 @@ class Reachability:
         self._dialling: dict[str, None] = {}
 
     def failed(self, peer: Peer, error: RpcError) -> None:
-        """Record that no connection to a peer came about."""
+        """Record that connecting to a peer has failed."""
         if peer.state == "alive":
             self._failed[peer.name] = str(error)
 
     def forget(self, peer: Peer) -> None:
-        """Forget a peer that has ended."""
+        """Remove a peer that has ended."""
         self._failed.pop(peer.name, None)
         self._since.pop(peer.name, None)
 
@@ -676,7 +678,7 @@ class Reachability:
             self._dialling.pop(peer.name, None)
 
     def is_given_up(self, peer: Peer) -> bool:
-        """Say whether a peer has been out of reach for ``PATIENCE_S``; keep trying to reach it.
+        """Say whether a peer has been out of reach for ``PATIENCE_S``; keeps trying to connect to it.
 
         A waiting caller calls this repeatedly: the time runs from the first call that finds the peer out of reach.
         """
@@ -691,5 +693,5 @@ class Reachability:
         return now - self._since.setdefault(peer.name, now) >= PATIENCE_S
 
     def why(self, peer: Peer) -> str:
-        """Say in words what is wrong with a peer that is out of reach."""
+        """Describe the problem of a peer that is out of reach."""
         return self._failed.get(peer.name) or f"it is {state_of(peer)}"

@@ -1,7 +1,7 @@
-"""Which rank of how many this process is, as a launcher says it, and what ``init_rpc`` takes of that.
+"""The rank of this process and the number of ranks according to a launcher, and the arguments of ``init_rpc`` that follow.
 
-torchrun's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``) are also what the Kubernetes operators set.
-Slurm and MPI are read natively where those are missing. The functions only read variables. Thread-safe.
+The Kubernetes operators set the same variables as torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``). If these
+are missing, the variables of Slurm and MPI are read. The functions only read variables. Thread-safe.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from actorrpc.errors import ConfigError
 __all__ = ["VARIABLES", "Launch", "fill_in", "first_host", "of_environment"]
 
 VARIABLES: Final = "RANK and WORLD_SIZE (or SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK and their sizes)"
-_PORTS: Final = (20_000, 10_000)  # for jobs whose launcher names none: the lowest, and how many
-#: launcher, rank, size, rank on this host; the first that is there counts
+# For jobs whose launcher sets no port: the lowest port, and the number of ports.
+_PORTS: Final = (20_000, 10_000)
+#: launcher, rank, size, rank on this host; the first whose variables are set is used
 _NATIVE: Final = (
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -30,12 +31,12 @@ _NATIVE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What a launcher has said.
+    """The data that a launcher has set.
 
     Attributes:
-        launcher: what messages call it.
-        run: names this start of the job among others. A restarted group of torchrun's is another one where that is on one host;
-            over several, what is in the store may be of the start before.
+        launcher: its name in messages.
+        run: identifies this start of the job. After a restart by torchrun, it differs if the job is on one host; on several
+            hosts, the store may contain data of the previous start.
         master: the host of rank 0, with ``port``, where the ranks meet.
     """
 
@@ -49,7 +50,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """What the worker of this rank is called."""
+        """The name of the worker of this rank."""
         return f"rank{self.rank}"
 
 
@@ -57,7 +58,7 @@ def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
     text = environment.get(name)
     if text is None or text == "":
         raise ConfigError(
-            f"{launcher} has set some of its variables and not {name}: set it, or unset the others to start a cluster "
+            f"{launcher} has set some of its variables, but not {name}: set it, or unset the others to start a cluster "
             "of this process alone"
         )
     try:
@@ -67,10 +68,10 @@ def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def of_environment(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """Read the variables of a launcher; None where there is no launcher.
+    """Read the variables of a launcher; return None if there is no launcher.
 
     Raises:
-        ConfigError: a variable is missing, makes no sense, or contradicts another.
+        ConfigError: a variable is missing, is not valid, or contradicts another.
     """
     given = os.environ if environment is None else environment
     if given.get("ACTORRPC_LAUNCHER") == "none":
@@ -105,7 +106,7 @@ def _of_torchrun(given: Mapping[str, str]) -> Launch:
         ("SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "Slurm"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
     ):
-        # torchrun below srun has ranks of its own; a script that sets RANK itself from Slurm's must have set it right.
+        # Below srun, torchrun has ranks of its own. A script that sets RANK from Slurm's variables must have set it right.
         if "TORCHELASTIC_RUN_ID" in given or name not in given or size_name not in given:
             continue
         same_size = given[size_name] == str(size)
@@ -116,12 +117,12 @@ def _of_torchrun(given: Mapping[str, str]) -> Launch:
     master = given.get("MASTER_ADDR") or ("127.0.0.1" if size == 1 else "")
     if not master:
         raise ConfigError(
-            f"{what} has set RANK and WORLD_SIZE, and not MASTER_ADDR: the host of rank 0, where all meet"
+            f"{what} has set RANK and WORLD_SIZE, but not MASTER_ADDR: the host of rank 0, where all meet"
         )
     port = _number(given, "MASTER_PORT", what) if size > 1 or given.get("MASTER_PORT") else 29500
     if not 1 <= port <= 65535:
-        raise ConfigError(f"MASTER_PORT={port} is no port: 1 to 65535")
-    # torchrun keeps its store over restarts, and each host counts those of its own: only within one do all agree.
+        raise ConfigError(f"MASTER_PORT={port} is not a port: a number from 1 to 65535")
+    # torchrun keeps its store over restarts, and each host counts its own restarts: the counts are only equal on one host.
     alone = (given.get("GROUP_WORLD_SIZE") or "1") == "1"
     restart = (given.get("TORCHELASTIC_RESTART_COUNT") or "0") if alone else "0"
     run = f"{given.get('TORCHELASTIC_RUN_ID') or 'none'}/{restart}"
@@ -156,7 +157,7 @@ def _of_native(given: Mapping[str, str], launcher: str, rank: str, size: str, lo
     if given.get("MASTER_PORT"):
         port = _number(given, "MASTER_PORT", launcher)
     else:
-        # Every rank finds the same one: no two jobs of one host should.
+        # Every rank computes the same port. Two jobs on one host should get different ports.
         mark = hashlib.sha256(f"{job}.{step}.{os.getuid()}".encode()).digest()
         port = _PORTS[0] + int.from_bytes(mark[:4], "big") % _PORTS[1]
     return Launch(
@@ -174,7 +175,7 @@ def first_host(nodes: str) -> str:
     """Return the first host of a list as Slurm writes it: ``node[07-09,12],gpu1`` begins with ``node07``.
 
     Raises:
-        ConfigError: it is no such list.
+        ConfigError: the list cannot be parsed.
     """
     found = re.match(r"([^,\[\]\s]+)(?:\[(\d+)[^\]]*\]([^,\[\]\s]*))?", nodes)
     if found is None:
@@ -183,10 +184,10 @@ def first_host(nodes: str) -> str:
 
 
 def fill_in(name: str | None, rank: Any, world_size: Any, options: Any) -> tuple[str, Any, Any, Any]:
-    """Return name, rank, world size and options of a worker, as they were given or as the launcher has said.
+    """Return name, rank, world size and options of a worker, as given or as set by the launcher.
 
     Raises:
-        ConfigError: no name was given, and there is no launcher; or what it says makes no sense.
+        ConfigError: no name was given, and there is no launcher; or the launcher's variables are not valid.
     """
     told = rank != -1 or world_size is not None or options.init_method != "env://"
     if name is not None and (told or "RANK" in os.environ or "WORLD_SIZE" in os.environ):
@@ -195,7 +196,7 @@ def fill_in(name: str | None, rank: Any, world_size: Any, options: Any) -> tuple
     if launch is None:
         if name is None:
             raise ConfigError(
-                f"init_rpc() needs a name, as no launcher has said which rank this process is: {VARIABLES} are not set"
+                f"init_rpc() needs a name, because no launcher has set the rank of this process: {VARIABLES} are not set"
             )
         return name, rank, world_size, options
     name = f"worker{launch.rank}" if name is None else name

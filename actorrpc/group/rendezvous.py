@@ -1,13 +1,13 @@
 """How workers find each other: through a store of torch's (TCP, file, or torchrun's), once, at the start.
 
-A *fixed* group (``world_size`` given) forms in rounds: each worker takes a place by an atomic counter, sets
-its record, and the last one to come reads them all, judges them, and publishes one outcome that all the
-others wait for: the table of workers, or one error that all raise. Each does O(1) store operations. The
-next group in the same store is the next round. A *dynamic* group has a claimed key per name and rank.
+A *fixed* group (``world_size`` given) forms in rounds: each worker takes a place by an atomic counter and writes its record. The
+last one reads all records, checks them, and publishes one outcome for which all the others wait: the table of workers, or one
+error that all raise. Each worker does O(1) store operations. The next group in the same store is the next round. A *dynamic*
+group has a claimed key per name and rank.
 
-The caller's thread does all the work; waits poll in short slices, so that Ctrl-C works, and are bounded.
-A store is open to others: what is read from it is checked, no secret and no hash of one is written to it,
-and nothing is ever unpickled. One thread at a time may join; lookups are thread-safe.
+The caller's thread does all the work. Waits poll in short slices, so that Ctrl-C works, and are bounded. Other processes can
+write to a store: values read from it are checked, no secret and no hash of a secret is written to it, and nothing is unpickled.
+One thread at a time may join; lookups are thread-safe.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from actorrpc.wire.keys import Key
 __all__ = ["Membership", "Rendezvous", "StoreLike", "open_store"]
 
 _TABLE, _ERROR, _AGAIN = "table", "error", "again"
-_LEFT: Final = b"left"  # what a name's or a rank's key holds when its holder has gone
-_TRIES: Final = 2  # rounds that may be called off for what look like leftovers before that is an error
-_GRACE: Final = 2.0  # for the others to hear of the end, once it has come
+_LEFT: Final = b"left"  # the value of a name's or rank's key after its holder has left
+# Rounds that may be repeated because of records that look like leftovers; after that they are an error.
+_TRIES: Final = 2
+_GRACE: Final = 2.0  # how long the others may take to read the outcome after it was published
 
 
 class StoreLike(Protocol):
-    """What is used of a store; each of torch's has it."""
+    """The methods of a store that are used here; all of torch's stores have them."""
 
     def set(self, key: str, value: Any, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -51,24 +52,24 @@ class StoreLike(Protocol):
 
 
 class Membership:
-    """What keeps a worker in its group: a rendezvous in a store, or the directory of a cluster."""
+    """A worker's membership in its group: a rendezvous in a store, or the directory of a cluster."""
 
     def leave(self) -> None:
-        """Take this worker off the list of a group that workers may leave at any time."""
+        """Remove this worker from the list of a group with joining and leaving."""
 
     def close(self) -> None:
-        """Leave, and remove files and connections by which others find this worker. Idempotent."""
+        """Leave, and remove the files and connections by which others find this worker. Idempotent."""
 
 
 class Rendezvous(Membership):
-    """One worker's part in finding the others.
+    """One worker's part in the rendezvous.
 
-    ``_lock`` guards the names that :meth:`members` remembers; nothing is called under it but the store.
+    ``_lock`` guards the names that :meth:`members` caches; under it, only the store is called.
 
     Args:
-        rank: this worker's; -1 or None lets a dynamic group hand one out.
-        world_size: how many there will be; None for a dynamic group.
-        timeout: the longest that any of the methods waits, in seconds.
+        rank: this worker's rank; -1 or None lets a dynamic group assign one.
+        world_size: the number of workers; None for a dynamic group.
+        timeout: the longest time for which a method waits, in seconds.
     """
 
     def __init__(self, store: StoreLike, *, rank: int | None, world_size: int | None, timeout: float) -> None:
@@ -89,18 +90,18 @@ class Rendezvous(Membership):
         if world_size is None:
             self._prefix = "dynamic/"
         else:
-            # torchrun keeps its store over restarts; only within one node do all agree on how many.
+            # torchrun keeps its store over restarts; all workers only agree on their number on one host.
             alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
             self._prefix = f"fixed/{world_size}/{restarts}/"
 
     @property
     def key_is_given(self) -> bool:
-        """Whether this worker was given the group's key, which has not been made for it."""
+        """Whether this worker was given the group's key, instead of one made for the group."""
         return self._own_key is not None
 
     def enter(self, record: WorkerRecord) -> WorkerRecord:
-        """Join a dynamic group without asking who else is in it; return the record that is in force, with its rank.
+        """Join a dynamic group without reading its members; return the record that is in force, with its rank.
 
         Its cost does not grow with the group.
 
@@ -111,13 +112,13 @@ class Rendezvous(Membership):
         return mine
 
     def join(self, record: WorkerRecord) -> dict[str, WorkerRecord]:
-        """Join the group as ``record``; return who is in it, this worker included, by name.
+        """Join the group as ``record``; return its workers by name, including this one.
 
         In a dynamic group ``record.rank`` may be -1; the rank that was assigned is in ``self.record`` and in
         the result, which has the workers that have joined so far.
 
         Raises:
-            RendezvousError: a worker did not come in time, a name or rank is taken, some could not reach
+            RendezvousError: a worker did not come in time, a name or rank is taken, some workers cannot reach
                 each other, or the store failed. In a fixed group all workers raise it at once.
         """
         if self.world_size is None:
@@ -131,7 +132,7 @@ class Rendezvous(Membership):
                 for each in table.values():
                     self._table[each.name] = self._table[each.rank] = each
                 self.record = record
-                self._forget_key_file()  # everyone has read it before joining
+                self._forget_key_file()  # every worker has read it before joining
                 return table
             if kind == _ERROR:
                 self._see_others_off()
@@ -143,7 +144,7 @@ class Rendezvous(Membership):
                 raise RendezvousError("rank 0 was restarted while the workers met; start them all again")
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
-        """Return the worker of this name or rank; None where there is none."""
+        """Return the worker of this name or rank; None if there is none."""
         if self.world_size is not None:
             return self._table.get(to)
         if isinstance(to, str):
@@ -154,35 +155,36 @@ class Rendezvous(Membership):
         return record if record is not None and record.rank == to else None
 
     def members(self) -> list[WorkerRecord]:
-        """Return the workers that are in the group now, by rank."""
+        """Return the present workers of the group, by rank."""
         if self.world_size is not None:
             return [self._table[rank] for rank in range(self.world_size)] if self._table else []
         with self._lock:
             new = [n for n in range(1, self._ask("add", "log", 0) + 1) if n not in self._names]
-            # A place that was taken but not filled in yet is read the next time.
+            # A place that was claimed but not written yet is read next time.
             if new and not self._ask("check", [f"log/{n}" for n in new]):
                 new = [n for n in new if self._ask("check", [f"log/{n}"])]
             if new:
                 names = self._ask("multi_get", [f"log/{n}" for n in new])
                 self._names.update(zip(new, (_text(name) for name in names), strict=True))
-            known = list(dict.fromkeys(self._names.values()))  # who comes back is there twice
+            # A worker that has rejoined is in the log twice.
+            known = list(dict.fromkeys(self._names.values()))
         values = self._ask("multi_get", [f"name/{name}" for name in known]) if known else []
         found = [WorkerRecord.from_bytes(value) for value in values if value != _LEFT]
         return sorted(found, key=lambda each: each.rank)
 
     def leave(self) -> None:
-        """Leave a dynamic group: the name and the rank may be taken by others. Harmless when repeated."""
+        """Leave a dynamic group: the name and the rank may be taken by others. Idempotent."""
         record, self.record = self.record, None
         if record is not None and self.world_size is None:
             self.remove(record)
 
     def remove(self, record: WorkerRecord) -> None:
-        """Take a worker that is known to be dead out of a dynamic group, unless it has come back since."""
+        """Remove a worker that is known to be dead from a dynamic group, unless it has rejoined since."""
         self._ask("compare_set", f"name/{record.name}", record.to_bytes(), _LEFT)
         self._ask("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
 
     def close(self) -> None:
-        """Leave, remove the key file and release the store. Raises nothing: the store's host may have ended before us."""
+        """Leave, remove the key file and release the store. Raises nothing: the store's host may have ended."""
         self._forget_key_file()
         try:
             self.leave()
@@ -194,7 +196,7 @@ class Rendezvous(Membership):
     def own_address(self) -> str | None:
         """Return the local address that the kernel would use to reach the store's host.
 
-        None for stores that are not reached over the network, or are on this host's loopback.
+        None for stores that are not reached over the network, or that are on this host's loopback interface.
         """
         store: Any = self._store
         while isinstance(store, PrefixStore):
@@ -209,7 +211,7 @@ class Rendezvous(Membership):
         for family, kind, protocol, _, address in found:
             try:
                 with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)  # of a datagram socket: nothing is sent
+                    probe.connect(address)  # connecting a datagram socket sends nothing
                     own = probe.getsockname()
                 text = str(own[0])
                 if len(own) == 4 and own[3] and "%" not in text:
@@ -227,7 +229,7 @@ class Rendezvous(Membership):
         """Return the key of the group; call it before :meth:`join`.
 
         Workers that were given a key use it, and it is not sent through the store. Otherwise rank 0 (in
-        a dynamic group: the first to come) makes a file that only this user can read, the others on
+        a dynamic group: the first worker) makes a file that only this user can read, and the others on
         ``host`` read it.
 
         Raises:
@@ -275,7 +277,7 @@ class Rendezvous(Membership):
                 raise RendezvousError(
                     str(payload)
                     if kind == _ERROR
-                    else "the others met before rank 0 had said which key is theirs: start all of them again"
+                    else "the others met before rank 0 had announced the group's key: start all of them again"
                 )
             self._round = None
 
@@ -299,7 +301,7 @@ class Rendezvous(Membership):
             key, mine = self._offer(own_key, host)
             if self._ask("compare_set", "key", current or "", mine) == mine:
                 return key
-            self._forget_key_file()  # another was quicker
+            self._forget_key_file()  # another worker was faster
 
     def _accept(self, announcement: list[Any], own_key: Key | None, host: str) -> Key:
         if announcement == ["given"]:
@@ -309,10 +311,12 @@ class Rendezvous(Membership):
                 )
             return own_key
         if len(announcement) != 3 or announcement[0] != "file" or not isinstance(announcement[1], str):
-            raise AuthenticationError(f"what the store says of the group's key cannot be read; {_OTHERS}")
+            raise AuthenticationError(
+                f"the announcement of the group's key in the store cannot be read; {_OTHERS}"
+            )
         if own_key is not None:
             raise AuthenticationError(
-                "this worker was given a key and the one that came first (rank 0) was not: give all of them "
+                "this worker was given a key, but the first worker (rank 0) was not: give all of them "
                 "the same ACTORRPC_KEY"
             )
         if announcement[2] != host:
@@ -333,10 +337,10 @@ class Rendezvous(Membership):
         return self.world_size or 0
 
     def _in_round(self, key: str, deadline: float) -> str:
-        """Return ``key`` of the round that this worker is in; take a place in one first, if need be."""
+        """Return ``key`` in this worker's round; first take a place in a round, if it has none."""
         while self._round is None:
             number, slot = divmod(self._ask("add", "arrivals", 1) - 1, self._size())
-            # Others may have given up the round before we came: they left its remaining places behind.
+            # Others may have abandoned the round before this worker came, and left its remaining places behind.
             if slot == 0 or not self._ask("check", [f"{number}/outcome"]):
                 self._round = number, slot
             elif _time.now() > deadline:
@@ -360,18 +364,18 @@ class Rendezvous(Membership):
         return _read_outcome(self._ask("get", outcome))
 
     def _publish(self, kind: str, payload: Any) -> None:
-        """Settle the round, unless it is settled already."""
+        """Publish the outcome of the round, unless there is one."""
         self._ask("compare_set", self._in_round("outcome", 0.0), "", _pack(kind, payload))
 
     def _judge(self, values: Iterable[bytes], own_host: str) -> tuple[str, Any]:
-        """Return the outcome of a round in which all workers have come."""
+        """Return the outcome of a round to which all workers have come."""
         try:
             records = [WorkerRecord.from_bytes(value) for value in values]
         except RendezvousError as error:
             return _ERROR, str(error)
         ranks, names = Counter(r.rank for r in records), Counter(r.name for r in records)
         twice = [r for r in records if ranks[r.rank] > 1]
-        # A run that was killed while it met leaves such records; then the living workers meet again.
+        # A run that was killed during its rendezvous leaves such records. The living workers then meet again.
         if self._calls_off < _TRIES and (twice or any(_is_dead(r, own_host) for r in records)):
             return _AGAIN, ""
         if twice or any(not 0 <= r.rank < self._size() for r in records):
@@ -403,7 +407,7 @@ class Rendezvous(Membership):
         )
 
     def _see_others_off(self) -> None:
-        """Let the others read the outcome before the process that may host the store ends."""
+        """Wait until the others have read the outcome, because this process may serve the store and may end soon."""
         seen = self._ask("add", self._in_round("seen", 0.0), 1)
         if self.rank == 0:
             came = self._ask("add", self._in_round("ready", 0.0), 0)
@@ -439,14 +443,14 @@ class Rendezvous(Membership):
                 raise RendezvousError(f"rank {wanted} is taken by {name!r}; leave it out to be given one")
             if _time.now() > deadline:
                 raise RendezvousError(
-                    f"no free rank was found within {self.timeout:g} s, as many join at once: call init_rpc() again"
+                    f"no free rank was found within {self.timeout:g} s, because many workers join at once: call init_rpc() again"
                 )
 
     def _claim_rank(self, mine: WorkerRecord) -> bytes | None:
         return self._claim(f"rank/{mine.rank}", _tag(mine), lambda tag: self._tag_is_free(tag, mine))
 
     def _claim(self, key: str, value: bytes, is_free: Callable[[bytes], bool]) -> bytes | None:
-        """Make ``key`` ours if it is new or its holder has gone; else return what it holds."""
+        """Set ``key`` to ``value`` if it is new or its holder has left; otherwise return its present value."""
         current: bytes = self._ask("compare_set", key, "", value)
         while current != value:
             if current != _LEFT and not is_free(current):
@@ -456,7 +460,7 @@ class Rendezvous(Membership):
 
     def _tag_is_free(self, tag: bytes, mine: WorkerRecord) -> bool:
         holder = self.resolve(_tag_name(tag))
-        # A holder that has its rank but not yet its name is just joining.
+        # A holder that has its rank but not its name yet is joining.
         return holder is not None and (_tag(holder) != tag or _is_dead(holder, mine.host))
 
     # -- the store ---------------------------------------------------------------------------------------
@@ -466,11 +470,11 @@ class Rendezvous(Membership):
         return self._ask("get", key) if self._ask("check", [key]) else None
 
     def _wait_for(self, deadline: float, *places: str) -> bool:
-        """Wait until there is something in one of these places."""
+        """Wait until one of these keys has a value."""
         return self._wait(lambda: any(self._ask("check", [place]) for place in places), deadline)
 
     def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
-        # In large groups more slowly: all of them ask one server.
+        # Poll less often in large groups, because all workers ask one server.
         return poll(done, deadline, slowest=min(0.5, max(0.05, self._size() / 2000)))
 
     def _ask(self, operation: str, key: str | list[str], *arguments: Any) -> Any:
@@ -494,7 +498,7 @@ class _Released:
 
 
 _OTHERS: Final = "something else has written to it, or another version of actorrpc: give the group a port or a file of its own"
-_NO_SENSE: Final = f"what the store says of the group cannot be read; {_OTHERS}"
+_NO_SENSE: Final = f"the store's data about the group cannot be read; {_OTHERS}"
 
 
 def _pack(*parts: Any) -> bytes:

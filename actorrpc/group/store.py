@@ -1,12 +1,12 @@
-"""Where workers meet: reading an ``init_method`` and opening the store of torch's that it names.
+"""Opens the store in which workers meet, as named by an ``init_method``.
 
 ``env://`` (also under torchrun, whose agent serves the store), ``tcp://host:port`` and ``file:///path`` are
-opened here rather than by torch's own helpers: those wait for all workers inside C++, where Ctrl-C has
-no effect and the missing workers are not known, and exceed their time-out. Other schemes go to the handlers
+opened here rather than by torch's own helpers. Those wait for all workers inside C++, where Ctrl-C has
+no effect and the missing workers are not known, and they exceed their time-out. Other schemes are passed to the handlers
 that were registered with torch.
 
-The caller's thread does all the work but connecting, which has a thread of its own that may be left behind
-when a server does not answer. Every wait is bounded and can be interrupted. This module reads no value from the store.
+The caller's thread does all the work except connecting. A separate thread connects, and may be left behind
+if a server does not answer. Every wait is bounded and can be interrupted. This module reads no value from the store.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["StoreMeeting", "first_line", "open_store", "poll"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeeting:
-    """Where a group meets, and the rank of this worker, as an ``init_method`` says.
+    """Where a group meets, and the rank of this worker, according to an ``init_method``.
 
     Attributes:
         kind: ``tcp``, ``file``, or the scheme of a handler that was registered with torch.
-        rank: -1 where it is not given.
-        world_size: None for a group that workers may join and leave.
-        hosts: whether this process is to start the store's server.
+        rank: -1 if it is not given.
+        world_size: None for a group with joining and leaving.
+        hosts: whether this process starts the store's server.
     """
 
     url: str
@@ -55,7 +55,7 @@ class StoreMeeting:
         """Read ``env://``, ``tcp://host:port`` or ``file:///path``, with or without ``?rank=&world_size=``.
 
         Raises:
-            ConfigError: it cannot be understood, or two places say different things.
+            ConfigError: it cannot be parsed, or two sources contradict each other.
         """
         url = urlsplit(init_method) if isinstance(init_method, str) else None
         if url is None or not url.scheme:
@@ -124,7 +124,7 @@ class StoreMeeting:
             if self.kind == "file":
                 return FileStore(self.path, self.world_size or -1)
             if self.kind == "tcp":
-                # No waiting for workers in here: it ignores Ctrl-C and cannot say who is missing.
+                # TCPStore must not wait for workers: it would ignore Ctrl-C and not know who is missing.
                 return TCPStore(
                     self.host,
                     self.port,
@@ -148,7 +148,7 @@ class StoreMeeting:
         return f"the store in {self.path!r}" if self.kind == "file" else f"the store {self.url!r}"
 
     def _wait_for_server(self, deadline: float) -> None:
-        # The store's own client tries longer than it is told, prints stacks meanwhile and ignores Ctrl-C.
+        # The store's own client exceeds its time-out, prints stacks and ignores Ctrl-C.
         problem: list[OSError] = []
 
         def reachable() -> bool:
@@ -173,10 +173,10 @@ def open_store(
 ) -> tuple[Store, int, int | None]:
     """Open the store that ``init_method`` names; return it with the rank and world size that are in force.
 
-    The rank is -1 where none was given, the world size None for a dynamic group.
+    The rank is -1 if none was given, the world size None for a dynamic group.
 
     Raises:
-        ConfigError: the arguments make no sense.
+        ConfigError: the arguments are not valid.
         RendezvousError: the store cannot be reached within ``timeout`` seconds.
     """
     meeting = StoreMeeting.parse(init_method, rank, world_size)
@@ -184,7 +184,7 @@ def open_store(
 
 
 def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
-    """Run ``connect`` on a thread of its own: a server that accepts and does not answer blocks that thread without end."""
+    """Run ``connect`` in a separate thread, because a server that accepts but does not answer blocks it for ever."""
     made: list[Store] = []
     failed: list[Exception] = []
 
@@ -212,7 +212,7 @@ def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
 
 
 def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bool:
-    """Call ``done`` with growing pauses until it returns True, or until ``deadline``; return what it returned last."""
+    """Call ``done`` with growing pauses until it returns True, or until ``deadline``; return its last result."""
     pause = 0.001
     while not done():
         remaining = deadline - _time.now()

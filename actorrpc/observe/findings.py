@@ -22,7 +22,7 @@ _WANTED: Final = (
     "it was killed with kill()",
     "exit_actor() was called",
     "has shut down",
-    "which looked after it",
+    ", its supervisor, has",
 )
 _SHOWN: Final = 20
 

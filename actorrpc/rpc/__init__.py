@@ -1,7 +1,7 @@
 """The API of ``torch.distributed.rpc``, on actorrpc's own agent.
 
-``import actorrpc.rpc as rpc`` in place of ``import torch.distributed.rpc as rpc``: names, signatures,
-defaults and error types are torch's; errors say more, waits heed Ctrl-C, and nothing hangs.
+``import actorrpc.rpc as rpc`` replaces ``import torch.distributed.rpc as rpc``: names, signatures, defaults and error types are
+torch's. Unlike torch's functions, these raise errors that explain more, Ctrl-C interrupts their waits, and nothing hangs.
 """
 
 from actorrpc.futures import Future

@@ -1,4 +1,4 @@
-"""The functions of ``torch.distributed.rpc``: joining a group, calling, and leaving; and who is in the group, and how they are.
+"""The functions of ``torch.distributed.rpc``: joining a group, calling, leaving, and the states of the group's workers.
 
 One agent per process. All functions are thread-safe; ``init_rpc`` and ``shutdown`` are meant for one thread.
 """
@@ -76,14 +76,14 @@ _log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
 _LATE_S = 0.5
 _ANSWERING_S = (
-    5.0  # how long a graceful shutdown waits until the functions that are executed here are answered
+    5.0  # how long a graceful shutdown waits for the answers of the calls that this worker executes
 )
 _SETTLE_S = 30.0  # how long shutdown waits for the last references after every live worker has called it
 
 
-#: For the floors above. Each function is called with a new worker before the first call is served, and returns a function
-#: ``end(graceful)``. At the end of the worker these are called, the last first; again with False if Ctrl-C interrupts a
-#: graceful end.
+#: Set by higher packages. Each function is called with a new worker before the first call is served, and returns a function
+#: ``end(graceful)``. At the end of the worker these are called, in reverse order; again with False if Ctrl-C
+#: interrupts a graceful end.
 on_start: list[Callable[[Worker], Callable[[bool], None]]] = []
 
 
@@ -97,13 +97,13 @@ def _require() -> Worker:
     if worker is None or not worker.in_force:
         raise NotInitializedError(
             "RPC has not been initialized in this process. Call actorrpc.init() or init_rpc() first; a fork (os.fork(), or "
-            "multiprocessing's start method 'fork') has nothing of its parent's, and needs a call of its own."
+            "multiprocessing's start method 'fork') does not inherit its parent's group, and must call it itself."
         )
     return worker
 
 
 def is_available() -> bool:
-    """Say whether RPC can be used in this build: always."""
+    """Say whether RPC can be used in this build: always True."""
     return True
 
 
@@ -120,20 +120,20 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Join a group of workers and start this one; returns when all of a fixed group are there.
+    """Join a group of workers and start this one; returns when all workers of a fixed group have joined.
 
     Args:
         name: letters, digits, ``_``, ``-`` and ``:``; default, under a launcher (torchrun, srun, mpirun), "worker" and rank.
-        backend: accepted for torch's sake (a :class:`BackendType`); there is one agent here.
+        backend: accepted for compatibility with torch (a :class:`BackendType`); actorrpc has one agent.
         rank: this worker's number, from 0; default from the environment (``RANK``) or the URL.
         world_size: the number of workers; ``None`` makes, or joins, a group that workers may join and leave
-            at any time, unless the environment (``WORLD_SIZE``) or the URL says a number.
-        rpc_backend_options: a :class:`RpcBackendOptions`; torch's own options object is understood, too.
+            at any time, unless the environment (``WORLD_SIZE``) or the URL gives a number.
+        rpc_backend_options: a :class:`RpcBackendOptions`, or torch's own options object.
 
     Raises:
-        ConfigError: an argument makes no sense.
+        ConfigError: an argument cannot be used.
         RendezvousError: the workers did not find each other.
-        AuthenticationError: this worker has no key, or not that of the others.
+        AuthenticationError: this worker has no key, or another key than the other workers.
         RuntimeError: RPC is initialised already.
     """
     name, rank, world_size, options = fill_in(name, rank, world_size, options_of(rpc_backend_options))
@@ -149,7 +149,7 @@ def init_rpc(
 
 
 def join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any = None) -> None:
-    """Join a group with arguments that are in order, as :func:`init_rpc` does.
+    """Join a group as :func:`init_rpc` does, with arguments that have been checked.
 
     Args:
         store: the store in which the workers of a fixed group meet; by default, ``options.init_method`` names it.
@@ -160,7 +160,7 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
 
     def make() -> Group:
         settings = options.settings()
-        Tls.load(settings)  # what is wrong with the certificates is said before anything is sent
+        Tls.load(settings)  # raises the errors of the certificates before anything is sent
         if store is None:
             found, own_rank, size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
         else:
@@ -190,7 +190,7 @@ def install(
     ready: Callable[[Worker], None] | None = None,
     stop: Callable[[bool, float], None] | None = None,
 ) -> None:
-    """Make this process a worker of a group, start the floors above, and serve calls. For the modules that found groups.
+    """Make this process a worker of a group, start the higher packages, and serve calls. For the modules that make groups.
 
     Args:
         make: joins the group.
@@ -198,12 +198,12 @@ def install(
         what: names this process in messages: "a worker of ...".
         namespace: the default namespace of actors.
         ready: called with the worker before the first call is served.
-        stop: called at the end, before the agent is closed, with whether the end is graceful, and the seconds that are left for
-            it; 0: it chooses.
+        stop: called at the end, before the agent is closed, as ``stop(graceful, seconds)``: the seconds that it may take; with 0
+            it chooses them itself.
 
     Raises:
         RuntimeError: RPC is initialised already.
-        Exception: ``make``, ``ready`` or a floor above raised it. This process is no worker then.
+        Exception: ``make``, ``ready`` or a higher package raised it. This process is then not a worker.
     """
     with _lock:
         if is_initialized():
@@ -235,7 +235,7 @@ def _enter(
         if ready is not None:
             ready(worker)
         group.start()
-        checkpoint()  # a signal handler that waits for its turn may raise here; then this process is no worker
+        checkpoint()  # a signal handler that was put off may raise here; then this process is not a worker
     except BaseException:
         if worker is not None:
             close(worker)
@@ -247,7 +247,7 @@ def _enter(
 
 
 def worker_of(group: Group, timeout: float, what: str, namespace: str = "") -> Worker:
-    """Make the Worker of a group. It is not in force. Arguments as of :func:`install`."""
+    """Return the Worker of a group, without making it the worker of this process. Arguments: see :func:`install`."""
     worker = Worker(group.agent, timeout, what, namespace)
     worker.group = group
     worker.references = rrefs.new_references(group.agent, lambda: worker.timeout)
@@ -255,7 +255,7 @@ def worker_of(group: Group, timeout: float, what: str, namespace: str = "") -> W
 
 
 def _end(worker: Worker, graceful: bool) -> None:
-    """Call what ends the floors above, each once; again only if a signal handler has interrupted a graceful end."""
+    """Call the functions that end the higher packages, each once; again only if a signal handler interrupts a graceful end."""
     while worker.ends:
         end = worker.ends[-1]
         if not graceful:
@@ -268,9 +268,7 @@ def _end(worker: Worker, graceful: bool) -> None:
             _log.exception(
                 "a part of worker %r raised at its end; the others end all the same", worker.agent.name
             )
-        if (
-            graceful
-        ):  # not before: a signal handler may have raised, and the end that is not graceful is to come
+        if graceful:  # only now: if a signal handler has raised, the end that is not graceful is still needed
             worker.ends.remove(end)
 
 
@@ -278,7 +276,7 @@ def _end(worker: Worker, graceful: bool) -> None:
 def close(worker: Worker) -> None:
     """End at once all parts of a worker that still run. Takes some seconds at most.
 
-    The calling thread acts for the worker, and no other thread closes it at the same time.
+    The caller ensures that no other thread closes the worker at the same time.
     """
     worker.in_force = False
     _restore_switch_interval()
@@ -294,17 +292,17 @@ def close(worker: Worker) -> None:
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """Leave the group, or end the embedded cluster, and stop this worker. Does nothing where neither is in force.
+    """Leave the group, or end the embedded cluster, and stop this worker. Does nothing if this process is in neither.
 
     Args:
         graceful: serve calls until every live worker of a fixed group has called ``shutdown``, then release
-            all RRefs. In the embedded cluster: let actors and processes end by themselves. Otherwise end at
-            once: calls under way fail with ShutdownError.
+            all RRefs. In the embedded cluster: let actors and processes end by themselves. If False, end at
+            once: unanswered calls fail with ShutdownError.
         timeout: seconds in total. 0 waits for live workers of a group as long as they work, and for at most
-            30 s more; in the embedded cluster, for 5 s. After that, the rest is ended by force.
+            30 s more; in the embedded cluster, for 5 s. After that, the remaining processes are killed.
 
     Raises:
-        RpcTimeoutError: others did not come in time. This worker is shut down all the same.
+        RpcTimeoutError: other workers did not call ``shutdown`` in time. This worker is shut down nevertheless.
     """
     leaks = leave(graceful, timeout)
     if leaks:
@@ -321,7 +319,7 @@ def leave(
 
     Raises:
         RpcTimeoutError: as :func:`shutdown`.
-        Exception: ``let_go`` raised it. This worker is shut down all the same.
+        Exception: ``let_go`` raised it. This worker is shut down nevertheless.
     """
     worker = current_worker()
     if worker is None or not worker.in_force:
@@ -338,14 +336,14 @@ def leave(
             if worker.in_force:
                 close(worker)
                 set_worker(None)
-        checkpoint()  # Ctrl-C that came meanwhile
+        checkpoint()  # raises for a Ctrl-C that was pressed meanwhile
 
 
 def _set_switch_interval(wanted: float | None) -> None:
     """Set how long a thread may keep the interpreter, in seconds.
 
-    By default 0.5 ms, unless the program has changed Python's 5 ms: a worker that is busy in Python would answer after several
-    of these turns.
+    By default 0.5 ms, unless the program has changed Python's default of 5 ms. An answer takes several switches of threads, so it
+    would be slow on a worker whose other threads run Python code.
     """
     global _before
     present = sys.getswitchinterval()
@@ -383,10 +381,10 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
         stop(True, left())
         return ()  # all other workers have ended
     let_go()
-    # Half of the time, so that others who wait for this worker do not give up on it.
+    # Half of the time, so that other workers, which wait for this one, do not time out.
     references.settle(min(until, _time.now() + _SETTLE_S / 2))
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
-    # A value may have been created here in the meantime; the message that deletes it has been sent, and may not be read yet.
+    # A value may have been created here in the meantime; the message that deletes it has been sent, but may not have been read.
     references.settle(min(until, _time.now() + _LATE_S))
     leaks: Sequence[object] = references.table.leaks()
     return leaks
@@ -395,7 +393,7 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
 def _answer_all(worker: Worker, until: float) -> None:
     """Wait until the calls that this worker executes are answered, except for the call that runs this function.
 
-    The call that made this worker leave may be about to return.
+    The call that made this worker leave is one of them.
     """
     pause = 0.0005
     while _time.now() < until and _executes(worker):
@@ -428,7 +426,7 @@ def _at_exit() -> None:
 
 
 def _after_fork(worker: Worker) -> None:
-    """In a child: give up the parent's threads and connections."""
+    """In a forked child: drop the state of the parent's threads and connections."""
     forked()
     worker.agent.abandon()
 
@@ -504,14 +502,14 @@ def rpc_sync(
     """Call a function on a worker and return its result.
 
     Args:
-        to: the worker's name, rank or WorkerInfo; this one, too.
+        to: the worker's name, rank or WorkerInfo; it may be this worker.
         func: any callable: importable functions and classes are sent as names, others (lambdas, closures) by value.
-        args, kwargs: its arguments; tensors arrive as they are at this moment.
+        args, kwargs: its arguments; tensors are sent with their contents at the time of this call.
         timeout: seconds; default that of the group; 0 means none. A call made from inside a call also ends
             with that one.
 
     Raises:
-        RpcTimeoutError, PeerDiedError, BackpressureError: the call did not end; ``maybe_executed`` says
+        RpcTimeoutError, PeerDiedError, BackpressureError: the call got no answer; ``maybe_executed`` says
             whether it may have run.
         SerializationError, LimitError: it was not sent.
         RemoteError: the function raised; the error is an instance of the function's exception class, too.
@@ -530,7 +528,7 @@ def rpc_async(
 ) -> Future[T]:
     """Call a function on a worker and return a Future of its result at once.
 
-    Consecutive calls may be sent together, at latest 0.2 ms later or when a thread waits for one of them.
+    Consecutive calls may be sent together, at the latest after 0.2 ms or when a thread waits for one of them.
     The arguments are copied before this returns, so tensors may be changed after that. Large tensors
     that are not sent through shared memory have been sent when this returns. Arguments and errors as for
     :func:`rpc_sync`.
@@ -548,7 +546,7 @@ def send(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> None:
-    """Do what :func:`rpc_async` does, with the caller's own future. For the floors above."""
+    """Do what :func:`rpc_async` does, with the caller's own future. For higher packages."""
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     agent.send(Call(agent, peer, func, seconds, future), func, args, kwargs)
 
@@ -562,7 +560,7 @@ def remote(
 ) -> RRef[T]:
     """Call a function on a worker, keep its result there, and return an RRef to it at once.
 
-    What the call raises is raised at every use of the RRef. Arguments as for :func:`rpc_sync`.
+    Every use of the RRef raises the error of the call, if it fails. Arguments as for :func:`rpc_sync`.
     """
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     label = getattr(func, "__qualname__", None) or repr(func)
@@ -575,7 +573,7 @@ def remote(
     return rref
 
 
-# -- looking --------------------------------------------------------------------------------------------
+# -- the workers of the group --------------------------------------------------------------------------------------------
 
 
 def get_worker_info(worker_name: str | WorkerInfo | None = None) -> WorkerInfo:
@@ -670,7 +668,7 @@ class WorkerState:
 
 
 def workers() -> list[WorkerState]:
-    """Return how every worker of the group is, this one included, by rank. Thread-safe.
+    """Return the state of every worker of the group, this one included, by rank. Thread-safe.
 
     The list includes the last 128 ended workers that this worker had contact with. A worker without contact counts as alive
     since it joined. If workers may join at any time, the store or the driver is asked for the members; if it does not answer,
@@ -718,13 +716,13 @@ def _state_of(agent: Agent, record: WorkerRecord, peer: Peer | None, now: float)
 def on_member_change(callback: Listener) -> Callable[[], None]:
     """Have ``callback(worker, old, new, reason)`` called whenever the state of another worker changes.
 
-    ``worker`` is a :class:`WorkerInfo`; ``old`` and ``new`` are states as in :class:`WorkerState`; ``reason`` says why in
-    words. The callback runs once for each change, in order, on a thread of the pool and without locks. It may make calls,
+    ``worker`` is a :class:`WorkerInfo`; ``old`` and ``new`` are states as in :class:`WorkerState`; ``reason`` is a text that says
+    why. The callback runs once for each change, in order, on a thread of the pool and without locks. It may make calls,
     but the next change waits until it has returned. Its exceptions are logged. It is not called for joining, nor after
     this worker has shut down.
 
-    So that all ends are noticed, this worker connects to all others that are there (in the background). A worker that
-    joins later is watched from the first contact with it.
+    This worker connects to all others (in the background), and so notices when one ends. A worker that joins later is watched
+    from the first contact with it.
 
     Returns:
         A function without arguments that ends the calls. It may be called more than once, and on any thread.

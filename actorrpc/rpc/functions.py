@@ -39,8 +39,8 @@ def async_execution(fn: F) -> F:
 
     The function runs on a worker thread up to its return; from then on no thread waits. The value (or the
     error) of the returned ``torch.futures.Future`` or ``actorrpc.Future`` goes to the caller. Works with
-    ``rpc_sync``, ``rpc_async``,
-    ``remote`` and RRef proxies; on methods it goes under ``@staticmethod`` and ``@classmethod``::
+    ``rpc_sync``, ``rpc_async``, ``remote`` and RRef proxies; on methods, write it below ``@staticmethod`` and
+    ``@classmethod``::
 
         @staticmethod
         @rpc.functions.async_execution

@@ -37,8 +37,8 @@ __all__ = [
 # The devices of modules that are not on the CPU: the tensors of calls are moved there. The owner has this table, because
 # several workers may move a module.
 _placed: Final[weakref.WeakKeyDictionary[nn.Module, torch.device]] = weakref.WeakKeyDictionary()
-_AT_HOME: Final = ("cpu", "meta")  # tensors are not moved from and to these devices
-_LOADING: Final = "Error(s) in loading state_dict"  # how torch begins the error that lists several
+_AT_HOME: Final = ("cpu", "meta")  # tensors are not moved from or to these devices
+_LOADING: Final = "Error(s) in loading state_dict"  # the beginning of torch's error that lists several errors
 
 
 def _module(value: Any) -> nn.Module:
@@ -49,7 +49,7 @@ def _module(value: Any) -> nn.Module:
     return value
 
 
-# -- being made, and called ------------------------------------------------------------------------------------------
+# -- making and calling modules ------------------------------------------------------------------------------------------
 
 
 def create(
@@ -77,11 +77,12 @@ def create(
 def forward(module: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module, with all of its hooks.
 
-    Where the module is not on the CPU, tensors go there before and come back after, as far as no device map says how the
-    caller gets them. A ``forward`` marked with ``async_execution`` is answered when its future completes.
+    If the module is not on the CPU, the tensors of the arguments are moved to its device, and those of the result to the CPU,
+    unless a device map says how the caller receives them. A ``forward`` marked with ``async_execution`` is answered when its
+    future completes.
 
     Args:
-        device: where it is, if nothing else is known of that here.
+        device: the module's device, if this worker has not recorded one.
     """
     place = _placed.get(_module(module))
     if place is None and device not in _AT_HOME:
@@ -95,7 +96,7 @@ def forward(module: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[
 
 
 def relocate(value: Any, device: torch.device) -> Any:
-    """Move the tensors on the CPU in tuples, lists and dicts to a device; all else stays what it is."""
+    """Move the tensors on the CPU in tuples, lists and dicts to a device; other objects are returned unchanged."""
     return _mapped(value, lambda t: t.to(device) if t.data.device.type == "cpu" else t)
 
 
@@ -113,7 +114,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
         parts = [_mapped(each, function) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
-        found = copy.copy(value)  # of its own class
+        found = copy.copy(value)  # keeps the class of the dict
         for key, each in value.items():
             found[key] = _mapped(each, function)
         return found
@@ -121,7 +122,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _note_place(module: nn.Module) -> str | None:
-    """Record where a module is now; return that, or None for one without tensors."""
+    """Record the device of a module, and return it; None for a module without tensors."""
     tensor: torch.Tensor | None = next(iter(module.parameters()), None)
     if tensor is None:
         tensor = next(iter(module.buffers()), None)
@@ -162,7 +163,7 @@ def named_parameter_rrefs(
 def state_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return the module's ``state_dict(...)``, its tensors on the CPU."""
     state = _module(module).state_dict(*args, **kwargs)
-    if not isinstance(state, dict):  # a class may think otherwise
+    if not isinstance(state, dict):  # a class may override the method
         return state
     elsewhere = [
         name
@@ -170,7 +171,7 @@ def state_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if isinstance(each, torch.Tensor) and each.device.type not in _AT_HOME
     ]
     if elsewhere:
-        state = copy.copy(state)  # with torch's metadata, which is an attribute of it
+        state = copy.copy(state)  # keeps torch's metadata, an attribute of the dict
         for name in elsewhere:
             state[name] = state[name].cpu()
     return state
@@ -191,10 +192,10 @@ def load_state(
     loaded: Any = OrderedDict(state)
     if metadata is not None:
         loaded._metadata = OrderedDict(metadata)
-    options = {"assign": True} if assign else {}  # a class that overrides it may not know of that
+    options = {"assign": True} if assign else {}  # a class that overrides the method may lack the argument
     keys: list[Any] = []
     wrong: list[str] = []
-    # Where it raises it does not say which keys were missing; hooks are told before that.
+    # If load_state_dict raises, the error does not list the missing keys; a hook gets them before that.
     told = _module(module).register_load_state_dict_post_hook(lambda _, found: keys.append(found))
     try:
         keys.append(module.load_state_dict(loaded, strict=False, **options))
@@ -213,7 +214,7 @@ def load_state(
 
 
 def steer(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Call a method that changes the module; its result is dropped.
+    """Call a method that changes the module; the result of the method is dropped.
 
     Returns:
         The device that the module is on after that; None if it has no tensors.

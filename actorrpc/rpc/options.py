@@ -1,6 +1,6 @@
-"""Options of ``init_rpc``: torch's, and what a group here can be told besides.
+"""Options of ``init_rpc``: torch's, and those that only groups of actorrpc have.
 
-Every value is checked when it is set, with an error that says what would be right.
+Every value is checked when it is set; the error names values that can be used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SETTINGS: Final = checks_of(Settings)
 
 
 class BackendType(enum.Enum):
-    """Names of backends. There is one agent here; both names mean it, so that torch's scripts run unchanged."""
+    """Names of backends. actorrpc has one agent, and both names stand for it, so that torch's scripts run unchanged."""
 
     ACTORRPC = "ACTORRPC"
     TENSORPIPE = "TENSORPIPE"
@@ -57,28 +57,28 @@ class RpcBackendOptions:
         init_method: where the workers meet: ``env://`` (default), ``tcp://host:port`` or ``file:///path``.
         transport: ``"auto"`` (Unix sockets on one host, TCP between hosts), ``"unix"`` or ``"tcp"``.
         bind: the address to listen on for TCP; default: the address that reached the rendezvous.
-        advertise: the address to give to other workers, where it differs (NAT, containers, a proxy): ``host`` or
+        advertise: the address to give to other workers, if it is not ``bind`` (NAT, containers, a proxy): ``host`` or
             ``host:port``; ``[host]:port`` for IPv6.
         port: the TCP port to listen on; default any.
         key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or one made for this
             host.
         insecure: listen without a key on addresses that others can reach. Warns.
-        tls_cert: the file (PEM) of this worker's certificate. With this option, ``tls_key`` and ``tls_ca``, TCP connections speak
-            TLS and nothing else.
+        tls_cert: the file (PEM) of this worker's certificate. With this option, ``tls_key`` and ``tls_ca``, TCP connections use
+            TLS only.
         tls_key: the file (PEM) of the private key of that certificate.
         tls_ca: the file (PEM) of the CA that must have signed the certificates of all workers.
         tls_min_version: ``"1.3"`` (default) or ``"1.2"``.
-        frame_integrity: authenticate every frame on TCP connections without TLS, so that changed frames are refused
-            (default False). It is enough if one side has this option.
-        data_only: take nothing but data from peers, who may call exposed functions only (:func:`actorrpc.rpc.exposed`).
+        frame_integrity: authenticate every frame on TCP connections without TLS, so that frames that were changed are
+            refused (default False). It is enough if one side sets this option.
+        data_only: accept only data from peers, and let them call exposed functions only (:func:`actorrpc.rpc.exposed`).
         max_threads: the most worker threads of this process (default 512).
         spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
         lane: whether large tensors go through shared memory on one host (default True).
         window: bytes of calls that a peer may leave unread before callers wait (default 64 MiB).
-        heartbeat: seconds of silence after which a connected peer is asked for a sign of life (default 2).
-        heartbeat_misses: heartbeats of silence within which a peer is dead, unless it is known that its process is
-            running and merely busy, as on one host it is (default 5, at least 2). Between hosts, a tuned value
-            (``heartbeat=0.2``: found within 1 s) takes a peer for dead that holds the GIL in C code for as long.
+        heartbeat: seconds of silence after which a connected peer is sent a ping (default 2).
+        heartbeat_misses: a peer that is silent for so many heartbeats is declared dead (default 5, at least 2). A peer on
+            the same host is not, while its process runs. Between hosts, short times (``heartbeat=0.2``: a death is found
+            within 1 s) also declare a peer dead that holds the GIL in C code for so long.
 
     ``None`` means the ``ACTORRPC_*`` variable, or else the default.
 
@@ -110,7 +110,7 @@ class RpcBackendOptions:
         heartbeat: float | None = None,
         heartbeat_misses: int | None = None,
     ) -> None:
-        # First, so that a report of an error that shows the variables here does not show the key.
+        # The key first: a report of a later error may show the variables of this function.
         #: the group's shared key; None: that of the environment
         self.key, wrong = _hidden(key)
         del key
@@ -129,7 +129,7 @@ class RpcBackendOptions:
     _extra: Mapping[str, Any] = MappingProxyType({})
 
     def ready(self, worker: Worker) -> None:
-        """Do nothing with the worker that these options have made, before it serves its first call. For subclasses."""
+        """Do nothing. Subclasses override this; it is called with the new worker before that serves its first call."""
 
     def settings(self) -> Settings:
         """Return the settings of the agent, from these options and the environment.
@@ -175,14 +175,14 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """torch's options class, for scripts that use it.
 
     Args:
-        num_worker_threads: accepted; here threads come and go as needed (see ``max_threads``). Default 16.
+        num_worker_threads: accepted, without effect: threads are started as needed (see ``max_threads``). Default 16.
         rpc_timeout: default time-out of calls in seconds; 0 means none. Default 60.
         init_method: where the workers meet. Default ``env://``.
         device_maps: worker name -> {device here: device there}, for tensors that are not on the CPU.
         devices: the local devices that may be used; default: the devices of the maps.
-        _transports, _channels: accepted and ignored: they name parts of TensorPipe.
+        _transports, _channels: accepted and ignored: only TensorPipe has them.
 
-    Further keywords as of :class:`RpcBackendOptions`.
+    Further keywords: see :class:`RpcBackendOptions`.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -224,11 +224,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Say on which device of worker ``to`` the tensors of each local device arrive.
 
-        May be called several times for a worker; maps are merged. What that worker answers comes back the other way. The
-        maps of all workers are checked when they join.
+        May be called several times for a worker; maps are merged. The tensors of that worker's answers use the
+        reverse map. The maps of all workers are checked when they join.
 
         Raises:
-            ConfigError: not devices, or two local devices of one map share a target.
+            ConfigError: a key or value is not a device, or two local devices of one map share a target.
         """
         if not isinstance(to, str):
             raise WrongTypeError(f"set_device_map names a worker by a str, not {say(to, repr)}")
@@ -278,11 +278,11 @@ def _hidden(key: Any) -> tuple[Key | None, ConfigError | None]:
 
 
 def _numbered(value: Any) -> torch.device:
-    """Return the device of a map with its number, as the devices of tensors have one: ``cuda:0``, not ``cuda``."""
+    """Return the device of a map with its number, ``cuda:0``: the devices of tensors always have one."""
     device = _device(value)
     if device.index is None and device.type != "cpu":
         raise ConfigError(
-            f"{say(value, repr)} in a device map says not which one: {device.type}:0, for example"
+            f"{say(value, repr)} in a device map has no number: write {device.type}:0, for example"
         )
     return torch.device("cpu") if device.type == "cpu" else device
 
@@ -312,7 +312,7 @@ def options_of(given: Any) -> RpcBackendOptions:
     """Return a user's options as an RpcBackendOptions; torch's own options are converted.
 
     Raises:
-        TypeError: they are no options.
+        TypeError: ``given`` is not an options object.
     """
     if given is None:
         return TensorPipeRpcBackendOptions()
@@ -330,10 +330,10 @@ def options_of(given: Any) -> RpcBackendOptions:
 
 
 def check_backend(backend: Any) -> None:
-    """Check that a backend exists here: a member of BackendType, or torch's TENSORPIPE.
+    """Check that ``backend`` is a member of BackendType, or torch's TENSORPIPE.
 
     Raises:
-        TypeError: it does not.
+        TypeError: it is not.
     """
     if backend is None or isinstance(backend, BackendType) or getattr(backend, "name", None) == "TENSORPIPE":
         return

@@ -1,12 +1,12 @@
-"""Calls in the profiles of torch: a range for each call that a profiled thread makes, and what ran for it elsewhere.
+"""Calls in the profiles of torch: a range for each call that a profiled thread makes, and what the call ran elsewhere.
 
 While a profiler of torch is on (``torch.profiler``, ``torch.autograd.profiler``, or the old one), a call has a range
 ``rpc_sync#fn(src -> dst)``, ``rpc_async#...`` or ``rpc_remote#...``, which begins when the call is made, and ends when the value
-or error is there, on any thread. The execution has a range ``...#execution`` in the profile of the process that executes it,
-if that process profiles all its threads. Where a :class:`Collector` is in force (the drop-in sets it), the worker that is called
-profiles the execution, and sends the operators back with the answer. The answer of a call that fails has none.
+or error has arrived, on any thread. The execution has a range ``...#execution`` in the profile of the process that executes it,
+if that process profiles all its threads. If the calling thread has a :class:`Collector` (:func:`collect`), the called
+worker profiles the execution, and sends the operators back with the answer, unless the call fails.
 
-All of it is done by two :class:`~actorrpc.agent.hooks.CallHooks`. They take part only while a profiler is on, and in executions
+This is done by two :class:`~actorrpc.agent.hooks.CallHooks`. They take part only while a profiler is on, and in executions
 whose call has the field ``profile``. The tables that threads share (``_open``, ``_asked``) are changed in atomic steps, and no
 lock is held while a range ends.
 """
@@ -70,11 +70,11 @@ _numbers: Final = itertools.count(1)
 
 
 class Row(NamedTuple):
-    """One event of a profile, as it travels.
+    """One event of a profile, as it is sent.
 
     Attributes:
-        node: the rank of the worker that it happened on; -1 for the one that the row comes from.
-        start, end: in nanoseconds from the start of what the row is a part of.
+        node: the rank of the worker on which it happened; -1: the worker that sent the row.
+        start, end: in nanoseconds from the start of the execution or profile that contains the row.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
 
 class ProfilerSettings(NamedTuple):
-    """What a profile records besides times; travels with calls."""
+    """What a profile records besides times; sent with calls."""
 
     shapes: bool = False
     memory: bool = False
@@ -106,15 +106,15 @@ class ProfilerSettings(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Collector:
-    """What one profile of one thread gets from elsewhere.
+    """The events that one profile of one thread gets from other workers.
 
     Attributes:
-        settings: what the workers that execute its calls are to record.
-        native: whether torch's own profiler records the ranges of its calls; otherwise they become rows, too.
-        began: when it began, in nanoseconds since the epoch.
-        rows: what has come; times count from ``began``.
-        calls: name, start and end of each call that is over and has a range of torch's; times count from ``began``, and
-            are within that range.
+        settings: what the workers that execute the thread's calls record.
+        native: whether torch's own profiler records the ranges of the calls; otherwise they become rows, too.
+        began: when the profile began, in nanoseconds since the epoch.
+        rows: the rows that have arrived; times count from ``began``.
+        calls: name, start and end of each ended call that has a range of torch's; times count from ``began``, and are
+            within that range.
     """
 
     settings: ProfilerSettings
@@ -122,39 +122,39 @@ class Collector:
     began: int = field(default_factory=time.time_ns)
     rows: list[Row] = field(default_factory=list)
     calls: list[tuple[str, int, int]] = field(default_factory=list)
-    _before: Collector | None = None  # what the thread's calls collected before
+    _before: Collector | None = None  # the collector that the thread had before
 
     def settle(self) -> None:
-        """End the ranges that are still open: what comes later comes too late."""
+        """End the ranges that are still open; rows that arrive later are dropped."""
         for span in list(_open):
             if span.collector is self:
                 span.close()
 
 
 class _Here(threading.local):
-    """What goes on in this thread."""
+    """The state of this thread."""
 
     collector: Collector | None = None
     readers: list[_Reader] | None = None  # of the execution that is observed
 
 
 _here = _Here()
-_open: Final[dict[ProfiledSpan, None]] = {}  # ranges that are not over
-_asked: Final[dict[int, ProfiledSpan]] = {}  # whose rows are awaited, by number
+_open: Final[dict[ProfiledSpan, None]] = {}  # ranges that have not ended
+_asked: Final[dict[int, ProfiledSpan]] = {}  # by number: ranges whose rows are awaited
 
 
 def collect(found: Collector) -> None:
-    """Have the calls that this thread makes from now on collect what others record for them."""
+    """Collect in ``found`` what other workers record for the calls that this thread makes from now on."""
     found._before, _here.collector = _here.collector, found
 
 
 def collector() -> Collector | None:
-    """Return where this thread's calls collect, if they do."""
+    """Return the collector of this thread's calls, if there is one."""
     return _here.collector
 
 
 def collected() -> Collector | None:
-    """Return where this thread's calls have collected, if they have. They no longer do; ranges that are open end."""
+    """Remove the collector of this thread's calls, end its open ranges, and return it; None if there is none."""
     found = _here.collector
     if found is not None:
         _here.collector, found._before = found._before, None
@@ -169,12 +169,12 @@ class ProfiledSpan:
     """The range of one call in the profile of the thread that makes it. Thread-safe.
 
     Args:
-        key: its name.
-        node: the rank of the worker that is called; -1 where nothing comes back from it.
+        key: the name of the range.
+        node: the rank of the called worker; -1 if that returns no rows.
 
     Attributes:
         thread: the number of the thread that makes the call.
-        rows: what that worker has recorded; times count from the start of the execution.
+        rows: the rows that the called worker has recorded; times count from the start of the execution.
     """
 
     __slots__ = ("_end", "began", "collector", "key", "node", "number", "rows", "thread")
@@ -191,7 +191,8 @@ class ProfiledSpan:
             _asked[self.number] = self
         # The thread that takes it out of the list ends the range.
         self._end = [_begin(key) if self.collector is None or self.collector.native else None]
-        self.began = time.time_ns()  # in the range, as is what it ends with: an order that no delay changes
+        # This time and the time of the end are within the range, whatever the delays.
+        self.began = time.time_ns()
         _open[self] = None
 
     @uninterruptible
@@ -218,7 +219,7 @@ class ProfiledSpan:
         else:
             collector.rows.append(Row(self.key, -1, start, end, self.thread, is_async=True))
         if self.rows:
-            # Clocks of different hosts cannot be compared: the execution is put into the middle of its call.
+            # Clocks of different hosts cannot be compared, so the execution is shown in the middle of its call.
             took = max(row.end for row in self.rows)
             offset = start + max(0, end - start - took) // 2
             collector.rows += [
@@ -233,9 +234,9 @@ class ProfiledSpan:
 
 
 def _begin(name: str) -> Any:
-    """Begin a range of torch's; setting the result of what is returned ends it, for the profile of this thread.
+    """Begin a range of torch's in the profile of this thread, and return a future; setting its result ends the range.
 
-    None where ranges are on a stack of the thread (NVTX, ITT): they cannot end elsewhere, or in another order.
+    None if the profiler keeps ranges on a stack of the thread (NVTX, ITT), where another thread cannot end them.
     """
     if _profiler_type() in _STACKS:
         return None
@@ -247,11 +248,11 @@ def _begin(name: str) -> Any:
 
 
 def _watch_ends() -> None:
-    """See that ranges which are still open end before the profile does that they are in.
+    """Have open ranges end before their profile ends.
 
-    The modern profiler frees its events when it ends, and torch does not guard against a range that ends after that; there
-    is one at a time, for one thread or all. (Of all: not guarded is a call that another thread begins in the very moment of
-    the end.) The old one, of which each thread has its own, would not show the range.
+    There is one modern profiler at a time, for one thread or for all. It frees its events when it ends, and torch does not
+    guard against a range that ends later. (A call that another thread begins at that very moment is not guarded here either.)
+    Each thread has an old profiler of its own, which would not show a range that ends later.
     """
     for module, name in ((modern, "_disable_profiler"), (legacy, "_disable_profiler_legacy")):
         original = getattr(module, name)
@@ -267,7 +268,7 @@ def _ending(original: Callable[..., Any], *, of_all: bool) -> Callable[..., Any]
         for span in concerned:
             span.close()
         while any(span in _open for span in concerned):
-            time.sleep(0)  # another thread is ending it in this moment
+            time.sleep(0)  # another thread is ending it now
         return original(*args)
 
     disable.ends_ranges = True  # type: ignore[attr-defined]
@@ -275,9 +276,9 @@ def _ending(original: Callable[..., Any], *, of_all: bool) -> Callable[..., Any]
 
 
 def name_of(function: Any) -> str:
-    """Return the name that a function has in profiles: that of the operator where it is one of torch's.
+    """Return the name that a function has in profiles; for a function of torch, the name of the operator.
 
-    A method of a value that only another worker knows is given by its name.
+    A method whose object is on another worker is given as a str, its name.
     """
     if isinstance(function, str):
         return function
@@ -286,12 +287,12 @@ def name_of(function: Any) -> str:
     return _find_builtin(function) or getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-# Functions of these modules are called as users' functions are; others of this package make no range.
+# Calls of functions of these modules have ranges, as calls of users' functions have; other functions of this package have none.
 _SHOWN: Final = ("actorrpc.compat.", "actorrpc.nn.", "actorrpc.optim.")
 
 
 def _called(call: Call, function: Any, args: tuple[Any, ...]) -> tuple[str, Any] | None:
-    """Return how a call was made, and what it calls; None for a call that this package makes for itself."""
+    """Return how a call was made and which function it calls; None for a call that this package makes for itself."""
     if function is rref._create:
         return "remote", args[3][2] if args[2] is rref._invoke_kept else args[2]
     mode = "sync" if call.future is None else "async"
@@ -304,7 +305,7 @@ def _called(call: Call, function: Any, args: tuple[Any, ...]) -> tuple[str, Any]
 
 
 class _Ranges(CallHooks):
-    """Opens a range for each profiled call, and tells the worker that is called what to record."""
+    """Opens a range for each profiled call, and tells the called worker what to record."""
 
     profiled_only = True
 
@@ -327,9 +328,9 @@ class _Ranges(CallHooks):
 
 
 class _Answer:
-    """A value with rows. The caller opens only the value; unpickling files the rows.
+    """A value with rows. Unpickling it gives the value only, and adds the rows to the range of the call.
 
-    An answer's header has no room for the rows of a long profile.
+    An answer's header is too small for the rows of a long profile.
     """
 
     __slots__ = ("number", "rows", "value")
@@ -351,7 +352,7 @@ def _opened(value: Any, number: int, rows: list[Any]) -> Any:
 
 
 class _Host(CallHooks):
-    """Records what the call of a profiled thread does here."""
+    """Records the executions of the calls that profiled threads of other workers make."""
 
     field = "profile"
 
@@ -365,7 +366,7 @@ class _Host(CallHooks):
 
 
 class _Recording:
-    """Records what an execution does in the block, and puts it into the answer."""
+    """Records the operators of an execution in the block, and puts them into the answer."""
 
     def __init__(self, execution: Execution, number: int, settings: ProfilerSettings) -> None:
         self._number = number
@@ -405,15 +406,15 @@ def _is_in_task() -> bool:
 class Observation:
     """A context manager that profiles this thread in the block, and gives the events to ``reader``, even if the block raises.
 
-    Where this thread is being observed already, the reader gets all of that, when it is over. Where a profile of the
-    program's own is on, the reader gets nothing, because torch has one profile a thread. The same holds in a task of an event
-    loop, because other tasks run on the thread meanwhile.
+    If this thread is being observed already, the reader gets all events of that observation at its end. If the program profiles
+    this thread itself, the reader gets nothing, because torch has one profile per thread. It gets nothing in a task of an event
+    loop either, because other tasks run on the thread meanwhile.
     """
 
     def __init__(self, settings: ProfilerSettings, reader: _Reader) -> None:
         self._settings = settings
         self._reader = reader
-        self._readers: list[_Reader] | None = None  # while this is what observes the thread
+        self._readers: list[_Reader] | None = None  # set while this object observes the thread
 
     def __enter__(self) -> None:
         if _here.readers is not None:
@@ -446,11 +447,11 @@ class Observation:
 
 
 def unobserve() -> None:
-    """Give this thread's profiler free, if it is being observed: a profile of the program's own is about to begin."""
+    """End the observation of this thread, if there is one: the program is about to profile the thread itself."""
     readers, _here.readers = _here.readers, None
     if readers is None:
         return
-    # The call is over, and what it gives does not depend on what can be told of it.
+    # The call has ended: an error of its profile must not change its result.
     try:
         events = legacy._parse_legacy_records(_paired(_autograd._disable_profiler_legacy()))
         for read in readers:
@@ -464,10 +465,10 @@ def unobserve() -> None:
 
 
 def _paired(threads: list[list[Any]]) -> list[list[Any]]:
-    """Return the records of each thread with the ends of the ranges that have begun there, and no other ends.
+    """Return the records of each thread with the end of each range that began there, and no other ends.
 
-    A range may end on another thread, as those of gloo's operations do, or have begun before the profile. torch's own
-    reader looks for both ends of a range in the list of one thread, and gives up.
+    A range may end on another thread, as the ranges of gloo's operations do, or begin before the profile. torch's own
+    reader expects both ends of a range in the list of one thread, and otherwise raises.
     """
     began = {
         (record.handle(), record.node_id()): at
@@ -511,7 +512,7 @@ def _row(event: FunctionEvent) -> Row:
 
 
 def _after_fork() -> None:
-    """In a child: what the parent's threads have begun is none of its own."""
+    """In a forked child: forget the ranges that the parent's threads have begun."""
     _open.clear()
     _asked.clear()
     _here.collector = _here.readers = None

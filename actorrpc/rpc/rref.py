@@ -1,10 +1,10 @@
-"""RRefs: references to values that live on a worker, counted across all of them.
+"""RRefs: references to values that live on a worker, counted across all workers.
 
-:class:`RRef` is what users hold. The protocol (who knows of which fork, when a value may go) is the state machine in
-``refcount/protocol.py``, and ``refcount/runtime.py`` connects that to the agent. What runs on the owner of a value is here,
-too: making it, fetching it, and calling its methods.
+Users hold objects of :class:`RRef`. The protocol (who knows of which fork, when a value may be released) is the state machine in
+``refcount/protocol.py``, and ``refcount/runtime.py`` connects that to the agent. This module also has the functions that run on
+the owner of a value: they make it, fetch it, and call its methods.
 
-``RRef.__del__`` only puts the end of a handle into a queue: deletes leave in batches, from the pool.
+``RRef.__del__`` only puts the end of a handle into a queue: deletes are sent in batches, from the pool.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def runtime() -> References:
     """Return the references of the agent in force.
 
     Raises:
-        NotInitializedError: there is none, or this is a fork.
+        NotInitializedError: there is none, or this process is a fork.
     """
     worker = current_worker()
     if worker is None:
@@ -81,11 +81,11 @@ def _timeout(timeout: float) -> float:
     return check_timeout(timeout)
 
 
-# -- what runs on the owner ------------------------------------------------------------------------
+# -- functions that run on the owner ------------------------------------------------------------------------
 
 
 def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] | None = None) -> Future[Any]:
-    """Return a future for an owned value; it completes at once, or when the creation does.
+    """Return a future for an owned value; it completes when the value has been created.
 
     Inside a call it also ends, with RpcTimeoutError, at the deadline of that call.
     """
@@ -108,7 +108,7 @@ def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] |
 
         def give_up() -> None:
             references.carry_out(references.table.cancel_fetch(rref_id, settle))
-            # In the words of the caller's own time-out, which comes at the same moment.
+            # The same words as in the caller's own time-out, which occurs at the same moment.
             late = RpcTimeoutError(
                 f"{future.label} was not there in time: RPC ran for more than was left of the call that asked for it; the "
                 f"value is still being made",
@@ -151,7 +151,7 @@ def _create(
 
 
 def _keep_outcome(references: References, rref_id: RRefId, call: Callable[[], Any]) -> Any:
-    """Give an RRef the value of ``call()``, which is returned, or its error; an answer that comes later is only returned."""
+    """Give an RRef the value of ``call()``, and return it, or its error. If the answer comes later, only return the future."""
     try:
         value = call()
     except BaseException as error:
@@ -164,7 +164,7 @@ def _keep_outcome(references: References, rref_id: RRefId, call: Callable[[], An
 
 def _keep_error(references: References, rref_id: RRefId, error: BaseException) -> None:
     if not isinstance(error, RemoteError):
-        # Uses of the RRef on this worker raise what uses on others raise; and no frames are kept alive with it.
+        # Uses of the RRef on this worker then raise the same error as on other workers, and it keeps no frames alive.
         cut_frames(error, __file__)
         error = _as_others_get_it(references, error)
     references.carry_out(references.table.set_error(rref_id, error))
@@ -177,7 +177,7 @@ def _as_others_get_it(references: References, error: BaseException) -> BaseExcep
 
 
 def _fetch(named: tuple[int, int, str]) -> Any:
-    """Return an owned value, once it is there. ``named``: as of :func:`_invoke`."""
+    """Return an owned value; waits until it has been created. ``named``: see :func:`_invoke`."""
     references = runtime()
     future = _wait_outcome(references, RRefId(*named))
     if future.completed:
@@ -186,7 +186,7 @@ def _fetch(named: tuple[int, int, str]) -> Any:
 
 
 def _value_of(references: References, named: tuple[int, int, str]) -> Any:
-    """Return an owned value; waits while it is being made. ``named``: an RRefId, or the plain tuple that is equal to it."""
+    """Return an owned value; waits until it has been created. ``named``: an RRefId, or the plain tuple that is equal to it."""
     known = references.table.known_outcome(named)
     if known is not None and known.error is None:
         return known.value
@@ -194,10 +194,10 @@ def _value_of(references: References, named: tuple[int, int, str]) -> Any:
 
 
 def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a method of an owned value, once it is there.
+    """Call a method of an owned value; waits until that has been created.
 
     Args:
-        named: what an RRefId has: as a plain tuple, which is equal to it, it travels in fewer steps.
+        named: an RRefId as a plain tuple, which is equal to it and takes fewer steps to send.
     """
     execution = CURRENT.get()
     if execution is not None:
@@ -210,12 +210,12 @@ def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwarg
 
 
 def _with_value(named: tuple[int, int, str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a function with an owned value, once it is there."""
+    """Call a function with an owned value; waits until that has been created."""
     return function(_value_of(runtime(), named), *args)
 
 
 def _backward(named: tuple[int, int, str], context_id: int, retain_graph: bool) -> None:
-    """Run the backward pass of an owned value, once it is there."""
+    """Run the backward pass of an owned value; waits until that has been created."""
     value, worker = _value_of(runtime(), named), current_worker()
     if not isinstance(value, torch.Tensor):
         raise RuntimeError(f"RRef should contain a tensor for .backward(), not {type(value).__name__}")
@@ -228,7 +228,7 @@ def _backward(named: tuple[int, int, str], context_id: int, retain_graph: bool) 
 
 
 def _rebuild(index: int, calls: MethodCalls | None = None) -> Any:
-    """Stand for an RRef in a message: its fork came in the header."""
+    """Return an RRef of a received message, whose fork was in the header."""
     message = codec.current_decoding()
     if not isinstance(message, MessageContext) or message.received is None:
         raise RRefError("an RRef can only be unpickled by RPC")
@@ -236,7 +236,7 @@ def _rebuild(index: int, calls: MethodCalls | None = None) -> Any:
 
 
 def _rebuild_own(created_on: int, local_id: int, incarnation: str, calls: MethodCalls | None = None) -> Any:
-    """Stand for an RRef in a call to its owner, whose caller holds it until the call is answered."""
+    """Return an RRef of a received call to its owner. The caller holds it until the call is answered."""
     if not (type(created_on) is type(local_id) is int and type(incarnation) is str):
         raise ProtocolError("an RRef in a call to its owner cannot be read")
     references = runtime()
@@ -244,30 +244,30 @@ def _rebuild_own(created_on: int, local_id: int, incarnation: str, calls: Method
     return with_calls(references.wrapped(handle), calls)
 
 
-# -- what users hold --------------------------------------------------------------------------------
+# -- the class of users' RRefs --------------------------------------------------------------------------------
 
 
 class MethodCalls(Protocol):
-    """Makes the method calls of an RRef in place of the RRef itself. Travels with the RRef."""
+    """Makes the method calls of an RRef in place of the RRef itself. Sent with the RRef."""
 
     def __call__(
         self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Any:
-        """Call a method of the value; return what a proxy of this style does."""
+        """Call a method of the value; return the same as a proxy of this style."""
 
 
 class RRef(Generic[T]):
-    """A reference to a value that lives on one worker (its owner), usable on every worker.
+    """A reference to a value that lives on one worker (its owner), and can be used on every worker.
 
     ``RRef(value)`` makes one for a value of this worker; ``remote(...)`` makes one for a result on another.
-    Sent in the arguments or the result of a call it arrives as an RRef to the same value, which lives until
+    An RRef in the arguments or the result of a call arrives as an RRef to the same value, which lives until
     the last RRef to it has been deleted.
 
     Thread-safe. RRefs are equal when they refer to the same value.
 
     Args:
         value: the value to refer to.
-        type_hint: accepted for torch's sake (TorchScript interfaces).
+        type_hint: accepted for compatibility with torch (TorchScript interfaces).
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
@@ -278,7 +278,7 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         references = runtime()
         tensors.settle()
-        # The table gives the handle to this object: no signal handler comes between the entry and what ends it.
+        # The table passes the handle to this object, so no signal handler runs between adding the entry and keeping its handle.
         references.table.create_owner(value, partial(self._refer, references, None))
 
     def _refer(self, references: References, creation: Future[None] | None, handle: Handle) -> None:
@@ -299,7 +299,7 @@ class RRef(Generic[T]):
         except AttributeError:  # construction failed, or the interpreter is shutting down
             pass
 
-    # -- who and where ---------------------------------------------------------------------------------
+    # -- the owner ---------------------------------------------------------------------------------
 
     def owner(self) -> WorkerInfo:
         """Return the WorkerInfo of the worker on which the value lives."""
@@ -314,17 +314,17 @@ class RRef(Generic[T]):
         return self._handle.owner == self._references.me
 
     def confirmed_by_owner(self) -> bool:
-        """Say whether the owner is known to know of this reference."""
+        """Say whether the owner has confirmed this reference."""
         return self._references.table.is_confirmed(self._handle)
 
     # -- the value ---------------------------------------------------------------------------------------
 
     def local_value(self) -> T:
-        """Return the value itself, on its owner; waits for it if it is still being made.
+        """Return the value itself, on its owner; waits until it has been created.
 
         Raises:
             RRefError: this worker is not the owner.
-            Exception: what the creation raised.
+            Exception: the error of the creation.
         """
         if not self.is_owner():
             raise RRefError(
@@ -335,14 +335,14 @@ class RRef(Generic[T]):
         return value
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Fetch a copy of the value; on the owner, return the value itself. Waits while it is being made.
+        """Fetch a copy of the value; on the owner, return the value itself. Waits until it has been created.
 
         Args:
             timeout: seconds; default that of the group, 0 means none.
 
         Raises:
-            RpcTimeoutError, PeerDiedError: it did not come.
-            Exception: what the creation raised.
+            RpcTimeoutError, PeerDiedError: the value did not arrive.
+            Exception: the error of the creation.
         """
         seconds = _timeout(timeout)
         if self.is_owner():
@@ -370,10 +370,10 @@ class RRef(Generic[T]):
         label: str,
         future: Future[Any] | None = None,
     ) -> Any:
-        """Call ``function(id, *args)`` on the owner, where ``id`` is a plain tuple: it travels in fewer steps than an RRefId.
+        """Call ``function(id, *args)`` on the owner, ``id`` being a plain tuple: it takes fewer steps to send than an RRefId.
 
         Args:
-            future: is completed with the answer, and returned; without it, this waits and returns the answer.
+            future: completed with the answer, and returned; without it, this method waits and returns the answer.
         """
         self._check()
         references, handle = self._references, self._handle
@@ -387,7 +387,7 @@ class RRef(Generic[T]):
     def _call_method(
         self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Any:
-        """Call a method of the value; return what a proxy of this style does."""
+        """Call a method of the value; return the same as a proxy of this style."""
         references = self._references
         seconds = references.default_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
         if self._calls is not None:
@@ -403,10 +403,10 @@ class RRef(Generic[T]):
         return references.create(peer, _invoke_kept, kept, {}, seconds, name)
 
     def _to_future(self, fetch: Callable[..., Any] | None = None, more: tuple[Any, ...] = ()) -> Future[T]:
-        """Start to fetch the value, as :meth:`to_here` does, without a time-out of its own. Never raises.
+        """Start to fetch the value, as :meth:`to_here` does, without a time-out. Never raises.
 
         Args:
-            fetch: another worker that is the owner answers with ``fetch(id, *more)``.
+            fetch: if the owner is another worker, ``fetch(id, *more)`` is called there.
 
         Returns:
             A future, which keeps the reference until it is complete.
@@ -431,9 +431,9 @@ class RRef(Generic[T]):
             retain_graph: keep the graph for another pass.
 
         Raises:
-            RuntimeError: this worker is not the owner and there is no context; the value is no tensor, or cannot be
+            RuntimeError: this worker is not the owner and there is no context; the value is not a tensor, or cannot be
                 differentiated.
-            Exception: as :func:`actorrpc.autograd.backward`, or from the creation of the value.
+            Exception: see :func:`actorrpc.autograd.backward`; or the error of the creation of the value.
         """
         if isinstance(dist_autograd_ctx_id, bool) or not isinstance(dist_autograd_ctx_id, int):
             raise TypeError(f"dist_autograd_ctx_id must be an int, not {dist_autograd_ctx_id!r}")
@@ -450,7 +450,7 @@ class RRef(Generic[T]):
         self._references.agent.check_process()
         error = self._references.table.failure(self._handle)
         if error is not None:
-            # A copy: the table keeps the error, whose traceback would keep this very reference.
+            # A copy, because the table keeps the error: its traceback would keep this reference alive.
             raise self._references.copy_of(error)
 
     # -- proxies -----------------------------------------------------------------------------------------
@@ -518,19 +518,19 @@ class RRef(Generic[T]):
 
 
 def lend(rref_id: RRefId) -> RRef[Any] | None:
-    """Return one more reference to a value of this worker by its name; None if the value has been released."""
+    """Return one more reference to the value of this worker that has this id; None if the value has been released."""
     references = runtime()
     handle = references.table.handle_if_held(rref_id)
     return None if handle is None else references.wrapped(handle)
 
 
 def failure(rref: RRef[Any]) -> BaseException | None:
-    """Return the error that a reference has failed with, if it has failed. All callers get the same object."""
+    """Return the error of a failed reference, otherwise None. All callers get the same object."""
     return rref._references.table.failure(rref._handle)
 
 
 def promised(rref: RRef[Any]) -> Future[Any] | None:
-    """Return the pending future whose value an RRef of this worker promises."""
+    """Return the pending future whose value an RRef of this worker will have; None if there is none."""
     return rref._references.promised.get(rref._handle.rref_id)
 
 
@@ -548,7 +548,7 @@ _made: type[RRef[Any]] = RRef
 def set_class(cls: type[RRef[Any]]) -> None:
     """Set the class of the RRefs that calls return and receive, in groups that are joined from now on.
 
-    For the floors above: a subclass of :class:`RRef` that adds names, and no state that is sent.
+    For higher packages. The class is a subclass of :class:`RRef` that adds attributes, but no state that is sent.
     """
     global _made
     codec.register(cls, cls._reduce)
@@ -573,9 +573,9 @@ _PROBED: Final = (
 
 
 class RRefProxy:
-    """Attribute access gives the methods of an RRef's value; calling one calls it on the owner.
+    """Its attributes are the methods of an RRef's value; calling one calls the method on the owner.
 
-    Which methods there are is known to the owner only: a missing one raises AttributeError there, and so
+    Only the owner knows which methods the value has: a missing one raises AttributeError there, and therefore also
     here. A method of a proxy may itself be sent as a function to call.
     """
 
@@ -602,7 +602,7 @@ class RRefProxy:
 
 
 class _Method:
-    """One method of a proxy. Travels, with its RRef."""
+    """One method of a proxy. It can be sent, with its RRef."""
 
     __slots__ = ("_name", "_rref", "_style", "_timeout")
 
@@ -638,12 +638,12 @@ def call_with_value(
     """Call ``function(value, *args)`` on the owner of an RRef, with the time-out of the group.
 
     Args:
-        label: what errors call the call.
-        future: is completed with the result; without it, this waits and returns the result.
+        label: the name of the call in errors.
+        future: completed with the result; without it, this function waits and returns the result.
 
     Raises:
-        RpcError: the call did not end, or was not made.
-        Exception: what the creation of the value, or the function, raised.
+        RpcError: the call got no answer, or was not made.
+        Exception: the error of the creation of the value, or of the function.
     """
     seconds = rref._references.default_timeout()
     return rref._call_owner(_with_value, (function, args), seconds, label, future)
@@ -652,7 +652,7 @@ def call_with_value(
 def value_here(rref: RRef[Any]) -> Any:
     """Return the value if it is on this worker and no profiler, test or hooks observe calls; otherwise None.
 
-    None, too, where a call of a method would be refused: that call raises the reason.
+    Also None if a call of a method would be refused; that call then raises the reason.
     """
     references, execution = rref._references, CURRENT.get()
     agent = references.agent

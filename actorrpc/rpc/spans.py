@@ -1,15 +1,14 @@
-"""Spans of OpenTelemetry for calls, where a worker is told to make them (``ACTORRPC_OTEL=1``, ``init(otel=True)``).
+"""Spans of OpenTelemetry for calls, for workers with ``ACTORRPC_OTEL=1`` or ``init(otel=True)``.
 
-A call that is made within a span which is sampled is a span of kind CLIENT, and its execution one of kind SERVER below it, on
-whichever worker: 25 bytes in the header of the call say to which trace it belongs. Names and attributes are those of
-OpenTelemetry's conventions for RPC, https://opentelemetry.io/docs/specs/semconv/rpc/rpc-spans/. No trace begins here: where no
-span is current, or it is not sampled, nothing of OpenTelemetry is called, nothing travels, and the worker that executes does not
-look for anything.
+A call that is made within a sampled span is a span of kind CLIENT, and its execution, on any worker, a child span of kind SERVER:
+25 bytes in the header of the call name the trace. Names and attributes follow OpenTelemetry's conventions for RPC,
+https://opentelemetry.io/docs/specs/semconv/rpc/rpc-spans/. This module never begins a trace: if there is no current span, or it
+is not sampled, nothing of OpenTelemetry is called, nothing is sent, and the worker that executes the call makes no span either.
 
 The spans are made by hooks (:class:`~actorrpc.agent.hooks.CallHooks`) of the agent. A call that waits until its actor lives is
-sent in a copy of its caller's context, and so within the caller's span. A call that is sent again is a span each time. Calls
-that this package makes for itself have no spans. Only the API of OpenTelemetry is used: without an SDK in the process, spans of
-other processes are handed on.
+sent in a copy of its caller's context, and therefore within the caller's span. A call that is sent again has one span for each
+time. Calls that this package makes for itself have no spans. Only the API of OpenTelemetry is used: a process without an SDK
+passes the spans of other processes on.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ __all__ = ["start"]
 
 _IDS: Final = struct.Struct(
     ">QQQB"
-)  # a trace's id in two halves, a span's, and flags: as the header of W3C has them
+)  # the two halves of the trace's id, the span's id, and flags: the fields of W3C's header
 _HALF: Final = (1 << 64) - 1
 _SAMPLED: Final = 1
 _OURS: Final = "actorrpc."
 _OF_RREFS: Final = "actorrpc.rpc.rref"
-_STACK: Final = 20_000  # characters of a stack that a span takes
+_STACK: Final = 20_000  # the most characters of a stack in a span
 
 
 def _of_call(function: Any, args: tuple[Any, ...]) -> str:
-    """Return how a call of a function is named; empty where it is one of this package's own."""
+    """Return the name of a call of a function; empty if the function is one of this package's own."""
     module = function.__module__ if type(function) is FunctionType else None
     if type(module) is not str or not module.startswith(_OURS):
         return method_of("", name_of(function))
@@ -54,7 +53,7 @@ def _of_call(function: Any, args: tuple[Any, ...]) -> str:
         match function.__name__:
             case "_create":  # of rpc.remote()
                 return method_of("", name_of(args[2]))
-            case "_invoke":  # a method of what an RRef refers to
+            case "_invoke":  # a method of the value of an RRef
                 return str(args[1])
     return ""
 
@@ -67,7 +66,7 @@ def _text(error: BaseException) -> str:
 
 
 class _OtelApi:
-    """The API of OpenTelemetry, which is loaded where it is asked for."""
+    """The API of OpenTelemetry, which is loaded only if spans are wanted."""
 
     def __init__(self) -> None:
         try:
@@ -75,17 +74,17 @@ class _OtelApi:
             self.context: Any = importlib.import_module("opentelemetry.context")
         except ImportError:
             raise ConfigError(
-                "ACTORRPC_OTEL=1 (otel=True) wants opentelemetry-api: pip install 'actorrpc[otel]'"
+                "ACTORRPC_OTEL=1 (otel=True) needs opentelemetry-api: pip install 'actorrpc[otel]'"
             ) from None
-        # Follows the provider of the program, also where that is set later.
+        # Uses the provider of the program, even one that is set later.
         self.tracer: Any = self.trace.get_tracer("actorrpc")
         self.current: Callable[[], Any] = self._reader()
 
     def _reader(self) -> Callable[[], Any]:
-        """Return what gives the current span, or None.
+        """Return a function that returns the current span, or None.
 
-        It is looked up in the context variable of the API itself, as that takes a fifth of the time of asking for it; where a
-        version of the API has another one, or the program's context is not kept in a variable, it is asked for.
+        The function reads the context variable of the API, which takes a fifth of the time of a call of the API. If a version
+        of the API has another variable, or the program does not keep the context in a variable, it calls the API.
         """
         try:
             variable = self.context._RUNTIME_CONTEXT._current_context
@@ -116,7 +115,7 @@ class _OtelApi:
 
 
 class _Within:
-    """Makes a context of OpenTelemetry the current one in the block. May be entered again, after it was left."""
+    """Makes a context of OpenTelemetry the current one in the block. It may be entered again after it was left."""
 
     def __init__(self, api: Any, context: Any) -> None:
         self._api = api
@@ -137,7 +136,7 @@ class _SpanClient(CallHooks):
         self._otel = otel
 
     def on_call(self, call: Call, function: Any, args: tuple[Any, ...]) -> None:
-        """Begin the span of a call, where the caller is within a span which is sampled."""
+        """Begin the span of a call if the caller is within a sampled span."""
         current = self._otel.current()
         if current is None or not current.get_span_context().trace_flags & _SAMPLED:
             return
@@ -175,7 +174,7 @@ class _SpanClient(CallHooks):
 
 
 class _SpanServer(CallHooks):
-    """Makes spans of executions whose calls belong to a trace; what they run is within them."""
+    """Makes spans of executions whose calls belong to a trace; the executed code runs within the span."""
 
     field = "trace"
 
@@ -185,7 +184,7 @@ class _SpanServer(CallHooks):
     def on_start(
         self, execution: Execution, function: Any, args: tuple[Any, ...]
     ) -> AbstractContextManager[Any] | None:
-        """Begin the span of an execution, unless the field makes no sense, or the function is one of this package."""
+        """Begin the span of an execution, unless the field is invalid, or the function is one of this package."""
         trace, packed = self._otel.trace, execution.fields["trace"]
         if type(packed) is not bytes or len(packed) != _IDS.size:
             return None
@@ -225,10 +224,10 @@ class _SpanServer(CallHooks):
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Have a worker make spans, if it is told to; returns what ends that.
+    """Have a worker make spans, if its settings say so; returns a function that ends that.
 
     Raises:
-        ConfigError: it is told to, and OpenTelemetry's API is not installed.
+        ConfigError: the settings say so, but OpenTelemetry's API is not installed.
     """
     hooks = worker.agent.hooks
     if not worker.agent.settings.otel:

@@ -487,7 +487,7 @@ def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any,
 
 
 def fill_late(found: Any, state: Any) -> Any:
-    """Set the state of the object that :func:`begin_late` returned, unless it is the main module's own (wire format)."""
+    """Set the state of the object that :func:`begin_late` returned, unless the main module defines it (wire format)."""
     if in_main(found):
         return found
     if isinstance(found, type):

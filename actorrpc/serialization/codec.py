@@ -1,17 +1,17 @@
-"""Objects to bytes and back: one message's function, arguments, result.
+"""Encode one message (function and arguments, or a result) into bytes, and decode it.
 
-:func:`encode` gives a body (a pickle, after a short table where anything lies outside of it), the memory
-that leaves as it is (tensors, numpy arrays, long bytes) and the definitions of what the peer cannot import.
-:func:`decode` takes these apart again, without a copy where that can be. The common case is one pass of the C
-pickler with a dispatch table; by-value functions, the main module and errors take slower ways, each only where
-a message has them. To workers that take data only the body is no pickle (:mod:`actorrpc.serialization.data_only`).
+:func:`encode` returns a body, memory that is sent without a copy (tensors, numpy arrays, long bytes), and the definitions of
+functions and classes that the peer cannot import. The body is a pickle; if the message has more than a pickle, a short table
+follows it. :func:`decode` rebuilds the message, where possible without copying the memory. In the common case, the C pickler
+runs once with a dispatch table. Functions by value, names of the main module and errors take slower paths. The body for workers
+that take data only is not a pickle (:mod:`actorrpc.serialization.data_only`).
 
-Runs on whichever thread calls, any number of them; within reducers messages may nest. Pure: does no I/O, and
-an error leaves nothing half sent. Nothing from a peer may come here before the peer has proved who it is.
+All functions may be called from any thread, by several threads at once. Reducers may encode or decode other messages. No I/O is
+done, and an error leaves nothing half sent. Do not pass bytes from a peer to this module before the peer is authenticated.
 
-Long bytes and texts leave the pickle, travel beside it, and come back into it. The C pickler hands long payloads to its file as
-the very objects that they are; :func:`punch` leaves them out of the body, and :class:`Pieces` reads body and payloads as the
-one stream that they were. No I/O; used by one thread at a time.
+Long bytes and texts are sent outside of the pickle. The C pickler passes a long payload to its file as the object itself;
+:func:`punch` leaves such objects out of the body, and at the receiver :class:`Pieces` reads the body and the payloads as the
+original stream. A :class:`Pieces` is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ __all__ = [
     "unpickle",
 ]
 
-_LONG: Final = 64 << 10  # from here on the C pickler hands bytes and text over as they are
-HOLE: Final = struct.Struct("<QQ")  # position in the pickle as sent, length of what is missing there
+_LONG: Final = 64 << 10  # the C pickler passes bytes and texts of at least this size to its file as they are
+HOLE: Final = struct.Struct("<QQ")  # position in the body, number of bytes that are missing there
 _HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode before long bytes -> width of length
 
 
 def punch(chunks: list[Any], spans: list[TensorSpan], inline: bool) -> tuple[bytes, tuple[bytes, ...]]:
-    """Join what the pickler wrote, leaving long bytes and texts out: they become spans.
+    """Join the chunks that the pickler wrote. Long bytes and texts are left out and become spans.
 
-    A chunk is taken for such a payload if the one before ends with an opcode that announces its length. To be
-    wrong does no harm, as the receiver puts the same stream together again.
+    A chunk counts as such a payload if the chunk before it ends with an opcode that announces its length. If that is
+    wrong, nothing is lost: the receiver puts the same stream together again.
     """
     pieces: list[Any] = []
     holes: list[bytes] = []
@@ -93,7 +93,7 @@ def punch(chunks: list[Any], spans: list[TensorSpan], inline: bool) -> tuple[byt
     before: Any = b""
     for chunk in chunks:
         if not isinstance(chunk, bytes):
-            chunk = pickle.PickleBuffer(chunk).raw()  # bytes in order, also of an array in Fortran's
+            chunk = pickle.PickleBuffer(chunk).raw()  # in memory order, also for Fortran order
         size = len(chunk)
         if size >= _LONG and not inline and _announces(before, size):
             holes.append(HOLE.pack(position, size))
@@ -115,7 +115,7 @@ def _announces(before: Any, size: int) -> bool:
 
 
 class Pieces:
-    """A file over a pickle with holes and what fills them; long bytes are read straight into their object."""
+    """A file over a pickle with holes and the payloads that fill them; long bytes are read directly into their object."""
 
     __slots__ = ("_at", "_parts")
 
@@ -162,11 +162,12 @@ class Pieces:
         raise pickle.UnpicklingError("a pickle of an old protocol")
 
 
-_KEEP_PICKLER: Final = 8 << 10  # one that wrote more has grown its buffer, and would allocate it every time
+# After a longer pickle, the pickler is discarded: it would allocate its grown buffer for each message.
+_KEEP_PICKLER: Final = 8 << 10
 _STOP: Final = 0x2E
-_MAGIC: Final = 1  # the last byte of a body with a table; a bare pickle ends with a full stop
-_DATA: Final = 2  # the same, of one that is no pickle
-_EMBEDDED: Final = 3  # the last byte of a pickle with small tensors and nothing outside of it
+_MAGIC: Final = 1  # the last byte of a body with a table; a pickle without a table ends with a full stop
+_DATA: Final = 2  # the last byte of a body with a table in the data-only mode
+_EMBEDDED: Final = 3  # the last byte of a body without a table whose pickle contains small tensors
 _WITH_TENSORS: Final = bytes([_EMBEDDED])
 _NOTHING: Final[Mapping[bytes, bytes]] = MappingProxyType({})
 
@@ -175,11 +176,12 @@ class Encoded:
     """A message's contents, ready to be sent.
 
     Attributes:
-        body: the pickle, with a table in front where something lies outside of it.
-        spans: the memory that follows, in order, each as one buffer for :func:`decode`. It is read when the
-            message is written: a sender that returns to the caller before that copies it first.
-        definitions: hash -> definition of what the peer does not know yet; for its store, before it decodes.
-        context: what :func:`encode` was given.
+        body: the pickle, followed by a table if a part of the message is outside of the pickle.
+        spans: the memory that is sent after the body, in order, each as one buffer for :func:`decode`. It is read when the
+            message is written. A sender that returns to its caller before that copies it first.
+        definitions: hash -> definition, for functions and classes that the peer does not have; the peer stores them before it
+            decodes.
+        context: the ``context`` that :func:`encode` was given.
         tensors: the plain tensors of the message, in the order in which :func:`decode` lists them.
         grad: whether one of the plain tensors requires grad.
     """
@@ -214,14 +216,14 @@ class Encoded:
         self.inline = inline
         self.embeds = not inline and (device_map is None or "cpu" not in device_map)
         self.embedded: set[int] = set()  # the storages whose bytes are in the pickle
-        self.layouts: dict[Any, int] = {}  # of small tensors behind the first few -> how many there are
-        self.stacks: dict[Any, list[Any]] = {}  # by sizes, the stacks that take more of them
+        self.layouts: dict[Any, int] = {}  # layout -> how many small tensors of it are not in a stack
+        self.stacks: dict[Any, list[Any]] = {}  # sizes -> stacks that accept more tensors of these sizes
         self.outgoing: Outgoing | None = None
         self.buffers: list[memoryview] | None = None
         self.reduced: dict[int, tuple[object, Any]] | None = None
 
     def start_over(self) -> None:
-        """Forget what was noted of tensors and buffers: the object is encoded once more, with all tensors in the table."""
+        """Discard all records of tensors and buffers: the object is encoded again, with all tensors in the table."""
         self.tensors, self.grad = [], False
         self.embeds, self.embedded, self.layouts, self.stacks = False, set(), {}, {}
         self.outgoing = self.buffers = None
@@ -233,7 +235,7 @@ class Encoded:
 
 
 class _Decoding:
-    """What hangs on the thread while a message is decoded."""
+    """The thread-local state while a message is decoded."""
 
     __slots__ = ("arrived", "context", "definitions", "tensors")
 
@@ -250,8 +252,8 @@ class _Decoding:
 
 _TENSOR_REDUCERS: Final = tensors_module.tensor_reducers()
 _own: Final[dict[type, Any]] = dict(_TENSOR_REDUCERS)
-# What the C pickler looks types up in: copyreg's table and, over it, ours. A copy, because a lookup that
-# fails in Python costs 0.3 us for each object of a user's class; `_seen` tells when it is out of date.
+# The C pickler's dispatch table: copyreg's table, overridden by ours. It is a copy, because a ChainMap would cost 0.3 us for
+# each object of a user's class. ``_seen`` is compared with copyreg's table to detect changes.
 _table: Final[dict[Any, Any]] = {MethodType: reduce_method, **copyreg.dispatch_table, **_own}
 _seen: dict[Any, Any] = dict(copyreg.dispatch_table)
 _by_value_table: Final = ChainMap(_own, cloudpickle.Pickler._dispatch_table, copyreg.dispatch_table)
@@ -272,9 +274,9 @@ def _follow_copyreg() -> None:
 def register(cls: type, reducer: Callable[[Any], tuple[Any, ...]]) -> None:
     """Reduce objects of exactly this class with ``reducer(obj) -> (callable, args)`` in messages.
 
-    It runs at most once per object and message, and finds the message's context in
-    :func:`current_encoding`; ``callable`` finds the receiver's in :func:`current_decoding`. What it did for a
-    message that then cannot be encoded is for the caller of :func:`encode` to undo. Thread-safe.
+    The reducer runs at most once per object and message, and gets the message's context from :func:`current_encoding`. The
+    callable gets the receiver's context from :func:`current_decoding`. If the message then cannot be encoded, the caller of
+    :func:`encode` has to undo effects of the reducer. Thread-safe.
     """
 
     def reduce(obj: Any) -> tuple[Any, ...]:
@@ -282,7 +284,7 @@ def register(cls: type, reducer: Callable[[Any], tuple[Any, ...]]) -> None:
         done = encoding.reduced
         if done is None:
             done = encoding.reduced = {}
-        # Both the fast and the by-value attempt ask: a reducer with effects (a new fork) must have them once.
+        # The fast and the by-value pickler both reach the object, but a reducer with effects (a new fork) must run only once.
         found = done.get(id(obj))
         if found is None:
             found = done[id(obj)] = (obj, reducer(obj))
@@ -310,7 +312,7 @@ def current_decoding() -> object:
 
 
 class _Sink:
-    """Where a pickler writes to: a list. Long bytes arrive here as the very objects that they are."""
+    """A list as the file of a pickler. Long bytes are passed to it as the original objects."""
 
     __slots__ = ("chunks", "write")
 
@@ -328,13 +330,13 @@ class _FastPickler(pickle.Pickler):
 
 
 class _WatchingPickler(_FastPickler):
-    """What the fast pickler becomes while modules are to go by value."""
+    """The class of the fast pickler while modules are registered for pickling by value."""
 
     reducer_override = by_value.stop
 
 
 def _take_buffer(buffer: pickle.PickleBuffer) -> bool:
-    """Take a buffer out of band, or return True for those that stay in the pickle."""
+    """Store a buffer out of band; return True for buffers that stay in the pickle."""
     encoding = message.encoding
     raw = buffer.raw()
     if encoding.inline or raw.nbytes <= INLINE_BYTES:
@@ -360,9 +362,9 @@ def encode_body(
     context: object,
     listed: bool = True,
 ) -> bytes | Encoded:
-    """Do as :func:`encode` does, and return the mere body where there is nothing else. For the path of every call.
+    """Like :func:`encode`, but return only the body if the message consists of nothing else. For the path of every call.
 
-    ``listed``: small tensors are something else, also where none of them requires grad.
+    ``listed``: return an :class:`Encoded` also if the message has small tensors, even if none of them requires grad.
     """
     pickler = message.pickler
     encoded: Encoded | None = message.spare
@@ -386,7 +388,7 @@ def encode_body(
     try:
         pickler.dump(obj)
     except Exception as error:
-        # What reducers did for this object is kept in ``encoded``.
+        # Keep ``encoded``: it has the results of the reducers that ran for this object.
         return _finish(obj, encoded, pickler, error, remote_main, known)
     finally:
         message.encoding = None
@@ -427,7 +429,7 @@ def _finish(
     remote_main: bool,
     known: Container[bytes],
 ) -> Encoded:
-    """Go on after the fast attempt: ``error`` has stopped it, or what ``pickler`` wrote is no mere body."""
+    """Finish a message that the fast attempt did not: ``error`` stopped it, or the pickle is not the whole message."""
     if error is None and encoded.stacks:
         assert encoded.outgoing is not None
         try:
@@ -443,7 +445,7 @@ def _finish(
     idle: _FastPickler | None = None
     try:
         if error is not None:
-            # By all other errors the pickler is lost, and one that has grown is not kept.
+            # Any other error makes the pickler unusable, and a pickler that has grown is not kept.
             if isinstance(error, by_value.GoesByValueError) and sys.getsizeof(pickler) <= 2 * _KEEP_PICKLER:
                 pickler.clear_memo()
                 pickler.chunks.clear()
@@ -456,12 +458,12 @@ def _finish(
             if len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
                 idle = pickler
         _close_body(encoded, chunks, named, known)
-        if idle is not None:  # not before its chunk is gone: a signal handler may raise there
+        if idle is not None:  # only after its chunk was removed: a signal handler may raise in between
             message.pickler = idle
     finally:
         message.encoding = outer
         encoded.reduced = None
-        del error  # its traceback holds this frame, and the frame the whole message
+        del error  # its traceback refers to this frame, which refers to the whole message
     return encoded
 
 
@@ -480,10 +482,10 @@ def encode(
     """Turn an object, often ``(function, args, kwargs)``, into bytes and spans.
 
     Arguments:
-        remote_main: the peer runs the same program: what is in the main module may go by reference. None: it takes data only.
+        remote_main: True: the peer runs the same program, so names of the main module may be sent. None: it takes data only.
         known: hashes of the definitions that the peer has.
         device_map: device here -> device there, for tensors that are not on the CPU.
-        context: for registered reducers, see :func:`current_encoding`.
+        context: the context for registered reducers, see :func:`current_encoding`.
 
     Raises:
         SerializationError: a part cannot be sent; the message says which.
@@ -503,7 +505,7 @@ def _encode(obj: object, encoded: Encoded, remote_main: bool | None, known: Cont
             return encoded
         if copyreg.dispatch_table != _seen:
             _follow_copyreg()
-        # A message within a message finds no idle pickler and makes its own.
+        # A message that a reducer encodes finds no idle pickler and makes its own.
         pickler = message.pickler
         if pickler is None:
             pickler = _new_pickler()
@@ -527,7 +529,7 @@ def _close_body(
     named: dict[bytes, bytes] | None,
     known: Container[bytes],
 ) -> None:
-    """Make the body from what the pickler wrote, with a table behind it where something lies outside."""
+    """Make the body from the pickler's chunks; append a table if a part of the message is outside of the pickle."""
     body = chunks.pop() if len(chunks) == 1 else b""
     outgoing = encoded.outgoing
     if (outgoing is not None and outgoing.pieces) or chunks or named or encoded.buffers is not None:
@@ -542,7 +544,7 @@ def _close_body(
 def _encode_by_value(
     obj: object, encoded: Encoded, remote_main: bool, error: Exception | None
 ) -> tuple[list[Any], dict[bytes, bytes] | None]:
-    """Encode once more, with functions and classes by value; ``error`` is what stopped the fast attempt.
+    """Encode again, with functions and classes by value; ``error`` is the error of the fast attempt.
 
     Raises:
         SerializationError: it cannot be done.
@@ -575,11 +577,11 @@ def _encode_by_value(
         why = describe(error) + remedy
         raise SerializationError(f"{where}: {why}" if where else why) from error
     finally:
-        del error  # its traceback holds this frame, and the frame the whole message
+        del error  # its traceback refers to this frame, which refers to the whole message
 
 
 def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> tuple[str, str]:
-    """Return the way to the part that cannot be pickled, and a remedy; registered reducers are left alone."""
+    """Return the path to the part that cannot be pickled, and a remedy. Registered reducers do not run."""
     probe = Encoded(None, encoded.device_map, False)
     foreign = {cls: _stand_in for cls in _own if cls not in _TENSOR_REDUCERS}
     table = ChainMap(foreign, _by_value_table)
@@ -598,9 +600,8 @@ def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> tuple
     message.encoding = probe
     try:
         return path_to(obj, passes)
-    except (
-        Exception
-    ) as error:  # iterating over a user's object, or its repr, may raise: the error itself matters more
+    # Iterating over a user's object, or its repr, may raise. The error that is being described matters more.
+    except Exception as error:
         if is_of_handler(error):
             raise
         return "", ""
@@ -609,7 +610,7 @@ def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> tuple
 
 
 class _Nowhere:
-    """A file that forgets what is written to it."""
+    """A file that discards its data."""
 
     @staticmethod
     def write(_data: Any) -> None:
@@ -620,8 +621,8 @@ def _stand_in(_obj: object) -> tuple[Any, ...]:
     return (object, ())
 
 
-# The table stands at the end, where the unpickler does not look. From the end: magic, length of device names,
-# holes, storages, buffers, definitions, length of the pickle; before them one entry for each storage.
+# The table comes after the pickle, where the unpickler does not read. Its last fields are, in order: length of the pickle, number
+# of definitions, buffers, storages and holes, length of the device names, magic. Before them is one entry per storage.
 _HEAD: Final = "QIIIIIB"
 _HEAD_SIZE: Final = struct.calcsize("<" + _HEAD)
 _ENTRY_SIZE: Final = struct.calcsize("<" + ENTRY)
@@ -629,7 +630,7 @@ _read_head: Final = struct.Struct("<" + _HEAD).unpack_from
 
 
 class _Tails(dict[int, struct.Struct]):
-    """The structures of tables, by their number of storages. Those of small tables are kept."""
+    """The struct of a table with a given number of storages. Those of small tables are kept."""
 
     def __missing__(self, count: int) -> struct.Struct:
         return struct.Struct("<" + ENTRY * count + _HEAD)
@@ -646,7 +647,7 @@ def _with_table(
     named: Mapping[bytes, bytes],
     magic: int = _MAGIC,
 ) -> bytes:
-    """Append the table of what lies outside of the pickle; fill ``encoded.spans``."""
+    """Append the table of the parts outside of the pickle; fill ``encoded.spans``."""
     spans: list[TensorSpan] = []
     buffers = encoded.buffers or ()
     for raw in buffers:
@@ -672,18 +673,18 @@ def _with_table(
 # -- decoding -----------------------------------------------------------------------------------
 
 unpickle: Any = pickle.loads
-_restricted = 0  # agents in this process that take data only
+_restricted = 0  # number of agents in this process that take data only
 
 
 def restrict(by: int) -> None:
-    """Note that there is an agent more (1) or less (-1) that takes data only: while there is one, no pickle is opened here."""
+    """Add 1 or -1 to the number of agents that take data only. While there is such an agent, this process loads no pickles."""
     global unpickle, _restricted
     _restricted += by
     unpickle = _refuse_pickle if _restricted else pickle.loads
 
 
 def _refuse_pickle(_body: Any) -> NoReturn:
-    raise RefusedError("a pickle is refused, whatever is in it: this worker takes data only")
+    raise RefusedError("a pickle is refused, whatever it contains: this worker takes data only")
 
 
 def decode(
@@ -694,20 +695,20 @@ def decode(
     context: object = None,
     tensors: list[Any] | None = None,
 ) -> Any:
-    """Rebuild what :func:`encode` was given.
+    """Rebuild the object that :func:`encode` was given.
 
-    Tensors and arrays are built on ``buffers`` without a copy: they must be writable, nobody else's, and stay
-    valid as long as they are referenced. The body is not referenced after the return.
+    Tensors and arrays use the memory of ``buffers`` without a copy. The buffers must be writable, must not be used for
+    anything else, and must stay valid as long as they are referenced. The body is not referenced after the return.
 
     Arguments:
-        definitions: where this message's definitions have been put, and earlier ones are.
-        context: for what registered reducers left in the pickle, see :func:`current_decoding`.
+        definitions: the store with the definitions of this and earlier messages.
+        context: the context for registered reducers, see :func:`current_decoding`.
         tensors: a list to which the plain tensors are appended, in the order of ``Encoded.tensors``.
 
     Raises:
-        UnknownDefinitionError: definitions are missing; nothing has been unpickled yet.
-        ProtocolError: the bytes make no sense.
-        SerializationError: an object cannot be rebuilt here (not importable, or its class says no).
+        UnknownDefinitionError: definitions are missing; nothing was unpickled.
+        ProtocolError: the bytes are not a valid message.
+        SerializationError: an object cannot be rebuilt here (it cannot be imported, or its class raises).
     """
     outer = message.decoding
     decoding = message.decoding = _Decoding(context, definitions, tensors)
@@ -726,9 +727,8 @@ def decode(
         return _decode_table(body, buffers, decoding)
     except RpcError:
         raise
-    except (
-        BaseException
-    ) as error:  # users' classes may raise SystemExit here, which must not end the reader's program
+    # A user's class may raise SystemExit, which must not end the reader's program.
+    except BaseException as error:
         if is_of_handler(error):
             raise
         raise not_rebuilt(error) from error
@@ -737,8 +737,8 @@ def decode(
 
 
 def not_rebuilt(error: BaseException, what: str = "a message") -> RpcError:
-    """Return what says that unpickling has raised ``error``, which is to be its cause."""
-    if isinstance(error, pickle.UnpicklingError):  # all else users' classes may raise as well
+    """Return the exception to raise because unpickling has raised ``error``; the caller sets ``error`` as its cause."""
+    if isinstance(error, pickle.UnpicklingError):  # other errors may come from users' classes
         return ProtocolError(f"{what} cannot be unpickled: {error}")
     if isinstance(error, AttributeError) and "on <module '__main__'" in str(error):
         return SerializationError(
@@ -774,12 +774,12 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
         missing = keys if store is None else store.missing(keys)
         if missing:
             raise UnknownDefinitionError(missing)
-    # Entries and head are one structure, so that a message is packed and unpacked in one go.
+    # Entries and head are one struct, so that one call unpacks them.
     numbers = _tails[stored].unpack_from(body, entries)[: 3 * stored] if stored else ()
     names = bytes(body[names_at:entries])
     decoding.arrived = arrive(numbers, body[length:definitions_at], names, buffers[direct:last])
     if torch.is_inference_mode_enabled():
-        # A caller decodes its own reply, in whatever mode it is: tensors arrive as ordinary ones even so.
+        # The thread of a caller decodes the reply, perhaps in inference mode. The tensors are ordinary ones nevertheless.
         with torch.inference_mode(False):
             return _decode_table(body, buffers, decoding)
     if magic == _DATA:
@@ -791,7 +791,7 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
 
 
 def dumps(obj: object, *, remote_main: bool | None = True) -> bytes:
-    """Encode into bytes that stand by themselves: tensors and definitions are in them.
+    """Encode an object into bytes that contain everything, including tensors and definitions.
 
     Raises:
         SerializationError: a part cannot be sent.
@@ -800,10 +800,10 @@ def dumps(obj: object, *, remote_main: bool | None = True) -> bytes:
 
 
 def defined(cls: type) -> by_value.DefinedClass:
-    """Return a class of the main module with the definition that it has now.
+    """Return a class of the main module together with its present definition.
 
-    Without a definition if the class cannot be sent by value: that does no harm where it is sent by name, and elsewhere
-    sending it raises the error.
+    If the class cannot be sent by value, the definition is None. Such a class can still be sent by name; elsewhere, sending
+    it raises the error.
     """
     pickler = ByValuePickler(
         _Nowhere, _by_value_table, remote_main=False, named={}, refusing=_definition_table
@@ -818,10 +818,10 @@ def defined(cls: type) -> by_value.DefinedClass:
 
 
 def dumper(remote_main: bool | None) -> Callable[[object], bytes]:
-    """Return :func:`dumps` for a peer that runs the same program, that does not, or that takes data only."""
+    """Return :func:`dumps` for a peer that runs the same program (True) or another one (False), or takes data only (None)."""
     return partial(dumps, remote_main=remote_main)
 
 
 def loads(data: bytes | memoryview) -> Any:
-    """Rebuild what :func:`dumps` was given. Raises as :func:`decode` does."""
+    """Rebuild the object that :func:`dumps` was given. Raises as :func:`decode` does."""
     return decode(data, (), definitions=None)

@@ -1,15 +1,15 @@
-"""The data-only mode: messages that can hold data and nothing else.
+"""The data-only mode: messages that contain only data, and cannot make the receiver run code.
 
-Such a message is a row of msgpack values. None, booleans, numbers, texts and bytes stand for themselves; all else is a header,
-which says of what kind it is and how many values it is made of, with these behind it. A table has the kinds, each with a maker
-that checks its values before it makes one thing of them. A function or a class is a text, under which one that is exposed or
-allowed here is found in a table: nothing is imported, no attribute of anything is looked up, and no kind calls a function; only
-the worker does, as the function of a request. All else is refused with :class:`~actorrpc.errors.RefusedError`.
+A message is a sequence of msgpack values. None, booleans, numbers, texts and bytes are written directly. Every other value is a
+header, which has the value's kind and the number of its parts, followed by the parts. A table maps each kind to a maker, which
+checks the parts and makes a value of them. A function or class is sent as a text; the receiver looks it up in the table of
+functions and classes that are exposed or allowed there. Reading a message imports no module, reads no attribute by a name from
+the message, and calls no function; only the function that a request names is called, by the worker. All other values are refused
+with :class:`~actorrpc.errors.RefusedError`. Memory is not allocated from a length that a message announces. An object that
+occurs several times in a message arrives as several objects.
 
-Nothing is made ahead for a length that a message announces. What is one object in several places arrives as several.
-
-The tables are filled when modules are imported (:func:`exposed`, :func:`allow`) and read by the threads that write and read
-messages; each step is one atomic operation of a dictionary. No I/O, no locks.
+The tables are filled at import (:func:`exposed`, :func:`allow`), and read by threads that write or read messages. Each step is
+one atomic operation of a dict. No I/O, no locks.
 """
 
 from __future__ import annotations
@@ -57,24 +57,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 MAX_DEPTH: Final = 100
-"""How deep the values of a message may be nested."""
+"""How deeply values of a message may be nested."""
 
 MAX_SAME_HASH: Final = 1000
-"""How many keys of a dict, or members of a set, may have one hash: each is compared with all of them. A sender can choose the
-hashes of numbers and of tuples, those of texts it cannot."""
+"""How many keys of a dict, or members of a set, may have the same hash: each of them is compared with all others. A sender can
+choose the hashes of numbers and tuples, but not of texts."""
 
 _SALTED: Final = frozenset({str, bytes})
-_AT_ONCE: Final = 256  # keys: other threads run in between, also where the sender has chosen hashes that are looked for long
+_AT_ONCE: Final = 256  # keys hashed in one step; other threads run between two steps
 
 _functions: Final[dict[str, Callable[..., Any]]] = {}
 _allowed: Final[dict[str, type]] = {}
 _errors: Final[dict[str, type[BaseException]]] = {}
-# By a kind, its maker. By a type, or a function that a reducer names, the kind, and what takes one apart.
+# _makers: kind -> maker.
+# _takers: type, or function that a reducer returns -> kind, and the function that returns a value's parts.
 _makers: Final[dict[bytes, Callable[..., Any]]] = {}
 _takers: Final[dict[Any, tuple[bytes, Callable[[Any], Sequence[Any]]]]] = {}
 
 
-# -- what users say -----------------------------------------------------------------------------
+# -- for users -----------------------------------------------------------------------------
 
 
 @overload
@@ -82,9 +83,9 @@ def exposed(function: F) -> F: ...
 @overload
 def exposed(*, name: str) -> Callable[[F], F]: ...
 def exposed(function: Any = None, *, name: str | None = None) -> Any:
-    """Let peers call a function of this worker in the data-only mode. A decorator; changes nothing else.
+    """Let peers call a function of this worker in the data-only mode. A decorator; does not change the function.
 
-    Callers name it as always, by importing it, or by the name given here::
+    Callers import the function, or use the name that is given here::
 
         @exposed
         def score(batch): ...
@@ -94,14 +95,14 @@ def exposed(function: Any = None, *, name: str | None = None) -> Any:
 
         rpc_sync("service", Named("score/2"), (batch,))
 
-    What an exposed function does with its arguments is its own affair: they are data, but any data.
+    The function has to check its arguments: they are data, but peers choose them.
 
     Args:
-        name: for :class:`Named`; the module and the qualified name by default.
+        name: the name for :class:`Named`; by default the module and the qualified name.
 
     Raises:
-        WrongTypeError: it is no function.
-        ConfigError: another function has this name, or it has none that could be sent and none is given.
+        WrongTypeError: it is not a function.
+        ConfigError: another function has this name, or the function cannot be sent by its own name and none is given.
     """
     return partial(_expose, name=name) if function is None else _expose(function, name)
 
@@ -116,20 +117,20 @@ def _expose(function: Any, name: str | None) -> Any:
     if "<" in title and name is None:
         raise ConfigError(f"{function!r} cannot be named by peers: give it a name, exposed(name=...)")
     known = _functions.get(title, function)
-    if known is not function and _title(known) != own:  # else its module was loaded again
+    if known is not function and _title(known) != own:  # an equal title: its module was loaded again
         raise ConfigError(f"{known!r} is exposed under the name {title!r} already")
     _functions[title] = _functions[own] = function
     return function
 
 
 def allow(cls: C) -> C:
-    """Let objects of a class of yours arrive in the data-only mode: a dataclass, a named tuple, an enum. A decorator.
+    """Let objects of a user's class be received in the data-only mode: a dataclass, a named tuple, an enum. A decorator.
 
-    Peers choose the arguments of its constructor and the attributes of its instances, so it must do nothing with
-    either but keep them. Subclasses have to be allowed themselves.
+    Peers choose the arguments of the constructor and the attributes of instances, so the class must only store them.
+    Subclasses have to be allowed themselves.
 
     Raises:
-        WrongTypeError: it is no class, or one that could do more than hold data (callable, a function, a module).
+        WrongTypeError: it is not a class, or its instances do more than hold data (callables, functions, modules).
     """
     if not isinstance(cls, type):
         raise WrongTypeError(f"allow() marks classes, not {cls!r}; functions are for exposed()")
@@ -141,12 +142,12 @@ def allow(cls: C) -> C:
 
 
 class Named:
-    """Stand for a function of another worker, by the name under which it is exposed there.
+    """Stands for a function of another worker, by the name under which that worker exposes it.
 
-    For callers that cannot import it. Any worker finds what it has exposed, in the data-only mode or not.
+    For callers that cannot import the function. Works for all workers, whether in the data-only mode or not.
 
-    Raises (where it is called):
-        RefusedError: nothing is exposed under that name.
+    Raises (at the called worker):
+        RefusedError: no function is exposed under this name.
     """
 
     __slots__ = ("name",)
@@ -157,7 +158,7 @@ class Named:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function that has this name here."""
+        """Call the function that this process exposes under the name."""
         return find_named(self.name)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,20 +169,20 @@ class Named:
 
 
 def find_named(name: str) -> Callable[..., Any]:
-    """Return the function that is exposed here under a name (wire format).
+    """Return the function that this process exposes under a name (wire format).
 
     Raises:
-        RefusedError: there is none.
+        RefusedError: no function is exposed under this name.
     """
     return _found(_functions, name)  # type: ignore[no-any-return]
 
 
-# -- what the package says ----------------------------------------------------------------------
+# -- for this package ----------------------------------------------------------------------
 
 
 def permit_maker(function: Callable[..., Any]) -> None:
-    """Let messages contain what a function of this package makes. It is called while a message is opened, with any data
-    for arguments. For the floors above."""
+    """Let messages contain the results of a function of this package. The function is called while a message is read, with
+    arguments that the peer chose. For modules that this one must not import."""
     _kind(_name_of(function), function, function)
 
 
@@ -192,7 +193,7 @@ def _kind(name: str, make: Callable[..., Any], what: Any = None, take: Callable[
 
 
 def _title(thing: Any) -> str:
-    """Return the name of a function or class; there is a ``<`` in that of one that cannot be imported."""
+    """Return the name of a function or class. A name with ``<`` cannot be imported."""
     return f"{getattr(thing, '__module__', None) or '<none>'}.{getattr(thing, '__qualname__', '<none>')}"
 
 
@@ -207,7 +208,7 @@ def _refuse(what: str) -> NoReturn:
     raise RefusedError(f"{what[:200]} cannot be sent to a worker that takes data only (see SECURITY.md)")
 
 
-# -- makers: each believes nothing ---------------------------------------------------------------
+# -- makers: each checks its arguments ---------------------------------------------------------------
 
 
 def _wrong(what: str) -> NoReturn:
@@ -218,14 +219,14 @@ def _found(table: Mapping[str, Any], name: Any) -> Any:
     if type(name) is not str or name not in table:
         shown = name[:200] if type(name) is str else f"a {type(name).__name__} for a name"
         raise RefusedError(
-            f"{shown} is refused: it is none of what this worker takes. Functions that peers may call are marked with exposed() "
+            f"{shown} is refused: this worker does not take it. Functions that peers may call are marked with exposed() "
             f"there, classes of data with allow()"
         )
     return table[name]
 
 
 def _of(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
-    """Return ``make`` for values of these types, also in tuples."""
+    """Return ``make`` with a check that its arguments have these types, also inside tuples."""
 
     def checked(*values: Any) -> Any:
         for value in values:
@@ -238,7 +239,7 @@ def _of(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
 
 
 def _check_hashes(keys: Sequence[Any]) -> None:
-    """Refuse keys of which too many have one hash; takes about as long for any keys."""
+    """Raise if too many keys have the same hash. Takes about the same time for any keys."""
     if set(map(type, keys)) <= _SALTED:
         return
     different: set[int] = set()
@@ -270,7 +271,7 @@ def _distinct(make: Callable[..., Any], pairs: bool = False) -> Callable[..., An
 
 
 def _attributes(state: Any) -> dict[str, Any]:
-    """Return a state that is a dict of plain attributes; others are an error."""
+    """Return a state if it is a dict of plain attributes, else raise."""
     if type(state) is not dict:
         _wrong(f"a {type(state).__name__} for attributes")
     for name in state:
@@ -301,7 +302,7 @@ def _object(name: Any, new: Any, args: Any, state: Any) -> Any:
 _DTYPE: Final = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SU][1-9]\d{0,5})", re.ASCII)
 
 
-# One text is made past numpy's arrays, which have none that is empty, or ends in zeros.
+# One numpy text is made without numpy.ndarray, which cannot make a text that is empty or ends in zeros.
 _TEXT: Final = re.compile(r"([<>|=]?)([SU])(\d{1,6})", re.ASCII)
 
 
@@ -314,7 +315,7 @@ def _numpy_text(numpy: Any, order: str, kind: str, length: str, memory: Any) -> 
 
 
 def _array(dtype: str, shape: Any, memory: Any) -> Any:
-    """Make an array of numpy, or one number where there is no shape. Nothing is imported: torch has, where it is there."""
+    """Make a numpy array, or a numpy scalar if ``shape`` is None. Imports nothing: torch has imported numpy if it exists."""
     numpy = sys.modules.get("numpy")
     text = _TEXT.fullmatch(dtype) if shape is None else None
     if numpy is None or (text is None and _DTYPE.fullmatch(dtype) is None):
@@ -324,13 +325,13 @@ def _array(dtype: str, shape: Any, memory: Any) -> Any:
     if text is not None:
         return _numpy_text(numpy, text[1], text[2], text[3], memory)
     data = bytearray(memory) if type(memory) is bytes else memory.cpu().numpy()
-    found = numpy.ndarray(shape or (), dtype, data)  # which looks how much is there; nothing is copied
+    found = numpy.ndarray(shape or (), dtype, data)  # checks that there are enough bytes; copies nothing
     if found.shape != (shape or ()) or found.nbytes != memoryview(data).nbytes:
         _wrong(f"{memoryview(data).nbytes} bytes for an array of {shape}")
     if found.dtype.kind == "U":
         points = numpy.ndarray(found.nbytes // 4, f"{dtype[0]}u4", data)
         if points.max(initial=0) > sys.maxunicode:
-            _wrong("an array of texts with what is no character")
+            _wrong("an array of texts with an invalid character")
     return found[()] if shape is None else found
 
 
@@ -366,7 +367,7 @@ def _error_parts(error: Any) -> tuple[Any, ...]:
 
 
 def _object_parts(value: Any) -> tuple[Any, ...]:
-    """Take an object apart as pickle would: whether its class is allowed is known to the receiver."""
+    """Return the parts of an object as pickle would. The receiver checks whether the class is allowed."""
     cls: Any = type(value)
     if isinstance(value, enum.Enum):  # early releases of Python 3.11 pickle it as an attribute of its class
         return _title(cls), False, (value._value_,), None
@@ -381,7 +382,7 @@ def _object_parts(value: Any) -> tuple[Any, ...]:
 
 
 def _apart(value: Any, kind: type, reducers: Mapping[Any, Any]) -> tuple[bytes, Sequence[Any]]:
-    """Return a value's kind, and the values that it is made of."""
+    """Return a value's kind and parts."""
     taker = _takers.get(exceptions.Travel if isinstance(value, BaseException) else kind)
     if taker is not None:
         return taker[0], taker[1](value)
@@ -440,7 +441,7 @@ _fill_tables()
 
 # -- messages ------------------------------------------------------------------------------------
 
-_HEADER: Final = 1  # the extension's number; it has the count in 4 bytes, and the kind
+_HEADER: Final = 1  # number of the msgpack extension: 4 bytes with the number of parts, then the kind
 _ATOMS: Final = frozenset({NoneType, bool, int, float, str, bytes})
 
 
@@ -458,11 +459,14 @@ def _write(value: Any, row: list[Any], reducers: Mapping[Any, Any], depth: int =
 
 
 def dumps(obj: Any, reducers: Mapping[Any, Any]) -> bytes:
-    """Write a message. ``reducers``: by type, what takes an object apart, as pickle's; the functions that they name are kinds.
+    """Write a message.
+
+    Args:
+        reducers: type -> function that reduces an object as in pickle; the functions in its results are kinds.
 
     Raises:
-        RefusedError: something is no data.
-        SerializationError: something cannot be taken apart.
+        RefusedError: a part of the message is not data.
+        SerializationError: an object cannot be reduced.
     """
     row: list[Any] = []
     try:
@@ -498,11 +502,11 @@ def _read(values: Iterator[Any], depth: int = 0) -> Any:
 
 
 def loads(data: Any) -> Any:
-    """Read a message, if it is data.
+    """Read a message.
 
     Raises:
-        RefusedError: it names something that is not in the tables; nothing of it was run.
-        ProtocolError: it makes no sense.
+        RefusedError: it names a kind, function or class that is not in the tables; nothing was run.
+        ProtocolError: it is not valid.
     """
     values = msgpack.Unpacker(
         ext_hook=_header,
@@ -515,7 +519,7 @@ def loads(data: Any) -> Any:
         values.feed(data)
         found = _read(values)
         if values.tell() != len(data):
-            _wrong("more behind its end")
+            _wrong("there are bytes after its end")
         return found
     except RpcError:
         raise

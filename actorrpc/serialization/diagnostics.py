@@ -1,6 +1,6 @@
-"""What cannot be sent: which part of a message it is, and why.
+"""Find the part of a message that cannot be sent, and the reason, for error messages.
 
-Only for the text of errors. Runs on the thread that encodes; calls the reducers of users' classes, as pickle does.
+Runs in the thread that encodes the message, and calls the reducers of users' classes, as pickle does.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ _LEAVES: Final = frozenset(
 
 
 def path_to(obj: object, passes: Callable[[Any], bool]) -> tuple[str, str]:
-    """Return the way to the smallest part of ``obj`` that does not pass, and a remedy.
+    """Return the path to the smallest part of ``obj`` that does not pass, and a remedy.
 
-    The search is bounded, so the way may end before that part. The remedy is empty unless a function or a class refers
-    to the part.
-
-    Looks at the parts that pickle would look at, in its order. Only for error messages.
+    The search is bounded, so the path may end before that part. The remedy is empty unless a function or a class refers
+    to the part. Parts are searched in pickle's order.
     """
     steps: list[tuple[str, str]] = []
     seen = {id(obj)}
-    kept = []  # parts may be made on the way: kept, lest another takes over its id
+    kept = []  # references to temporary parts, so that no other object gets the same id
     probes = 0
     here: Any = obj
     remedy = ""
@@ -57,7 +55,7 @@ def path_to(obj: object, passes: Callable[[Any], bool]) -> tuple[str, str]:
             seen.add(id(part))
             kept.append(part)
             if not passes(part):
-                # What pickle wraps the parts in (a tuple of arguments) is no step of its own.
+                # A tuple of arguments that pickle adds is not a step of the path.
                 steps.append((kind, name))
                 if isinstance(here, (types.FunctionType, type)):
                     remedy = _REMEDY
@@ -116,7 +114,7 @@ def _parts(obj: Any) -> _Parts:
     elif isinstance(obj, types.MethodType):
         yield "method ", obj.__func__.__qualname__, obj.__func__
         yield "its object ", type(obj.__self__).__qualname__, obj.__self__
-    if isinstance(obj, (type, torch.Tensor)):  # what a tensor's bytes lie in is nothing that its user sent
+    if isinstance(obj, (type, torch.Tensor)):  # a tensor's storage is not an object that the user sent
         for name, value in vars(obj).items():
             yield "attribute", name, value
     elif not isinstance(obj, (types.FunctionType, types.MethodType)):
@@ -126,14 +124,14 @@ def _parts(obj: Any) -> _Parts:
 def _parts_of_state(obj: Any) -> _Parts:
     try:
         reduced = obj.__reduce_ex__(5)
-    except Exception as error:  # then it is this object itself, and what it raised is the cause
+    except Exception as error:  # this object itself cannot be reduced, and its error is the cause
         if is_of_handler(error):
             raise
         return
     if not isinstance(reduced, tuple):
         return
     if reduced[0] is not _newobj:
-        # What this package wraps around users' objects is nothing that they know of.
+        # Users do not know the objects that this package wraps around their own.
         ours = type(obj).__module__.startswith(_PACKAGE)
         for value in reduced[1]:
             yield ("", "", value) if ours else ("part ", f"of {type(obj).__qualname__}", value)
@@ -154,7 +152,7 @@ def _parts_of_state(obj: Any) -> _Parts:
 
 
 def describe(error: BaseException) -> str:
-    """Say why something cannot be pickled, without pickle's habit of quoting the object at length."""
+    """Say why an object cannot be pickled, without quoting the whole object as pickle does."""
     text = str(error)
     if isinstance(error, SerializationError):
         return text

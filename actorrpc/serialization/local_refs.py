@@ -1,7 +1,7 @@
-"""Holders: what a copy of an object keeps as it is, because it cannot be copied.
+"""Copies of objects inside one process: the holder keeps the references in an object, because references cannot be copied.
 
-A reference (an RRef, an ObjectRef, the handle of an actor) in an object that is encoded for a :class:`LocalReferences`
-does not become bytes: its reducer gives it to the holder, and every decoding takes the same reference from there.
+When an object is encoded for a :class:`LocalReferences`, a reference in it (an RRef, an ObjectRef, an actor's handle) is not
+pickled. Its reducer stores it in the holder, and each decoding returns the same reference from there.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["LocalReferences", "take"]
 class LocalReferences:
     """The context of an encoding that stays in this process: see :func:`codec.current_encoding`.
 
-    Reducers of references ask ``isinstance(codec.current_encoding(), LocalReferences)`` and return what :meth:`hold` gives.
-    Used by one thread while encoding; after that only read.
+    Reducers of references check ``isinstance(codec.current_encoding(), LocalReferences)`` and return the result of :meth:`hold`.
+    Used by one thread while encoding; after that it is only read.
 
     Attributes:
-        objects: what is held, in the order in which it was met.
+        objects: the references, in the order in which they were encoded.
     """
 
     __slots__ = ("objects",)
@@ -32,16 +32,16 @@ class LocalReferences:
         self.objects: list[Any] = list(objects)
 
     def hold(self, obj: Any) -> tuple[Callable[[int], Any], tuple[int]]:
-        """Keep an object, and return how to pickle its place."""
+        """Store a reference, and return its reduction: a call of :func:`take` with its index."""
         self.objects.append(obj)
         return take, (len(self.objects) - 1,)
 
 
 def take(index: int) -> Any:
-    """Return what is held at a place (named in pickles).
+    """Return the reference with this index (wire format).
 
     Raises:
-        ProtocolError: nothing is being decoded that holds anything, or it does not hold as much.
+        ProtocolError: the object that is being decoded has no such reference.
     """
     holder = codec.current_decoding()
     if not isinstance(holder, LocalReferences) or not 0 <= index < len(holder.objects):

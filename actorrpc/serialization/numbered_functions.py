@@ -1,13 +1,13 @@
-"""Functions that a worker is called with again and again, under numbers in place of their names.
+"""Numbers for functions that one worker calls repeatedly on another.
 
-The name of a function costs a small call a tenth of its time: the caller's pickler imports the module to see that the name means
-the function, and the callee's imports it to find that. So a call of a function that has no number yet carries one beside the name
-(it *introduces* the function); once such a call is answered, the worker knows the number, and further calls carry that alone. The
+The name of a function takes a tenth of the time of a small call: pickle checks at the caller that the name means the function,
+and imports it at the callee. Therefore the first call of a function carries a number in addition to the name (the call
+*introduces* the function). Once such a call was answered, the callee knows the number, and later calls carry only the number. The
 order in which calls arrive does not matter.
 
-A number stands for a name, never for what the name meant: the callee looks it up in its module at each call, as it would without,
-and the caller uses the number only while the name means the function in its own process. Only functions that would travel by name
-have one, and nobody has one at workers that take data only.
+A number stands for a name. The callee looks the name up in its module at each call, as for a call by name, and the caller only
+uses the number while the name means the function in its own process. Only functions that are sent by name get numbers. Workers
+that take data only use no numbers.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from actorrpc.serialization import by_value, codec
 __all__ = ["MOST", "NumberedFunctions"]
 
 MOST: Final = 1024
-"""Numbers that one worker gives at another one; functions beyond them go by name."""
+"""How many numbers one worker uses towards another; all further functions are sent by name."""
 
 _modules: Final = sys.modules
 
 
 class NumberedFunctions:
-    """The numbers between this worker and one other, in both directions. Thread-safe: each step is one of a dict's.
+    """The numbers between this worker and one other, in both directions. Thread-safe: each step is one operation of a dict.
 
     Attributes:
-        numbers: of the functions that this worker calls, those that the other one knows.
-        names: of the functions that the other one calls: module and name.
+        numbers: function that this worker calls -> its number, if the other worker knows the number.
+        names: number that the other worker uses -> module and name of the function.
     """
 
     __slots__ = ("_count", "_introduced", "names", "numbers")
@@ -45,10 +45,10 @@ class NumberedFunctions:
         self._count = itertools.count()
 
     def introduce(self, function: FunctionType, same_main: bool | None) -> Any:
-        """Return what a call carries of a function whose number is not known, or may not be used: number and name, or itself.
+        """Return what to send for a function whose number the callee does not know: number and name, or the function.
 
         Args:
-            same_main: whether the other worker runs the same program; None where it takes data only.
+            same_main: whether the other worker runs the same program; None if it takes data only.
         """
         if same_main is None or not _goes_by_name(function, same_main):
             self._introduced.pop(function, None)
@@ -63,17 +63,17 @@ class NumberedFunctions:
         return number, function.__module__, function.__name__
 
     def sent(self, function: Any) -> Any:
-        """Return what stands for a function where it cannot be introduced: its number, or the function."""
+        """Return what to send for a function in a message that cannot introduce it: its number if known, or the function."""
         if type(function) is not FunctionType or by_value.modules or not _is_named(function):
             return function
         return self.numbers.get(function, function)
 
     def learn(self, introduced: tuple[Any, ...]) -> Any:
-        """Take what a call carries of a function that it introduces; return the function.
+        """Store the number and name of a function that a call introduces; return the function.
 
         Raises:
-            ProtocolError: that makes no sense.
-            Exception: the name means nothing here.
+            ProtocolError: ``introduced`` is not valid.
+            Exception: this process has no function of this name.
         """
         if tuple(map(type, introduced)) != (int, str, str) or not 0 <= introduced[0] < MOST:
             raise ProtocolError("a call does not say which function it is of")
@@ -82,11 +82,11 @@ class NumberedFunctions:
         return self.find(number, "")
 
     def find(self, number: int, who: str) -> Any:
-        """Return the function of a number.
+        """Return the function with this number.
 
         Raises:
-            ProtocolError: it has not been introduced.
-            Exception: the name means nothing here; what a call by name would raise.
+            ProtocolError: it was not introduced.
+            Exception: this process has no function of this name; the exception that a call by name would raise.
         """
         known = self.names.get(number)
         if known is None:

@@ -145,7 +145,7 @@ _PARAMETERS: Final = ("bound", "covariant", "contravariant", "infer_variance")
 
 
 def complete_model(cls: type) -> None:
-    """Have pydantic finish a model class whose annotations it could not resolve when the class was made.
+    """Make pydantic finish a model class whose annotations it could not resolve when the class was made.
 
     The first use of the class would finish it, too. But pickles of unfinished models cannot be loaded, and the receiver does not
     have the names that the annotations mention.

@@ -1,12 +1,12 @@
-"""Tensors outside of the pickle: which bytes of which storage travel, and how a tensor is built on them.
+"""Tensors outside of the pickle: which bytes of which storage are sent, and how the receiver builds tensors on them.
 
-A tensor is reduced to a few integers (storage, dtype, offset, sizes, strides); its bytes stay where they
-are until the message is written, as :class:`TensorSpan` objects. Of a storage, only the bytes that the message's tensors
-use are sent (:mod:`actorrpc.serialization.blocks`), and tensors that overlap share memory again on arrival.
-:func:`tensor` and its neighbours are named in pickles: their names and arguments are the wire format.
+A tensor is reduced to a few integers (storage, dtype, offset, sizes, strides). Its bytes stay in place as :class:`TensorSpan`
+objects until the message is written. Of a storage, only the bytes that the message's tensors use are sent
+(:mod:`actorrpc.serialization.blocks`), and tensors that overlap share memory again at the receiver. Pickles contain the names of
+:func:`tensor` and the functions next to it: names and arguments are the wire format.
 
-Runs on whichever thread encodes or decodes; what belongs to one message hangs on the thread-local
-:data:`message`. Never does I/O, and never reads or builds beyond a storage's end, whatever the peer sent.
+Runs in any thread that encodes or decodes. The state of one message is in the thread-local :data:`message`. Does no I/O, and
+never reads or builds beyond a storage's end, whatever the peer sent.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ __all__ = [
     "tensor_reducers",
 ]
 
-INLINE_BYTES: Final = 4096  # tensors up to this size ride in the body: a copy is cheaper than a section
-# Of the small tensors of a message the first few are written each by itself, and of further ones the first few of a layout. Those
-# behind them are stacked, which pays from three members on.
+INLINE_BYTES: Final = 4096  # tensors up to this size are part of the body: a copy is cheaper than a section
+# The first _FEW small tensors of a message, and the first _ALIKE of each layout, are pickled one by one. Further small tensors
+# are stacked, which is faster from three members on.
 _FEW: Final = 8
 _ALIKE: Final = 3
-_PORTION: Final = (
-    16 << 10
-)  # bytes of a stack: not more than these does a tensor keep that is kept when its neighbours are not
-_AT_ONCE: Final = 32 << 10  # elements: of fewer, torch makes a stack on the calling thread alone
-_PINNED: Final = 64 << 10  # from so many bytes on, what comes from a GPU goes into pinned memory
+# Bytes of a stack that share memory at the receiver: a tensor that outlives its neighbours keeps at most so much memory alive.
+_PORTION: Final = 16 << 10
+_AT_ONCE: Final = 32 << 10  # elements: with fewer, torch makes a stack in the calling thread alone
+_PINNED: Final = 64 << 10  # data from a GPU of at least this many bytes is copied into pinned memory
 _ALIGN: Final = 16  # blocks that share a span start on a multiple of the widest element
 # If storages of a message are sent in several blocks each, these blocks are copied into one span. The first _OWN_SPANS blocks of
 # each storage that have no gaps and at least _OWN_SPAN bytes are left out: each of them is a span of its own.
@@ -57,9 +56,9 @@ _OWN_SPANS: Final = 64
 _CONJ: Final = 1 << 8
 _NEG: Final = 1 << 9
 _GRAD: Final = 1 << 10
-_OFF_CPU: Final = 1 << 11  # never on the wire: tells `_describe` to look up the target device
+_OFF_CPU: Final = 1 << 11  # never sent: tells `_describe` to look up the target device
 
-# Position is the code on the wire: append only. A torch too old for one of them cannot receive it.
+# The position is the code that is sent: append only. A torch that is too old for a dtype cannot receive it.
 _NAMES: Final = (
     *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
     *("complex32", "complex64", "complex128", "bool", "bfloat16", "uint16", "uint32", "uint64"),
@@ -69,7 +68,7 @@ _NAMES: Final = (
 _CODES: Final[dict[torch.dtype, int]] = {
     getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)
 }
-_QUANTISED: Final = _NAMES.index("qint8")  # codes from here on are only storages, never plain tensors
+_QUANTISED: Final = _NAMES.index("qint8")  # from here on, codes are of storages only, not of plain tensors
 
 
 class _Dtypes(dict[int, torch.dtype]):
@@ -81,17 +80,17 @@ class _Dtypes(dict[int, torch.dtype]):
 
 _OF_STORAGES: Final = _Dtypes({code: d for d, code in _CODES.items()})
 _STRIDED: Final = _Dtypes({code: d for code, d in _OF_STORAGES.items() if code < _QUANTISED})
-_COMMON: Final = _NAMES.index("bfloat16")  # what torch stacks, in all of its versions: up to here,
-_COMPLEX_HALF: Final = _NAMES.index("complex32")  # but not without a warning
+_COMMON: Final = _NAMES.index("bfloat16")  # all versions of torch can stack the dtypes up to here,
+_COMPLEX_HALF: Final = _NAMES.index("complex32")  # but for this one they warn
 
 
 def _find_arrays() -> tuple[Any, dict[torch.dtype, Any]]:
-    """Return numpy's function that makes an array on a buffer, and torch's dtypes that arrays have; none without numpy."""
+    """Return numpy's frombuffer(), and the numpy dtypes of torch's dtypes; nothing if numpy is missing."""
     try:
-        import numpy  # noqa: PLC0415 - torch does without as well
+        import numpy  # noqa: PLC0415 - torch works without numpy
 
         torch.from_numpy(numpy.zeros(1))
-    except (ImportError, RuntimeError):  # the latter: torch was built for another numpy
+    except (ImportError, RuntimeError):  # RuntimeError: torch was built for another numpy
         return None, {}
     names = _NAMES[:_COMMON]
     return numpy.frombuffer, {
@@ -103,7 +102,7 @@ _frombuffer, _ARRAYS = _find_arrays()
 
 
 class _Message(threading.local):
-    """What this thread is encoding and decoding: the innermost of each; codec.py keeps the stack."""
+    """The innermost messages that this thread is encoding and decoding; codec.py restores the outer ones."""
 
     encoding: Any = None
     decoding: Any = None
@@ -124,11 +123,11 @@ class _PyBuffer(ctypes.Structure):
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.c_void_p),
         ("len", ctypes.c_ssize_t),
-        ("rest", ctypes.c_byte * 56),  # shape, strides and so on: not for us
+        ("rest", ctypes.c_byte * 56),  # shape, strides and so on, which are not needed
     ]
 
 
-# Prototypes of our own: attributes of `ctypes.pythonapi` belong to everyone in the process.
+# Own prototypes: attributes of `ctypes.pythonapi` are shared by all code of the process.
 _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -144,9 +143,9 @@ _copy_out, _copy_writable = (
 
 
 class TensorSpan:
-    """A range of memory that leaves as it is: ``keep`` keeps it alive as long as the span lives.
+    """A range of memory that is sent without a copy. ``keep`` keeps the memory alive while the span lives.
 
-    The bytes are those at the time of reading: a sender that sends later than it returns to the caller copies.
+    The bytes are read when the message is written. A sender that returns to its caller before that copies them first.
     """
 
     __slots__ = ("address", "keep", "nbytes")
@@ -158,7 +157,7 @@ class TensorSpan:
 
     @classmethod
     def of(cls, data: Any) -> TensorSpan:
-        """Return the span of a contiguous buffer; it cannot be resized while the span lives."""
+        """Return the span of a contiguous buffer. The buffer cannot be resized while the span lives."""
         view = memoryview(data)
         found = _PyBuffer()
         _get_buffer(view, ctypes.byref(found), 0)
@@ -168,7 +167,7 @@ class TensorSpan:
             _release_buffer(ctypes.byref(found))
 
     def view(self) -> memoryview:
-        """Return a read-only view, valid only while the span is kept."""
+        """Return a read-only view, which is only valid while the span is referenced."""
         view: memoryview = _memory_view(self.address, self.nbytes, _READ)
         return view
 
@@ -178,14 +177,13 @@ class TensorSpan:
 
 ENTRY: Final = "BQQ"  # one block in the table: kind, bytes that are sent, offset in the sender's storage
 _IN_BODY: Final = 1
-_COMPACT: Final = 2  # the bytes are the one tensor's elements in order; its strides are meaningless
-_PLACED: Final = 4  # goes to a device: its name is in the list of names
-_GATHERED: Final = (
-    8  # the bytes follow those of the last gathered block, in the one buffer of all gathered blocks
-)
-_PITCHED: Final = (
-    16  # the rows are sent closer together than they lie at the sender; a _PITCH entry says how close
-)
+# The bytes are the elements of the block's only tensor, in order; its strides are ignored.
+_COMPACT: Final = 2
+_PLACED: Final = 4  # sent to a device, whose name is in the list of names
+# The bytes follow those of the last gathered block, in the one buffer of all gathered blocks.
+_GATHERED: Final = 8
+# The rows are closer together in the message than at the sender; a _PITCH entry has both distances.
+_PITCHED: Final = 16
 # The second and further tensors of a block have entries that hold the number of an earlier entry in place of the size.
 _SAME: Final = 32  # the number of a tensor that overlaps this one
 _BESIDE: Final = 64  # the number of the block's first tensor, which does not overlap this one
@@ -194,22 +192,22 @@ _PITCH: Final = 128
 
 
 _FREED: Final = "a tensor's storage was freed or resized: it has no bytes to send"
-# For `map`: what all tensors of a list are asked.
+# Functions for `map`.
 _untyped_storage, _storage_offset = torch.Tensor.untyped_storage, torch.Tensor.storage_offset
 _nbytes, _cdata = torch.UntypedStorage.nbytes, attrgetter("_cdata")
 
 
 class SharedStorageError(Exception):
-    """Two tensors of a message share memory, and one of them is in the pickle: all are to be in the table."""
+    """Two tensors of a message share memory, and the bytes of one are in the pickle. The table must hold all tensors."""
 
 
-# A tensor of a message, as a list (an object costs a third of a microsecond): its storage, the range [low, high) of the
+# A tensor of a message, as a list (an object would cost a third of a microsecond): its storage, the range [low, high) of the
 # storage that it uses, in bytes, whether it is contiguous, the tensor itself (None: the whole storage is sent), the device at
-# the receiver, and the block that is sent for it, once that is known and differs from the range.
-# A stack takes the place of a storage, and then the stack's bytes do. A tensor that is sent in the block of an earlier tensor
-# has the number of that tensor in place of the storage, and the kind of its entry in place of low.
+# the receiver, and the block that is sent for it, if that was computed and differs from the range.
+# For a stack, the first item is the _Stack, and later the stack's bytes. For a tensor that is sent in the block of an earlier
+# tensor, it is the number of that tensor, and low is the kind of its entry.
 _STORAGE, _LOW, _HIGH, _CONTIGUOUS, _TENSOR, _DEVICE, _BLOCK = range(7)
-# Elements are copied as these, by their size: whatever dtype they have, every bit arrives.
+# Dtypes, by element size, with which elements are copied: they keep every bit.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -221,7 +219,7 @@ class Outgoing:
         embedded: the storages whose bytes are in the pickle already.
 
     Attributes:
-        cpu: the receiver's device for what is on the CPU; empty where it stays there.
+        cpu: the receiver's device for CPU tensors; empty if they stay on the CPU.
     """
 
     __slots__ = ("_device_map", "_embedded", "_shared", "by_storage", "cpu", "pieces")
@@ -245,8 +243,8 @@ class Outgoing:
         is_contiguous: bool,
         off_cpu: int,
     ) -> int:
-        """Note that ``t`` (None: something unknown) uses [low, high) of a storage, all of it or with gaps; return its number."""
-        key = storage._cdata  # the storage is kept by its piece, so the number stays its own
+        """Record that ``t`` (None: unknown) uses the range [low, high) of a storage, without or with gaps; return its number."""
+        key = storage._cdata  # the tensor's entry keeps the storage alive, so its id is not reused
         number = len(self.pieces)
         first = self.by_storage.setdefault(key, number)
         if first == number:
@@ -260,10 +258,10 @@ class Outgoing:
         return number
 
     def target(self, device: torch.device) -> str:
-        """Return the receiver's device for one of ours.
+        """Return the receiver's device for a device of this process.
 
         Raises:
-            SerializationError: the device map does not name it.
+            SerializationError: the device map does not have the device.
         """
         target = self._device_map.get(str(device)) if self._device_map else None
         if target is None:
@@ -275,11 +273,11 @@ class Outgoing:
         return target
 
     def close_stacks(self) -> None:
-        """Copy what is in stacks, having looked at the storages of all of it at once: at each by itself takes a third longer.
+        """Copy the tensors of stacks, after checking all their storages in one pass, which takes two thirds of the time.
 
         Raises:
-            SharedStorageError: one of them is another tensor's as well.
-            SerializationError: a storage is shorter than its tensor says (it was freed or resized).
+            SharedStorageError: a storage is also used by another tensor of the message.
+            SerializationError: a storage is shorter than its tensor (it was freed or resized).
         """
         keys = set(self._embedded)
         expected = len(keys)
@@ -301,10 +299,10 @@ class Outgoing:
                 piece[_STORAGE] = _joined(piece[_STORAGE].members)
 
     def finish(self, spans: list[TensorSpan], inline: bool) -> tuple[list[int], bytes, bytes]:
-        """Append to ``spans`` what travels by itself; return the table's numbers, inline bytes, device names.
+        """Append the memory that is sent as spans of its own; return the table's numbers, inline bytes, device names.
 
         Raises:
-            SerializationError: a storage is shorter than its tensors say (it was freed or resized).
+            SerializationError: a storage is shorter than its tensors (it was freed or resized).
         """
         numbers: list[int] = []
         pitches: list[int] = []
@@ -313,9 +311,8 @@ class Outgoing:
         apart = {block for tensors in self._shared.values() for block in self._divide(tensors)}
         if inline or sum([block.size for block in apart]) <= INLINE_BYTES:
             apart = set()
-        gathered: list[
-            tuple[int, int, int, object]
-        ] = []  # where in the span, from where, size, what keeps it there
+        # Offset in the shared span, address, size, and the object that keeps the memory alive.
+        gathered: list[tuple[int, int, int, object]] = []
         gathered_size = 0
         for number, piece in enumerate(self.pieces):
             storage, low, high, contiguous, t, device, block = piece
@@ -424,22 +421,22 @@ def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _on_cpu(t: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor, or its copy on the CPU where it is on another device.
+    """Return a contiguous tensor itself, or a copy on the CPU if it is on another device.
 
-    Pinned memory, which torch keeps for the next copy, spares most of what a large one costs: 256 MiB of an H100 take 149 ms
-    into fresh memory, 5 ms into pinned memory.
+    The copy uses pinned memory, which torch reuses. For 256 MiB from an H100, a copy into fresh memory takes 149 ms, into pinned
+    memory 5 ms.
     """
     if t.is_cuda and t.nbytes >= _PINNED:
         try:
             pinned = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
-        except RuntimeError:  # the system has no more memory to pin
+        except RuntimeError:  # the system cannot pin more memory
             return t.cpu()
         return pinned.copy_(t)
     return t.cpu()
 
 
 def _joined(members: list[torch.Tensor]) -> bytes:
-    """Return the bytes of tensors of one layout, one after the other."""
+    """Return the concatenated bytes of tensors of one layout."""
     parts = []
     most = (_AT_ONCE - 1) // members[0].numel()
     for at in range(0, len(members), most):
@@ -449,10 +446,10 @@ def _joined(members: list[torch.Tensor]) -> bytes:
 
 
 def settle() -> None:
-    """Wait until tensors that were made on the current streams are whole, where these are not the default ones.
+    """Wait for the current streams if they are not the default streams.
 
-    For what other threads take up: they use the default streams, which wait for no other. A message needs none of that: its
-    bytes are copied on the streams of the thread that sends it.
+    Call this before other threads use tensors made here: they use the default streams, which do not wait for others. Messages
+    do not need it: the thread that sends a message copies the bytes on its own streams.
     """
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
@@ -462,24 +459,24 @@ def settle() -> None:
 
 
 def _raw(t: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's elements as they lie in memory: no autograd, no conjugate or negative bit."""
+    """Return the tensor with its elements as in memory: without autograd, conjugate bit and negative bit."""
     plain = torch.empty(0, dtype=t.dtype, device=t.device)
     return plain.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
 
 
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_MKLDNN: Final[torch.layout] = getattr(torch, "_mkldnn")  # noqa: B009 - torch's stubs do not know it
+_MKLDNN: Final[torch.layout] = getattr(torch, "_mkldnn")  # noqa: B009 - missing in torch's stubs
 
 _dispatch_keys = torch._C._dispatch_keys
-# torch's compiler knows tensors that are alike by it. It is no public part of torch: without it, nothing is stacked.
+# torch's compiler uses these guards to compare tensors. They are not public; without them, no tensors are stacked.
 _guards: Final[Any] = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Final[Any] = getattr(_guards, "TensorGuards", None)
-_unbind_copy: Final[Any] = torch.unbind_copy  # torch's stubs say that it returns nothing
-_PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> the flags that all of its tensors share
+_unbind_copy: Final[Any] = torch.unbind_copy  # torch's stubs declare no return value
+_PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> the flags that all tensors with this set share
 
 
 def _flags(t: torch.Tensor) -> int:
-    """Return the flags that all tensors of this dispatch key set share, or -1 for special layouts."""
+    """Return the flags shared by all tensors of this dispatch key set, or -1 for special layouts."""
     plain = (
         t.layout is torch.strided
         and not (t.is_quantized or t.is_nested or t.is_meta or t._is_zerotensor())
@@ -502,7 +499,7 @@ def _outgoing() -> Outgoing:
 def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[Any, ...]:
     """Return the arguments with which :func:`tensor` rebuilds a strided tensor.
 
-    One without elements has a device, or -1 for the CPU, in place of the number of its storage.
+    A tensor without elements has its device, or -1 for the CPU, in place of the number of its storage.
     """
     stride = t.stride()
     offset: Any = t.storage_offset()
@@ -510,7 +507,7 @@ def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[Any, ...]:
     size = t.itemsize
     count = t.numel()
     if count == 0:
-        # Nothing of a storage is needed; no code below has to think of empty ranges.
+        # No bytes of the storage are needed, and the code below never gets an empty range.
         offset = 0
         index = out.target(t.device) if flags & _OFF_CPU else out.cpu or -1
     elif t.is_contiguous():
@@ -528,7 +525,7 @@ def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[Any, ...]:
 
 
 def _part(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
-    """Describe a plain tensor that is a part of another one."""
+    """Describe a plain tensor that is a component of another tensor."""
     t = t.detach()
     flags = _flags(t)
     if flags < 0:
@@ -547,7 +544,7 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     if stacks:
         try:
             shape = t.shape
-        except RuntimeError:  # a nested tensor has none
+        except RuntimeError:  # nested tensors have no shape
             shape = None
         for fits, append, rebuild in stacks.get(shape, ()):
             if fits(t) and not t.__dict__:
@@ -561,16 +558,16 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     encoding.tensors.append(t)
     made: tuple[Any, ...] | None = None
     if flags == 0 and encoding.embeds and 0 < (size := t.nbytes) <= INLINE_BYTES and t.is_contiguous():
-        # By its bytes: most messages with a tensor need no table then.
+        # Put the bytes into the pickle: then most messages with a tensor need no table.
         storage = t.untyped_storage()
-        key = storage._cdata  # the storage is kept by its tensor, which the message keeps
+        key = storage._cdata  # the message keeps the tensor and its storage alive, so the id is not reused
         if key in encoding.embedded:
             raise SharedStorageError
         out, shape = encoding.outgoing, t.shape
         if (
             (out is None or key not in out.by_storage)
             and t.storage_offset() * t.itemsize + size <= storage.nbytes()
-            # Any step will do where there is one element.
+            # A dimension of one element may have any stride.
             and (1 not in shape or t.stride() == _packed(shape))
         ):
             code = _CODES[t.dtype]
@@ -593,7 +590,7 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _packed(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, as torch makes them."""
+    """Return the strides that torch gives to a contiguous tensor."""
     strides = [1]
     for n in shape[:0:-1]:
         strides.append(strides[-1] * n)
@@ -601,10 +598,10 @@ def _packed(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Stack:
-    """Small tensors of a message that are alike: their bytes lie behind the pickle, one after the other.
+    """Small tensors of equal layout; their bytes are stored one after the other, behind the pickle.
 
-    In the pickle it is an iterator, and each of its tensors what ``next`` takes from that: always the same pair, which the
-    pickle has once, and refers to.
+    The stack is pickled as an iterator. Each of its tensors is pickled as ``next(iterator)``: always the same reduction, so
+    the pickle contains it once and then refers to it.
     """
 
     __slots__ = ("_layout", "members")
@@ -618,7 +615,7 @@ class _Stack:
 
 
 def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -> tuple[Any, ...] | None:
-    """Begin a stack with a tensor; return what it is reduced to, or None for the first few that are like it."""
+    """Start a stack with a tensor; return the tensor's reduction. Returns None for the first tensors of a layout."""
     layout = code, shape
     alike = encoding.layouts.get(layout, 0)
     if alike < _ALIKE or _TensorGuards is None or _is_altered() or torch.is_autocast_enabled("cpu"):
@@ -628,7 +625,7 @@ def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -
     stack = _Stack(len(pieces), code, shape)
     pieces.append([stack, 0, 0, True, None, "", None])
     stack.members.append(t)
-    # One step of torch's compares all that matters: the kind of tensor, its dtype, sizes, strides, whether it requires grad.
+    # One call compares all relevant properties: the kind of tensor, dtype, sizes, strides, and whether it requires grad.
     fits = _TensorGuards(t, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     rebuild = next, (stack,)
     encoding.stacks.setdefault(shape, []).append((fits, stack.members.append, rebuild))
@@ -636,7 +633,7 @@ def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -
 
 
 def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
-    """Reduce a tensor whose elements do not simply lie in one storage."""
+    """Reduce a tensor that is not just a strided view of one storage."""
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         raise SerializationError("a tensor inside torch.func (vmap, grad, ...) cannot be sent")
     if not t.is_nested and any(getattr(t, "names", ())):
@@ -662,7 +659,7 @@ def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
         return meta, (_CODES[t.dtype], tuple(t.shape), t.stride(), t.storage_offset(), grad)
     if t._is_zerotensor():
         return tensor, _describe(out, torch.zeros(t.shape, dtype=t.dtype), _GRAD * grad)
-    # Quantised tensors: torch reduces them to their whole storage, whose bytes our reducers take out of the pickle.
+    # Quantised tensors: torch reduces them to their whole storage, which our reducers put outside of the pickle.
     if t.nbytes < t.untyped_storage().nbytes():
         t = t.clone()
     reduced: tuple[Any, ...] = t.__reduce_ex__(5)
@@ -677,7 +674,7 @@ def _reduce_parameter(p: torch.nn.Parameter) -> tuple[Any, ...]:
         message.encoding.tensors.append(p)
         rebuild = (parameter, (p.requires_grad, *_describe(out, p, flags)))
     else:
-        # The data travels as a tensor of its own, which pickle has to keep alive: hence in the arguments.
+        # The data is a tensor of its own. It is an argument, so that the pickler keeps it alive.
         rebuild = (torch.nn.Parameter, (p.detach(), p.requires_grad))
     return (*rebuild, p.__dict__, None, None, set_attributes) if p.__dict__ else rebuild
 
@@ -697,7 +694,7 @@ def _reduce_typed(storage: torch.TypedStorage) -> tuple[Any, ...]:
 
 
 def tensor_reducers() -> dict[type, Any]:
-    """Return the reducers of tensors and what is made of them, by exact type."""
+    """Return the reducers of tensors, parameters and storages, by exact type."""
     return {
         torch.Tensor: _reduce_tensor,
         torch.nn.Parameter: _reduce_parameter,
@@ -706,7 +703,7 @@ def tensor_reducers() -> dict[type, Any]:
     }
 
 
-# -- coming in ----------------------------------------------------------------------------------
+# -- decoding ----------------------------------------------------------------------------------
 
 
 # An entry of a message being decoded, as a list: a writable buffer, the buffer's offset in the sender's storage, kind, device,
@@ -716,7 +713,7 @@ _DATA, _START, _KIND, _PLACE, _FIRST, _ROWS, _BLOCK_OF = range(7)
 
 
 def arrive(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> list[list[Any]]:
-    """Bring a message's table of storages and its buffers together.
+    """Combine a message's table of storages with its buffers.
 
     Raises:
         ProtocolError: they do not fit.
@@ -743,7 +740,7 @@ def arrive(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> 
             device, names = names[1:last].decode(), names[last:]
         data: Any
         if kind & _IN_BODY:
-            data = bytearray(small[at : at + size])  # the body is not ours to write into, or to keep
+            data = bytearray(small[at : at + size])  # a copy: the body must not be written to or kept
             at += size
         elif kind & _GATHERED:
             if gathered is None:
@@ -771,7 +768,7 @@ def _writable(buffer: Any) -> memoryview:
 
 
 def _joined_entry(arrived: list[list[Any]], number: int, kind: int) -> list[Any]:
-    """Return the entry of a tensor that is in a block with an earlier one."""
+    """Return the entry of a tensor in the block of an earlier tensor."""
     if number >= len(arrived):
         raise ProtocolError(f"a tensor that shares memory with tensor {number} of {len(arrived)}")
     earlier = arrived[number]
@@ -793,7 +790,7 @@ def _piece(index: int) -> list[Any]:
 def _placing(device: str) -> Iterator[None]:
     try:
         yield
-    except (AssertionError, RuntimeError) as error:  # the former where this torch was built without CUDA
+    except (AssertionError, RuntimeError) as error:  # AssertionError: torch was built without CUDA
         raise SerializationError(f"a tensor for {device} cannot be put there: {error}") from error
 
 
@@ -812,7 +809,7 @@ def _storage(piece: list[Any]) -> torch.UntypedStorage:
 
 
 def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:
-    """Build a strided tensor; nothing that the peer wrote is believed."""
+    """Build a strided tensor; checks all numbers, because the peer chose them."""
     dtype = _STRIDED[code & 0xFF]
     rank = len(geometry) >> 1
     shape, stride = geometry[:rank], geometry[rank:]
@@ -822,7 +819,7 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
         with _placing(device := "cpu" if index == -1 else str(index)):
             return _marked(torch.empty_strided(shape, stride, dtype=dtype, device=device), code)
     arrived: list[list[Any]] = message.decoding.arrived
-    piece = arrived[index] if 0 <= index < len(arrived) else _piece(index)  # the latter raises
+    piece = arrived[index] if 0 <= index < len(arrived) else _piece(index)  # _piece() raises
     data, low, kind, device, first, rows, block = piece
     size = dtype.itemsize
     start = offset * size - low
@@ -839,14 +836,14 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
         if n <= 0 or step < 0:
             raise ProtocolError(f"a tensor of sizes {shape} and strides {stride}")
         last += (n - 1) * step
-    # Unsigned thinking: each term is at least 0, so the last element is the one farthest out.
+    # All terms are at least 0, so the last element has the highest offset.
     if start < 0 or start % size or start + (last + 1) * size > len(data):
         raise ProtocolError(f"a tensor of sizes {shape}, strides {stride} outside of its storage")
     if first is None and block is None and not device and len(data) % size == 0:
         t = torch.frombuffer(data, dtype=dtype)
         piece[_FIRST] = t
         if start or stride != (1,) or shape[0] * size != len(data):
-            # In place: the result is no view, as no tensor that arrives should be.
+            # In place, so that the result is not a view: no received tensor should be a view.
             t.as_strided_(shape, stride, start // size)
     elif first is None:
         storage = _storage(piece)
@@ -902,7 +899,7 @@ def tensor(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
 
 
 def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
-    """Rebuild a small tensor whose elements lie in the pickle, in order (wire format)."""
+    """Rebuild a small tensor whose elements are in the pickle, in order (wire format)."""
     dtype = _STRIDED[code & 0xFF]
     if (
         type(data) is not bytearray
@@ -912,7 +909,7 @@ def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
         raise ProtocolError(f"a tensor of sizes {shape} in {len(data)} bytes")
     t = torch.frombuffer(data, dtype=dtype)
     if len(shape) != 1:
-        # In place: the result is no view, as no tensor that arrives should be. A tuple takes torch half a microsecond more.
+        # In place, so that the result is not a view. If the sizes were a tuple, torch would take half a microsecond more.
         t.resize_(*shape or _SCALAR)
     if code & _GRAD:
         t.requires_grad_(True)
@@ -924,7 +921,7 @@ _SCALAR: Final[Any] = ((),)
 
 
 def stacked(index: int, code: int, *shape: int) -> Iterator[torch.Tensor]:
-    """Give out the small tensors of a stack, which are alike, in turn (wire format)."""
+    """Yield the tensors of a stack, which have the same layout (wire format)."""
     dtype = _STRIDED[code & 0xFF]
     size = math.prod(shape) * dtype.itemsize
     piece = _piece(index)
@@ -936,19 +933,19 @@ def stacked(index: int, code: int, *shape: int) -> Iterator[torch.Tensor]:
         or len(data) % size
     ):
         raise ProtocolError(f"tensors of sizes {shape} in a stack of {len(data)} bytes")
-    # It is taken once, and each byte of it: nobody makes much of a short message by taking it again in other sizes.
+    # Each byte is used once: a peer cannot make a short message large by building the stack again with other sizes.
     piece[_DATA] = b""
     found: Iterator[torch.Tensor] = chain.from_iterable(_unstack(data, size, dtype, shape))
     if code & _GRAD:
         found = map(_require_grad, found)
-    return filterfalse(message.decoding.tensors.append, found)  # all of them, as append() returns None
+    return filterfalse(message.decoding.tensors.append, found)  # yields all tensors: append() returns None
 
 
 _require_grad: Final = methodcaller("requires_grad_")
 
 
 def _is_altered() -> bool:
-    """Say whether a mode (of fake tensors, say) or a transform (``torch.func.grad``) sees what this thread makes."""
+    """Say whether a mode (fake tensors, ...) or a transform (``torch.func.grad``) changes what this thread makes."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -959,9 +956,9 @@ def _is_altered() -> bool:
 def _unstack(
     data: bytearray, size: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Iterator[Iterable[torch.Tensor]]:
-    """Give out the members of a stack, a portion at a time: not many before they are asked for."""
+    """Yield the tensors of a stack in portions, so that few tensors are made before they are requested."""
     step = size * max(1, _PORTION // size)
-    # An array of arrays without sizes would give out numbers.
+    # Iterating over a one-dimensional array would yield numbers instead of arrays.
     array_dtype = _ARRAYS.get(dtype) if shape else None
     if _is_altered():
         for at in range(0, len(data), size):
@@ -971,7 +968,7 @@ def _unstack(
     for at in range(0, len(data), step):
         part = data[at : at + step]
         if array_dtype is not None:
-            # Each is a storage of its own, made in half of the time that torch takes for a copy.
+            # Each tensor has its own storage object on the shared memory; torch's copy would take twice as long.
             yield map(torch.from_numpy, _frombuffer(part, array_dtype).reshape(-1, *shape))
         else:
             yield _unbind_copy(torch.frombuffer(part, dtype=dtype).view(-1, *shape))
@@ -984,14 +981,14 @@ def parameter(requires_grad: bool, index: int | str, code: int, offset: int, *ge
 
 
 def set_attributes(t: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Give a tensor back its Python attributes (wire format)."""
+    """Set the Python attributes of a tensor (wire format)."""
     t.__dict__.update(attributes)
 
 
 def sparse_coo(indices: Any, values: Any, shape: Any, coalesced: bool, grad: bool) -> torch.Tensor:
-    """Rebuild a sparse COO tensor, having checked its indices (wire format)."""
+    """Rebuild a sparse COO tensor after checking its indices (wire format)."""
     a, b = _build(*indices), _build(*values)
-    # The device is named for the sake of a caller inside `with torch.device(...)`.
+    # The device is given because the caller may be inside `with torch.device(...)`.
     options: Any = {"device": b.device, "check_invariants": True, "is_coalesced": coalesced}
     t = torch.sparse_coo_tensor(a, b, shape, **options)
     return _arrives(t, grad)
@@ -1000,7 +997,7 @@ def sparse_coo(indices: Any, values: Any, shape: Any, coalesced: bool, grad: boo
 def sparse_compressed(
     layout: int, compressed: Any, plain: Any, values: Any, shape: Any, grad: bool
 ) -> torch.Tensor:
-    """Rebuild a CSR, CSC, BSR or BSC tensor, having checked its indices (wire format)."""
+    """Rebuild a CSR, CSC, BSR or BSC tensor after checking its indices (wire format)."""
     a, b, c = _build(*compressed), _build(*plain), _build(*values)
     options: Any = {"device": c.device, "check_invariants": True, "layout": _COMPRESSED[layout]}
     t = torch.sparse_compressed_tensor(a, b, c, shape, **options)

@@ -1,10 +1,10 @@
-"""TorchScript functions and modules in messages: pickle knows neither.
+"""TorchScript functions and modules in messages: pickle does not support them.
 
-A script function that the other side can import goes by the name under which it stands in its module, as other
-functions do; any other one goes as the archive that `torch.jit.save` writes, and arrives as a script module that is
-called in the same way. Script modules always go as such an archive.
+A script function that the peer can import is sent by the name that it has in its module, like other functions. Any other
+script function is sent as the archive that `torch.jit.save` writes, and becomes a script module with the same call there.
+Script modules are always sent as an archive.
 
-The reducers run on whichever thread encodes or decodes.
+The reducers run in any thread that encodes or decodes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _loaded(archive: bytes) -> Any:
 
 
 def _reduce_function(function: Any) -> tuple[Any, ...]:
-    # `__torch__.package.module.name`; in the main module, which has no name there, nothing is left of the module.
+    # The name is `__torch__.package.module.name`, or `__torch__.name` for a function of the main module.
     module, _, name = function.qualified_name.removeprefix("__torch__.").rpartition(".")
     if getattr(sys.modules.get(module), name, None) is function:
         return _imported, (module, name)
@@ -49,10 +49,10 @@ def _reduce_module(module: Any) -> tuple[Any, ...]:
     return _loaded, (archive.getvalue(),)
 
 
-#: How each class is reduced.
+#: The reducer of each class.
 REDUCERS: Final[dict[type, Callable[[Any], tuple[Any, ...]]]] = {
     torch.jit.ScriptFunction: _reduce_function,
-    # torch.jit has them, and does not say so
+    # These classes are not in torch.jit.__all__.
     **{
         getattr(torch.jit, name): _reduce_module for name in ("RecursiveScriptModule", "TopLevelTracedModule")
     },
@@ -60,6 +60,6 @@ REDUCERS: Final[dict[type, Callable[[Any], tuple[Any, ...]]]] = {
 
 
 def register() -> None:
-    """Have messages carry TorchScript."""
+    """Enable TorchScript in messages."""
     for cls, reducer in REDUCERS.items():
         codec.register(cls, reducer)

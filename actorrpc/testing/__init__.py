@@ -1,4 +1,4 @@
-"""For tests of programs that use actorrpc: lost and late messages, bad networks, deaths at named points, leaks.
+"""Tools for testing programs that use actorrpc: lost and delayed messages, bad networks, crashes at named points, leaks.
 
     from actorrpc import testing
 
@@ -10,21 +10,21 @@
         ...
 
     with testing.kill_at("answer.sending", function="step", nth=3, action="stop"):
-        ...                                    # at the third answer of step(), this process stops: SIGSTOP
+        ...                                    # before it sends the third answer of step(), this process stops: SIGSTOP
 
     with testing.FaultProxy(disturbances=[testing.reset(after=(1_000, 50_000))], seed=7) as proxy:
-        ...                                    # start a worker with proxy.options: its connections break, again and again
+        ...                                    # start a worker with proxy.options: its connections break again and again
 
     with testing.InProcessCluster(3) as cluster:   # three workers, on threads, with a clock that the test sets
         call = cluster["worker0"].rpc_async("worker1", step, timeout=60.0)
         cluster.cut("worker0", "worker1")
-        cluster.clock.advance(60.0)            # the call has ended with RpcTimeoutError, after some milliseconds
+        cluster.clock.advance(60.0)            # the call ends with RpcTimeoutError, after a few real milliseconds
 
-``actorrpc.testing.certificates`` makes temporary certificates for TLS. ``actorrpc.testing.pytest_plugin`` has a limit on the
-time of tests, and fixtures that find what they leave behind.
+``actorrpc.testing.certificates`` makes temporary certificates for TLS. ``actorrpc.testing.pytest_plugin`` limits the time of
+tests, and has fixtures that report leaks.
 
-A fault is one of the worker whose process starts it, and concerns what that worker sends, also to itself. Faults of other
-processes come with their environment (``ACTORRPC_FAULT="drop call times=1; delay answer seconds=0.5"``) or options
+A fault acts on the messages that the worker of its process sends, including messages to itself. To start faults in other
+processes, set their environment (``ACTORRPC_FAULT="drop call times=1; delay answer seconds=0.5"``) or options
 (:class:`FaultyRpcBackendOptions`).
 """
 
@@ -72,4 +72,4 @@ __all__ = [
     "throttle",
 ]
 
-_wired = _wiring.start  # what the import above is for
+_wired = _wiring.start  # marks the import above as used

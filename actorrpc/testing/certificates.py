@@ -1,13 +1,12 @@
-"""Temporary certificates: a CA and a worker's certificate, made in a moment, for tests and for trying TLS out.
+"""Temporary certificates for tests and for trying out TLS: a CA, and certificates of workers.
 
     files = certificates.temporary_certificates("/dev/shm/certificates")
     rpc.init_rpc("worker0", rank=0, world_size=2,
                  rpc_backend_options=rpc.TensorPipeRpcBackendOptions(transport="tcp", **files.options))
 
-or, for processes that take variables, ``eval "$(python -m actorrpc.testing.certificates DIRECTORY)"``.
-
-All workers may share the certificate, or each gets one of its own with ``authority=``. It needs the package `cryptography`,
-which is in the extra `tls`; the workers themselves do not: Python's own ``ssl`` does all that they need.
+For processes that are configured by environment variables, run ``eval "$(python -m actorrpc.testing.certificates DIRECTORY)"``.
+All workers may share the certificate, or each worker gets its own: pass ``authority=``. This module needs the package
+`cryptography`, which the extra `tls` installs. Workers do not need it: they use Python's ``ssl``.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ else:
 
 __all__ = ["Certificates", "temporary_certificates"]
 
-_EARLIER: Final = datetime.timedelta(minutes=5)  # clocks differ
+_EARLIER: Final = datetime.timedelta(minutes=5)  # tolerates clocks that differ
 _ORGANISATION: Final = "actorrpc, temporary"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """Files (PEM) for one worker.
+    """Paths of the PEM files for one worker.
 
     Attributes:
-        cert: its certificate.
-        key: that one's private key, mode 0600.
+        cert: the worker's certificate.
+        key: its private key, mode 0600.
         ca: the CA's certificate.
         ca_key: the CA's private key, mode 0600; workers do not need it.
     """
@@ -57,12 +56,12 @@ class Certificates:
 
     @property
     def options(self) -> dict[str, str]:
-        """Keywords for the options of ``init_rpc``."""
+        """Keywords for the options of ``init_rpc``, which name these files."""
         return {"tls_cert": self.cert, "tls_key": self.key, "tls_ca": self.ca}
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that say the same."""
+        """Environment variables that name these files."""
         return {f"ACTORRPC_{name.upper()}": path for name, path in self.options.items()}
 
 
@@ -73,13 +72,14 @@ def temporary_certificates(
     days: float = 7.0,
     authority: Certificates | None = None,
 ) -> Certificates:
-    """Make a CA and a certificate for workers; return where they are.
+    """Make a CA and a worker's certificate; return the paths of the files.
 
     Args:
-        directory: where the files go; made, for this user alone, if it is not there. What has the same names is replaced.
-        name: what the worker's files and its certificate are called.
-        days: how long they are valid, from now; negative for ones that have expired.
-        authority: has the CA to sign with, instead of a new one.
+        directory: where the files are written. A missing directory is made, with access for this user only. Existing files
+            are replaced.
+        name: the name of the worker's files and the name in its certificate.
+        days: how long the certificates are valid from now on; a negative number makes expired certificates.
+        authority: earlier certificates whose CA signs, instead of a new CA.
 
     Raises:
         ConfigError: `cryptography` is not installed, or the name cannot be used.
@@ -98,7 +98,7 @@ def temporary_certificates(
     if authority is None:
         ca_path, ca_key_path = os.path.join(directory, "ca.pem"), os.path.join(directory, "ca.key")
         ca_key: Any = ec.generate_private_key(ec.SECP256R1())
-        # A name of its own: of two CAs of one name, errors would speak of signatures instead of an unknown CA.
+        # A random name: if two CAs had the same name, OpenSSL would report a bad signature instead of an unknown CA.
         issuer = _named(f"CA {os.urandom(8).hex()}")
         ca = _sign(issuer, ca_key.public_key(), issuer, ca_key, since, until + _EARLIER, is_ca=True)
         _write(ca_key_path, _private(ca_key), private=True)
@@ -162,7 +162,7 @@ def _sign(
         )
     )
     if not is_ca:
-        # Each worker dials and is dialled.
+        # Each worker is client as well as server.
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)
     return builder.sign(ca_key, hashes.SHA256())
@@ -176,7 +176,7 @@ def _private(key: Any) -> bytes:
 
 
 def _write(path: str, data: bytes, private: bool = False) -> None:
-    """Write a file anew: what was there before, with whatever mode, is not written into."""
+    """Replace a file, so that the data is never written into an existing file with other permissions."""
     temporary = f"{path}.{os.getpid()}"
     fd = os.open(
         temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600 if private else 0o644
@@ -187,11 +187,13 @@ def _write(path: str, data: bytes, private: bool = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make certificates in a directory, and print the variables that name them, for a shell."""
+    """Make certificates in a directory, and print shell commands that set the variables which name them."""
     parser = argparse.ArgumentParser(prog="python -m actorrpc.testing.certificates", description=main.__doc__)
-    parser.add_argument("directory", help="where the files go")
-    parser.add_argument("--name", default="worker", help="what the worker's files are called (%(default)s)")
-    parser.add_argument("--days", type=float, default=7.0, help="how long they are valid (%(default)s days)")
+    parser.add_argument("directory", help="where the files are written")
+    parser.add_argument("--name", default="worker", help="name of the worker's files (%(default)s)")
+    parser.add_argument(
+        "--days", type=float, default=7.0, help="how long the certificates are valid (%(default)s days)"
+    )
     given = parser.parse_args(arguments)
     try:
         made = temporary_certificates(os.path.abspath(given.directory), name=given.name, days=given.days)

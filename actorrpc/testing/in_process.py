@@ -1,23 +1,23 @@
-"""An in-process cluster: several workers in one process, on threads, with time in the test's hands.
+"""An in-process cluster: several workers in one process, each with its own threads, and a clock that the test controls.
 
     with testing.InProcessCluster(3) as cluster:
         call = cluster["worker0"].rpc_async("worker1", answer, timeout=60.0)
-        cluster.cut("worker0", "worker1")        # from here on, neither hears the other
-        cluster.clock.advance(60.0)              # a minute, in some milliseconds
+        cluster.cut("worker0", "worker1")        # no bytes pass between the two from now on
+        cluster.clock.advance(60.0)              # a minute, within a few real milliseconds
         with pytest.raises(actorrpc.RpcTimeoutError):
             call.wait()
 
-Each worker has an agent, threads, connections and RRefs of its own, as if it ran on a host of its own: they talk over TCP on
-this host's loopback, through relays that faults act on; nothing goes through shared memory. What a thread does, it does for one
-worker: functions that are called on a worker see it as theirs (``rpc.get_worker_info()``). All other threads, the test's own and
-those that it or such a function starts, act for the first worker, unless they say otherwise: ``with cluster["worker1"]: ...``, or
-the methods of ``cluster["worker1"]``.
+Each worker has its own agent, threads, connections and RRefs, as if it ran on its own host: the workers are connected by TCP
+over the loopback interface, through relays that inject faults. They do not use shared memory. Each thread acts for one worker:
+a function that is called on a worker sees that worker as its own (``rpc.get_worker_info()``). The test's main thread, and
+threads that the test or such a function starts, act for the first worker. To act for another worker, use
+``with cluster["worker1"]: ...`` or the methods of ``cluster["worker1"]``.
 
-Time stands still while the test's own thread waits, unless ``autojump`` is on: a call with a time-out is made with ``rpc_async``,
-then time passes, then its outcome is looked at. Calls that have to connect to a worker that is cut off wait for that.
+Unless ``autojump`` is on, time stands still while the test's own thread waits. Therefore make a call that has a time-out with
+``rpc_async``, advance the clock, then read the outcome. A call that first has to connect to a worker which is cut off blocks.
 
-What it has: calls, RRefs, cancellation, time-outs, states of workers, actors, distributed autograd, ``shutdown``. What it has
-not: processes for actors, and the faults of :func:`drop`, :func:`delay` and :func:`kill_at`, which are those of a process.
+Supported: calls, RRefs, cancellation, time-outs, states of workers, actors, distributed autograd, ``shutdown``. Not supported:
+actors in processes of their own, and the faults of :func:`drop`, :func:`delay` and :func:`kill_at`, which act on a process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = ["ClusterWorker", "InProcessCluster"]
 
 T = TypeVar("T")
 
-#: What does not make sense here: workers are apart, time may stand still, and there is one address family.
+#: Options that the cluster sets itself: workers share no memory, time may stand still, and relays use one address family.
 _FIXED: Final = {"transport": "tcp", "bind": "127.0.0.1", "spin_us": 0, "lane": False, "insecure": False}
 _MOST: Final = 64
 
@@ -66,11 +66,11 @@ _MOST: Final = 64
 class ClusterWorker:
     """One worker of an :class:`InProcessCluster`. Thread-safe.
 
-    As a context manager, it has the thread act for this worker: all of ``actorrpc`` and ``actorrpc.rpc`` is this worker's in the
-    block. The methods do the same for one call.
+    In a ``with worker:`` block, the thread acts for this worker: all functions of ``actorrpc`` and ``actorrpc.rpc`` use it.
+    The methods do the same for one call.
 
     Attributes:
-        name, rank: who it is.
+        name, rank: the name and rank of this worker.
     """
 
     def __init__(self, cluster: InProcessCluster, name: str, rank: int) -> None:
@@ -81,7 +81,7 @@ class ClusterWorker:
 
     @property
     def info(self) -> WorkerInfo:
-        """Its name and rank, as other workers know them."""
+        """The worker's name and rank, as other workers see them."""
         return WorkerInfo(self.name, self.rank)
 
     def __enter__(self) -> ClusterWorker:
@@ -98,7 +98,7 @@ class ClusterWorker:
         return f"<worker {self.name!r} of an InProcessCluster>"
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function on this thread, which acts for this worker meanwhile."""
+        """Call a function in this thread, which acts for this worker during the call."""
         with self:
             return function(*args, **kwargs)
 
@@ -110,7 +110,7 @@ class ClusterWorker:
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> T:
-        """Do what :func:`actorrpc.rpc.rpc_sync` does, as this worker."""
+        """Call :func:`actorrpc.rpc.rpc_sync` as this worker."""
         with self:
             return api.rpc_sync(to, func, args, kwargs, timeout)
 
@@ -122,7 +122,7 @@ class ClusterWorker:
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> Future[T]:
-        """Do what :func:`actorrpc.rpc.rpc_async` does, as this worker."""
+        """Call :func:`actorrpc.rpc.rpc_async` as this worker."""
         with self:
             return api.rpc_async(to, func, args, kwargs, timeout)
 
@@ -134,22 +134,22 @@ class ClusterWorker:
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> RRef[T]:
-        """Do what :func:`actorrpc.rpc.remote` does, as this worker."""
+        """Call :func:`actorrpc.rpc.remote` as this worker."""
         with self:
             return api.remote(to, func, args, kwargs, timeout)
 
     def workers(self) -> list[api_module.WorkerState]:
-        """Do what :func:`actorrpc.workers` does, as this worker."""
+        """Call :func:`actorrpc.workers` as this worker."""
         with self:
             return api_module.workers()
 
     def on_member_change(self, callback: Callable[[WorkerInfo, str, str, str], None]) -> Callable[[], None]:
-        """Do what :func:`actorrpc.on_member_change` does, as this worker."""
+        """Call :func:`actorrpc.on_member_change` as this worker."""
         with self:
             return api_module.on_member_change(callback)
 
 
-#: The one that is open.
+#: The cluster that is open in this process.
 _open: InProcessCluster | None = None
 
 
@@ -157,11 +157,11 @@ class InProcessCluster:
     """Several workers in this process; used as a context manager. Its methods are thread-safe.
 
     Args:
-        workers: how many (``worker0``, ``worker1``, ...), or their names.
-        clock: ``"virtual"``: time stands still until :attr:`clock` lets it pass; ``"real"``: it is that of the world.
-        autojump: let virtual time pass by itself when nothing else can happen and somebody waits for a call or a time-out.
-        seed: of what its relays draw.
-        rpc_timeout: the default time-out of calls, in seconds; 0 means none.
+        workers: the number of workers (named ``worker0``, ``worker1``, ...), or their names.
+        clock: ``"virtual"``: time stands still until :attr:`clock` advances it; ``"real"``: the workers use the real time.
+        autojump: advance virtual time automatically when nothing else can happen and a thread waits for a call or a time-out.
+        seed: the seed of the relays' random numbers.
+        rpc_timeout: the default time-out of calls, in seconds; 0 means no time-out.
         settings: options of the workers, as for ``RpcBackendOptions`` (``heartbeat=1.0``, ``session_grace=5.0``, ...).
 
     Raises:
@@ -195,7 +195,7 @@ class InProcessCluster:
         self.workers = tuple(ClusterWorker(self, name, rank) for rank, name in enumerate(_names(workers)))
         self._by_name = {worker.name: worker for worker in self.workers}
         self._members = groups.MemberDirectory()
-        # Guards the relays and what is said of them; relays are made and told under it.
+        # Guards the relays, _apart and _killed. Relays are made, and change their state, under it.
         self._lock = threading.Lock()
         self._relays: dict[tuple[str, str], FaultProxy] = {}
         self._apart: set[frozenset[str]] = set()
@@ -203,13 +203,13 @@ class InProcessCluster:
         self._stack = contextlib.ExitStack()
         self._state = "new"  # -> open -> closed
 
-    # -- its life --------------------------------------------------------------------------------------
+    # -- start and end --------------------------------------------------------------------------------------
 
     def __enter__(self) -> InProcessCluster:
         """Start all workers.
 
         Raises:
-            RuntimeError: it was started before, or this process is a worker already, or has another cluster or virtual clock.
+            RuntimeError: it was started before, or this process is a worker, or has another in-process cluster or virtual clock.
         """
         if self._state != "new":
             raise RuntimeError("an InProcessCluster can be started once")
@@ -241,21 +241,21 @@ class InProcessCluster:
         self.close()
 
     def close(self) -> None:
-        """End all workers; waits end with ShutdownError. Gives the real time back. Idempotent."""
+        """End all workers; waiting calls fail with ShutdownError. Restores the real time. Idempotent."""
         if self._state == "open":
             self._stack.close()
         self._state = "closed"
 
     def _abandon(self) -> None:
-        """Let go, in a forked child, of what is the parent's: its workers are none there."""
-        self._lock = threading.Lock()  # another thread of the parent's may have held it
+        """Discard the parent's relays and workers in a forked child, where the workers have no threads."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
         self._state = "closed"
         self._relays.clear()
         self._stack = contextlib.ExitStack()
         mute(False)
 
     def _make(self, worker: ClusterWorker, key: Key, stack: contextlib.ExitStack) -> None:
-        # Another host for each: what is silent is dead then, and not just a busy process that this one could ask after.
+        # A host identity per worker: then a silent peer is considered dead. On one host, the agent would ask its process.
         host = host_identity()[:16] + secrets.token_hex(8)
         group = groups.enter(
             worker.name, worker.rank, self._members, settings=self._settings, key=key, host=host
@@ -286,7 +286,7 @@ class InProcessCluster:
         if self._state != "open":
             raise RuntimeError(f"this InProcessCluster is {self._state}: use it in its with block")
 
-    # -- who and when ----------------------------------------------------------------------------------
+    # -- workers and clock ----------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> ClusterWorker:
         worker = self._by_name.get(name)
@@ -305,19 +305,19 @@ class InProcessCluster:
 
     @property
     def clock(self) -> VirtualTime:
-        """The time that it goes by.
+        """The virtual clock of this cluster.
 
         Raises:
-            RuntimeError: it goes by the real time.
+            RuntimeError: the cluster uses the real time.
         """
         if self._clock is None:
-            raise RuntimeError('this cluster goes by the real time: make it with clock="virtual"')
+            raise RuntimeError('this cluster uses the real time: make it with clock="virtual"')
         return self._clock
 
     # -- faults ----------------------------------------------------------------------------------------
 
     def cut(self, one: str, other: str) -> None:
-        """Let nothing pass between two workers, in either direction, until :meth:`heal`. Nothing is closed or lost."""
+        """Hold back all bytes between two workers, in both directions, until :meth:`heal`. Nothing is closed or lost."""
         pair = self._pair(one, other)
         with self._lock:
             self._apart.add(pair)
@@ -325,7 +325,7 @@ class InProcessCluster:
                 relay.stall()
 
     def heal(self, one: str, other: str) -> None:
-        """Let pass again what is and was sent between two workers. Does nothing where they can hear each other."""
+        """Deliver the bytes that :meth:`cut` held back, and relay again. Does nothing if the two were not cut apart."""
         pair = self._pair(one, other)
         with self._lock:
             self._apart.discard(pair)
@@ -334,32 +334,32 @@ class InProcessCluster:
                     relay.resume()
 
     def reset(self, one: str, other: str) -> int:
-        """Break the connections between two workers; return how many. They come back, unless the two are cut apart."""
+        """Break the connections between two workers; return how many. They reconnect, unless the two are cut apart."""
         pair = self._pair(one, other)
         with self._lock:
             return sum(relay.reset() for relay in self._between(pair))
 
     def stop(self, name: str) -> None:
-        """Cut a worker off from all others: it goes on, but is as silent as one that is stopped."""
+        """Cut a worker off from all others. It keeps running, but the others see it as they would a stopped process."""
         for other in self._others(name):
             self.cut(name, other)
 
     def resume(self, name: str) -> None:
-        """End what :meth:`stop` began."""
+        """Undo :meth:`stop`."""
         for other in self._others(name):
             self.heal(name, other)
 
     def kill(self, name: str) -> None:
-        """End a worker at once: its connections break, nobody listens at its address, and its calls end.
+        """Close a worker's agent at once: its connections break, its address refuses connections, and its calls end.
 
-        Functions that run there go on, as threads cannot be killed, but nobody hears of them.
+        Threads cannot be killed: functions that run there continue, but their answers are not sent.
         """
         others = self._others(name)
         with self._lock:
             self._killed.add(name)
             for other in others:
                 for relay in self._between(frozenset((name, other))):
-                    relay.resume()  # what is stalled would hear of nothing
+                    relay.resume()  # the peers of a stalled relay would not notice the reset
                     relay.refuse()
                     relay.reset()
         worker = self[name]
@@ -380,7 +380,7 @@ class InProcessCluster:
     # -- relays ----------------------------------------------------------------------------------------
 
     def _addresses(self, dialler: str, peer: Peer) -> list[tuple[int, Any]]:
-        """Return where a worker dials another: the relay between the two, which is made when it is wanted first."""
+        """Return the address at which a worker connects to another: that of their relay, which the first call makes."""
         with self._lock:
             if self._state != "open":
                 return []

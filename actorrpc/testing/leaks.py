@@ -1,13 +1,13 @@
-"""What a test may leave behind: nothing. Threads, processes, descriptors, files and what a worker holds, before and after.
+"""Find what a test leaves behind: compare threads, processes, descriptors, files and a worker's objects before and after.
 
-    before = leaks.Snapshot.take(whole_session=False)
+    before = leaks.LeakSnapshot.take(whole_session=False)
     ...
     found = leaks.settle(before)
     assert not found, f"left behind:\n{found}"
 
-Runs in the main thread of the test process, or of any process that is to be looked at. A leak is reported only when it is
-still there after a bounded wait: threads and processes need a moment to end. Where the process is a worker before and
-after, of the same group, its references, autograd contexts, calls and large objects are counted, too.
+Runs in the main thread of the process that is checked. Threads and processes need a moment to end, so a leak is only reported
+if it still exists after a bounded wait. If the process was the same worker before and after, its references, autograd
+contexts, calls and large objects are counted, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from actorrpc.testing import processes
 __all__ = ["WAIT", "Holdings", "LeakSnapshot", "Leaks", "find_leaks", "settle"]
 
 WAIT = 5.0
-# Opened once and kept, by libraries, on first use.
+# Libraries open these on first use and keep them open.
 _HARMLESS = (
     "/dev/null",
     "/dev/nvidia",
@@ -47,20 +47,20 @@ _HARMLESS = (
     "/sys/",
 )
 _SHM = Path("/dev/shm")
-_libuv_lock: list[str] = []  # the pipe of this process, once there is one
+_libuv_lock: list[str] = []  # the pipe of libuv's lock in this process, once it was made
 
 
 def _threads() -> dict[Hashable, str]:
     """Threads that run Python code: those of `threading`, and others while they have a Python frame.
 
-    So threads of torch's own pools, which have none between two pieces of work, are not counted; nor is a
-    thread that `_thread` has started but that has not run yet.
+    A thread of a torch pool is not counted between two tasks, when it has no Python frame; nor is a thread that `_thread` has
+    started but that has not run yet.
     """
     frames = _stacks.top_frames()
     found: dict[Hashable, str] = {}
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, thread in known.items():
-        # A "dummy" stands for a thread started elsewhere and outlives it: its frame decides, below.
+        # A dummy stands for a thread that was started elsewhere, and outlives it. The second loop checks its frame.
         if not isinstance(thread, threading._DummyThread):
             found[thread] = (
                 f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}{_where(frames, ident)}"
@@ -86,16 +86,16 @@ def _descriptors() -> Counter[str]:
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
-            continue  # the descriptor of this very listing
+            continue  # the descriptor of this listdir call
         if not target.startswith(_HARMLESS):
             found[target] += 1
     return found
 
 
 def _is_libuv_lock(target: str) -> bool:
-    """Whether it is the pipe that libuv, under torch's TCPStore, makes once in a process and keeps.
+    """Whether it is the pipe that libuv, which torch's TCPStore uses, makes once per process and keeps.
 
-    It is told by what it is: a lock made of a pipe, both ends here, with the one byte of its owner in it.
+    libuv uses the pipe as a lock: this process has both ends, and the pipe holds one byte.
     """
     ends = []
     for name in os.listdir("/proc/self/fd"):
@@ -136,15 +136,15 @@ def _ends(sock: socket.socket) -> str:
         fcntl.ioctl(sock, termios.FIONREAD, unread)
         said.append(f"{unread[0]} bytes unread")
     if sock.family == socket.AF_UNIX:
-        # The process that listens at the other end, or has connected, as it was then.
+        # The process that called listen() or connect() at the other end.
         pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         said.append(f"of process {pid}")
     return f"{sock.family.name}, {sock.type.name}, at {sock.getsockname()!r}, {', '.join(said)}"
 
 
 def _holders(numbers: set[int]) -> str:
-    """Name the socket objects that have one of these descriptors, and what refers to them."""
-    # By its type: some objects of torch print a warning when they are asked for their class.
+    """Name the socket objects that have one of these descriptors, and the objects that refer to them."""
+    # type(), not isinstance(): some objects of torch print a warning when their __class__ is read.
     sockets = [each for each in gc.get_objects() if issubclass(type(each), socket.socket)]
     found = [each for each in sockets if each.fileno() in numbers]
     names = [f"{type(each).__name__} in {sorted(map(_name, gc.get_referrers(each)))}" for each in found]
@@ -163,7 +163,7 @@ def _leaked_descriptors(before: Counter[str], now: Counter[str]) -> list[str]:
 
 
 def _files() -> set[str]:
-    """Shared memory, and whatever is in the runtime directory."""
+    """Files of shared memory and of the runtime directory."""
     found = {str(path) for path in _SHM.iterdir()} if _SHM.is_dir() else set()
     runtime = os.environ.get("ACTORRPC_RUNTIME_DIR")
     if runtime and os.path.isdir(runtime):
@@ -173,11 +173,11 @@ def _files() -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the worker that this process is holds.
+    """Objects that the worker of this process holds.
 
     Attributes:
-        agent: of which life it is; None where the process is no worker.
-        counts: how many there are of each kind, by its name.
+        agent: the worker's agent; None if the process is no worker.
+        counts: the number of objects by the name of their kind.
     """
 
     agent: Agent | None
@@ -185,7 +185,7 @@ class Holdings:
 
     @classmethod
     def take(cls) -> Holdings:
-        """Look around now."""
+        """Count the objects now."""
         if not api.is_initialized():
             return cls(None, Counter())
         agent, table = api.group().agent, api.references().table
@@ -202,18 +202,18 @@ class Holdings:
         return cls(agent, Counter(counts))
 
     def left(self, before: Holdings) -> list[str]:
-        """Return what there is more of than there was before, in words; nothing where this is another life."""
+        """Describe the kinds of which there are more than before; empty if the worker has another agent now."""
         if self.agent is None or self.agent is not before.agent:
             return []
         return [f"{name} ({count} of them)" for name, count in (self.counts - before.counts).items()]
 
 
 def _held_elsewhere(path: str) -> bool:
-    """Whether a process that is not of this session has the file open or mapped (under whatever name: a semaphore is renamed)."""
+    """Whether a process outside this session has the file open or mapped, under any name (semaphores are renamed)."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return True  # it was somebody's, and is gone
+        return True  # the file of another process, which has removed it
     mapped = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     mine = {process.pid for process in processes.of_session()} | {os.getpid()}
     for entry in os.listdir("/proc"):
@@ -229,7 +229,7 @@ def _held_elsewhere(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LeakSnapshot:
-    """What exists at one moment."""
+    """The threads, processes, descriptors and files that exist at one moment."""
 
     threads: dict[Hashable, str]
     processes: set[processes.ProcessId]
@@ -240,7 +240,7 @@ class LeakSnapshot:
 
     @classmethod
     def take(cls, *, whole_session: bool = True) -> LeakSnapshot:
-        """Look around now: in the whole session, or only at this process and its descendants."""
+        """Take a snapshot of the whole session, or only of this process and its descendants."""
         if whole_session:
             found, files = processes.of_session(), _files()
         else:
@@ -250,7 +250,7 @@ class LeakSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """What is there now and was not before; false when that is nothing."""
+    """Things that exist now and did not exist before. False if there are none."""
 
     threads: list[str]
     processes: set[processes.ProcessId]
@@ -273,7 +273,7 @@ class Leaks:
 
 
 def find_leaks(before: LeakSnapshot) -> Leaks:
-    """Compare now with before, once."""
+    """Compare the present state with an earlier snapshot, once."""
     now = LeakSnapshot.take(whole_session=before.whole_session)
     helpers = processes.helper_pids()
     files = sorted(now.files - before.files)
@@ -287,13 +287,13 @@ def find_leaks(before: LeakSnapshot) -> Leaks:
 
 
 def settle(before: LeakSnapshot, wait: float = WAIT) -> Leaks:
-    """Compare now with before until nothing is left over, or the wait is over; return what is left."""
+    """Compare with an earlier snapshot until no leak is left or ``wait`` seconds have passed; return the leaks."""
     leaks = find_leaks(before)
     if not leaks:
         return leaks
     give_up, pause = time.monotonic() + wait, 0.001
     while True:
-        # What only a reference cycle keeps is not a leak; threads that are still ending may make more of them.
+        # Objects in a reference cycle are no leak. Collect in each round: threads that end may make more cycles.
         gc.collect()
         leaks = find_leaks(before)
         if not leaks or time.monotonic() >= give_up:

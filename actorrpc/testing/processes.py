@@ -1,8 +1,7 @@
-"""Which processes belong to a test session, and what they are doing.
+"""The processes of a test session, and the stacks of their threads.
 
-Every process that a test starts, directly or not, carries a mark in its environment; so even those whose
-parent has ended, and that now belong to init, are found. Used by the leak check and by the watchdog, from
-the main thread and from the watchdog's.
+Every process that a test starts, directly or not, inherits a mark in its environment. So processes are found even after their
+parent has ended. Used by the leak check in the main thread, and by the watchdog in its own thread.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ _READ_S = 5.0
 
 
 class ProcessId(NamedTuple):
-    """A process: its number alone may be given to another one later."""
+    """Identifies a process: a pid alone may be reused."""
 
     pid: int
     started: int  # clock ticks after boot
 
 
 def begin_session() -> None:
-    """Make the session's private directory and mark this process's environment with its path; not thread-safe.
+    """Make the session's private directory and put its path into this process's environment as the mark; not thread-safe.
 
-    A session inside a test of another session appends its own, so that both find the processes.
+    A session inside a test of another session appends its own path, so that both sessions find the processes.
     """
     outer = os.environ.get(_MARK)
-    # Short, because it holds Unix sockets, whose paths have at most 107 bytes.
+    # Short, because it holds Unix sockets: their paths have at most 107 bytes.
     private = tempfile.mkdtemp(prefix="arpct-", dir=scratch() if outer else "/tmp")
     os.environ[_MARK] = f"{outer}:{private}" if outer else private
 
@@ -76,7 +75,7 @@ def end_session() -> None:
 
 
 def scratch() -> Path:
-    """The session's private directory; known to the processes of its tests as well."""
+    """The session's private directory, in this process and in those that its tests start."""
     return Path(os.environ[_MARK].rpartition(":")[2])
 
 
@@ -84,7 +83,7 @@ def _identify(pid: int) -> ProcessId | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return None  # ended meanwhile
+        return None  # it has ended
     return ProcessId(pid, int(stat.rpartition(")")[2].split()[19]))
 
 
@@ -98,7 +97,7 @@ def _children(pid: int) -> set[int]:
 
 
 def descendants() -> set[ProcessId]:
-    """The children of this process, theirs, and so on; zombies included."""
+    """All descendants of this process, including zombies."""
     found: set[int] = set()
     new = _children(os.getpid())
     while new:
@@ -108,12 +107,12 @@ def descendants() -> set[ProcessId]:
 
 
 def of_session() -> set[ProcessId]:
-    """All processes that this session's tests started and that exist now; not this one."""
+    """All existing processes that this session's tests have started, without this one."""
     token, me = scratch().name.encode(), os.getpid()
     found = descendants()
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != me:
-            with contextlib.suppress(OSError):  # ended meanwhile, or not ours to look at
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 if token in Path(f"/proc/{entry}/environ").read_bytes():
                     process = _identify(int(entry))
                     if process is not None:
@@ -122,7 +121,7 @@ def of_session() -> set[ProcessId]:
 
 
 def helper_pids() -> set[int]:
-    """The processes that multiprocessing keeps for the whole session."""
+    """The processes that multiprocessing starts once and keeps for the whole session."""
     pids = {
         getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None),
         getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None),
@@ -131,7 +130,7 @@ def helper_pids() -> set[int]:
 
 
 def helper_fds() -> set[int]:
-    """The descriptors by which multiprocessing talks to those processes."""
+    """The descriptors of the pipes to those processes."""
     fds = {
         getattr(getattr(resource_tracker, "_resource_tracker", None), "_fd", None),
         getattr(getattr(forkserver, "_forkserver", None), "_forkserver_alive_fd", None),
@@ -147,7 +146,7 @@ def _alive(process: ProcessId) -> psutil.Process | None:
 
 
 def describe(process: ProcessId) -> str:
-    """Say in one line what a process is."""
+    """Describe a process in one line."""
     found = _alive(process)
     if found is None:
         return f"process {process.pid} (ended)"
@@ -162,7 +161,7 @@ def describe(process: ProcessId) -> str:
 
 
 def kill(processes: Iterable[ProcessId]) -> None:
-    """Kill these processes and wait, briefly, until they are gone; reap those that are our children."""
+    """Kill processes and wait briefly until they have ended; reap the children of this process."""
     killed = []
     for process in processes:
         found = _alive(process)
@@ -174,7 +173,7 @@ def kill(processes: Iterable[ProcessId]) -> None:
 
 
 def wait_for_end(processes: Iterable[ProcessId], seconds: float) -> set[ProcessId]:
-    """Wait until these processes have ended, for at most so many seconds; return those that have not."""
+    """Wait at most ``seconds`` until these processes have ended; return the others."""
     until = time.monotonic() + seconds
     left = set(processes)
     while left and time.monotonic() < until:
@@ -184,15 +183,15 @@ def wait_for_end(processes: Iterable[ProcessId], seconds: float) -> set[ProcessI
 
 
 def stacks_file(pid: int) -> Path:
-    """Where a process that takes part writes its stacks when it is asked for them."""
+    """The file into which a process writes its stacks after :func:`tell_stacks`."""
     return scratch() / f"stacks-{pid}"
 
 
 def tell_stacks() -> None:
-    """Have this process write its stacks whenever :func:`dump_stacks` asks for them. Before it has other threads.
+    """Make this process write its stacks whenever :func:`dump_stacks` asks for them. Call it before other threads start.
 
-    A thread that waits for the signal writes them, with the GIL: a handler that runs at any moment reads the frames of
-    threads that run on meanwhile, or end, and may crash. Only where that thread does not get the GIL, the handler does it.
+    A thread waits for the signal _ASK and writes the stacks while it holds the GIL. A signal handler would read the frames of
+    threads that run meanwhile, and might crash. Only if the thread does not get the GIL, the handler of _INSIST writes them.
     """
     file = open(stacks_file(os.getpid()), "a")  # noqa: SIM115
     faulthandler.register(_INSIST, file=file, all_threads=True)
@@ -207,11 +206,11 @@ def tell_stacks() -> None:
 
 
 def dump_stacks(processes: Iterable[ProcessId]) -> str:
-    """Return the stacks of all threads of those processes: told by themselves, or read from outside by py-spy.
+    """Return the stacks of all threads of these processes.
 
     Args:
-        processes: those whose environment has the session's mark tell them if they have called :func:`tell_stacks`. For the
-            others py-spy has to be installed, and this process be allowed to trace them.
+        processes: a process that has called :func:`tell_stacks` in this session writes its own stacks. py-spy reads the stacks
+            of the others, if it is installed and may trace them.
     """
     asked: dict[ProcessId, tuple[Path, int]] = {}
     parts = []
@@ -226,7 +225,7 @@ def dump_stacks(processes: Iterable[ProcessId]) -> str:
             parts.append(_read_from_outside(process.pid))
     for process, (path, before) in asked.items():
         told = _read_growth(path, before)
-        if not told:  # no thread of it gets the GIL
+        if not told:  # its thread does not get the GIL
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, _INSIST)
             told = _read_growth(path, before) or "  (no answer)"
@@ -239,9 +238,9 @@ def _read_from_outside(pid: int) -> str:
         "py-spy", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}"
     )
     if py_spy is None:
-        return "  (its stacks are shown where py-spy is installed)"
+        return "  (install py-spy to see its stacks)"
     why = ""
-    for how in ([], ["--nonblocking"]):  # the second reads a process that is stopped, too
+    for how in ([], ["--nonblocking"]):  # --nonblocking also reads a stopped process
         try:
             done = subprocess.run(
                 [py_spy, "dump", *how, "--pid", str(pid)], capture_output=True, text=True, timeout=_READ_S
@@ -256,7 +255,7 @@ def _read_from_outside(pid: int) -> str:
 
 
 def _read_growth(path: Path, before: int) -> str:
-    # Bounded: a process that is stopped (SIGSTOP) or in an uninterruptible wait never answers.
+    # Bounded: a process that is stopped (SIGSTOP) or in an uninterruptible wait writes nothing.
     size, give_up = before, time.monotonic() + 1.0
     try:
         while time.monotonic() < give_up:

@@ -1,14 +1,13 @@
-"""A plugin for pytest: a limit on each test's time, and a check that a test leaves nothing behind.
+"""A plugin for pytest: limits each test's time, and checks that a test leaves nothing behind.
 
-It is not loaded by itself. In the ``conftest.py`` of the tests' top folder::
+To load it, put this into the ``conftest.py`` of the tests' top folder (or use ``pytest -p actorrpc.testing.pytest_plugin``)::
 
     pytest_plugins = ["actorrpc.testing.pytest_plugin"]
 
-(or ``pytest -p actorrpc.testing.pytest_plugin``). Then each of set-up, call and teardown of a test may take 60 s, or what
-``@pytest.mark.limit(seconds)`` or ``--limit SECONDS`` say (0: any time, as with ``--pdb``); a test that takes longer fails
-with the stacks of its process and of those that it has started, which are killed. ``--times N`` runs each test N times, as
-a test that passes once proves little about what depends on timing. And tests with the fixture
-:func:`no_leaks` fail if they leave anything behind::
+Each of set-up, call and teardown of a test may then take 60 s, or the time given by ``@pytest.mark.limit(seconds)`` or
+``--limit SECONDS`` (0: no limit, as with ``--pdb``). A test that takes longer fails. The failure shows the stacks of its process
+and of the processes that it has started, which are killed. ``--times N`` runs each test N times, for tests whose outcome
+depends on timing. Tests with the fixture :func:`no_leaks` fail if they leave anything behind::
 
     pytestmark = pytest.mark.usefixtures("no_leaks")      # all tests of a module
 
@@ -30,27 +29,29 @@ from actorrpc.testing.watchdog import Watchdog
 __all__ = ["WATCHDOG", "charge", "no_leaks", "no_leaks_in_module"]
 
 WATCHDOG = pytest.StashKey[Watchdog]()
-"""Where the configuration keeps what limits the time of tests."""
+"""The key of the watchdog in the configuration's stash."""
 
-_RAISED = pytest.StashKey[bool]()  # on a test
-_LEFT = pytest.StashKey[bool]()  # on a module
+_RAISED = pytest.StashKey[bool]()  # in a test's stash: it has raised
+_LEFT = pytest.StashKey[bool]()  # in a module's stash: one of its tests has left something behind
 _RUNTIME = "ACTORRPC_RUNTIME_DIR"
 _runtime_before: list[str | None] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options."""
     group = parser.getgroup("actorrpc")
-    group.addoption("--limit", type=float, default=60.0, help="seconds that a test may take (0: any)")
+    group.addoption("--limit", type=float, default=60.0, help="seconds that a test may take (0: no limit)")
     group.addoption(
-        "--leak-wait", type=float, default=leaks.WAIT, help="seconds until what a test started must be gone"
+        "--leak-wait",
+        type=float,
+        default=leaks.WAIT,
+        help="seconds that threads and processes of a test have to end",
     )
-    group.addoption("--times", type=int, default=1, help="run each test so many times, one after the other")
+    group.addoption("--times", type=int, default=1, help="run each test so many times in a row")
 
 
-@pytest.hookimpl(trylast=True)  # behind the test's own parameters: its runs follow each other
+@pytest.hookimpl(trylast=True)  # after the test's own parameters: the runs of one test follow each other
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make ``--times`` tests of one."""
+    """Repeat each test ``--times`` times."""
     times = metafunc.config.getoption("--times")
     if times > 1:
         metafunc.fixturenames.append("_run_number")
@@ -59,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin a session, and start the thread that watches the time."""
+    """Begin a session, and start the watchdog's thread."""
     config.addinivalue_line("markers", "limit(seconds): how long the test may take; 60 s by default")
     processes.begin_session()
     _runtime_before.append(os.environ.get(_RUNTIME))
@@ -73,7 +74,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """End the session."""
     if _runtime_before:
         processes.end_session()
         before = _runtime_before.pop()
@@ -97,7 +97,7 @@ def _limit(item: pytest.Item) -> float:
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
     """Limit the time of the set-up."""
     watchdog = item.config.stash[WATCHDOG]
-    if "no_leaks" not in getattr(item, "fixturenames", ()):  # which looks for itself
+    if "no_leaks" not in getattr(item, "fixturenames", ()):  # no_leaks calls keep() itself
         watchdog.keep(processes.of_session())
     with watchdog.guard(_limit(item)):
         return (yield)
@@ -124,14 +124,14 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note whether a test has raised."""
+    """Record whether a test has raised."""
     if call.excinfo is not None:
         item.stash[_RAISED] = True
     return (yield)
 
 
 def charge(found: leaks.Leaks) -> NoReturn:
-    """Fail because of what was left behind, and kill the processes among it, so that they disturb no later test."""
+    """Fail because of what was left behind, and kill the leaked processes, so that they do not disturb later tests."""
     text = str(found)
     processes.kill(found.processes)
     pytest.fail(f"left behind:\n{text}", pytrace=False)
@@ -139,7 +139,7 @@ def charge(found: leaks.Leaks) -> NoReturn:
 
 @pytest.fixture(scope="module")
 def no_leaks_in_module(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail if the fixtures of a module leave anything; what a test left was that test's failure already."""
+    """Fail if the fixtures of a module leave anything behind, unless one of its tests has been reported for that."""
     before = leaks.LeakSnapshot.take()
     yield
     if not request.node.stash.get(_LEFT, False):
@@ -150,11 +150,11 @@ def no_leaks_in_module(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail if the test leaves anything behind that was not there before.
+    """Fail if the test leaves anything behind that did not exist before.
 
-    Threads, processes, descriptors, shared memory and files of the runtime directory; and, where the test process is a
-    worker before and after, RRefs, autograd contexts and calls. A test that has failed is not charged, as its traceback
-    keeps its variables alive: what it left is shown.
+    Checks threads, processes, descriptors, shared memory and files of the runtime directory; and, if the test process is a
+    worker before and after, RRefs, autograd contexts and calls. If the test itself has failed, its traceback keeps
+    variables alive; so what it left is only shown.
     """
     before = leaks.LeakSnapshot.take()
     request.config.stash[WATCHDOG].keep(before.processes)

@@ -1,4 +1,4 @@
-"""Faults of a worker from its start: by the variable ``ACTORRPC_FAULT``, or by its options."""
+"""Faults that are in force from a worker's start, given by the variable ``ACTORRPC_FAULT`` or by options."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class FaultyRpcBackendOptions(TensorPipeRpcBackendOptions):
     """Options for ``init_rpc`` with faults that are in force from the first message to the end of the worker.
 
     Args:
-        faults: what :func:`drop` and :func:`delay` return, not started.
+        faults: faults made by :func:`drop` and :func:`delay`, not started.
 
-    The other keywords are those of :class:`~actorrpc.TensorPipeRpcBackendOptions`.
+    For the other keywords, see :class:`~actorrpc.TensorPipeRpcBackendOptions`.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -50,12 +50,13 @@ VARIABLE: Final = "ACTORRPC_FAULT"
 def faults_of(text: str) -> list[Fault | KillPoint]:
     """Return the faults and kill points that a text describes, not started.
 
-    ``drop call,remote times=2 to=worker1; delay answer seconds=0.5 function=step``: faults with ``;`` between them; of each
-    the action, the types and the arguments of :func:`~actorrpc.testing.drop` or :func:`~actorrpc.testing.delay`; lists with
-    commas. ``kill call.sent nth=3 action=stop on=worker1``: the arguments of :func:`~actorrpc.testing.kill_at`.
+    Example: ``drop call,remote times=2 to=worker1; delay answer seconds=0.5 function=step``. ``;`` separates faults. A fault
+    consists of the action, the types, and the arguments of :func:`~actorrpc.testing.drop` or
+    :func:`~actorrpc.testing.delay`; commas separate the items of a list. A kill point consists of ``kill``, the point and the
+    arguments of :func:`~actorrpc.testing.kill_at`: ``kill call.sent nth=3 action=stop on=worker1``.
 
     Raises:
-        ConfigError: it cannot be read; names the part.
+        ConfigError: the text cannot be parsed; the message names the part.
     """
     return [_fault(part.split(), part.strip()) for part in text.split(";") if part.strip()]
 
@@ -75,7 +76,9 @@ def _fault(words: list[str], part: str) -> Fault | KillPoint:
     for field in fields:
         name, sign, value = field.partition("=")
         if name not in known or not sign or (name == "at_once" and action == "delay"):
-            raise ConfigError(f"{field!r} in {part!r} means nothing; there are: {', '.join(known)}")
+            raise ConfigError(
+                f"{field!r} in {part!r} is not an argument; the arguments are: {', '.join(known)}"
+            )
         try:
             given[name] = read(known[name], value)
         except ValueError:
@@ -100,17 +103,17 @@ def from_environment() -> list[Fault | KillPoint]:
         raise ConfigError(f"{VARIABLE}={text!r} cannot be used: {error}") from error
 
 
-_standing: list[KillPoint] = []  # those of the environment
+_standing: list[KillPoint] = []  # kill points from the environment
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Bring the faults of this process into force; returns what ends them.
+    """Bring the faults of this process into force; return a function that ends them.
 
     Raises:
-        ConfigError: ``ACTORRPC_FAULT`` cannot be read.
+        ConfigError: ``ACTORRPC_FAULT`` cannot be parsed.
     """
     faults = from_environment()
-    for old in _standing:  # of a former group: they may stand at its very end
+    for old in _standing:  # of the previous group: they stay in force until its very end
         old.stop()
     _standing[:] = [fault for fault in faults if isinstance(fault, KillPoint)]
     fault_filter = FaultFilter(worker.agent)

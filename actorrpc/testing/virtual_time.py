@@ -1,20 +1,19 @@
-"""Virtual time: it stands still until a test lets it pass, and a thread that waits for it wakes up at once.
+"""Virtual time: it stands still until a test advances it, and a thread that waits for a moment wakes as soon as it is reached.
 
     with testing.VirtualTime() as clock:
         ...
         clock.advance(60.0)                  # everything that is due within a minute happens now, in order
 
-While it is in force, all of actorrpc in this process goes by it (:mod:`actorrpc._time`). It passes from one thing that is
-due to the next, and only when nothing moves: every thread of the process waits. So a test gives the same result on a busy
-machine. What is due within a tenth of a second comes due by itself (messages that are gathered for a moment, threads that
-are brought in); the rest when :meth:`VirtualTime.advance` is called, or, with ``autojump``, as soon as nothing else can
-happen while somebody waits.
+While it is in force, all of actorrpc in this process uses it (:mod:`actorrpc._time`). The time jumps from one deadline to the
+next, and only when every other thread of the process waits. So a test gives the same result on a busy machine. Deadlines
+within the next tenth of a second are reached automatically (messages that are collected for a batch, threads that start). Later
+ones are reached by :meth:`VirtualTime.advance`, or, with ``autojump``, when nothing else can happen and a thread waits.
 
-What does not go by it: ``time.sleep``, ``asyncio`` and the time-outs of other libraries, and other processes. A thread that
-sleeps in real time counts as one that waits.
+``time.sleep``, ``asyncio``, time-outs of other libraries and other processes still use the real time. A thread that sleeps in
+real time counts as waiting.
 
-``_lock`` guards the time and the table of those who wait, and is a leaf. ``_driving`` is held by the thread that lets time pass,
-and taken before it.
+``_lock`` guards the time and the table of waiting threads, and is a leaf. ``_driving`` is held by the thread that advances the
+time, and is acquired before ``_lock``.
 """
 
 from __future__ import annotations
@@ -34,14 +33,16 @@ __all__ = ["VirtualTime"]
 
 _FORWARD = "a number of seconds of at least 0, finite: time never runs backwards"
 
+# Seconds of virtual time, except where a comment says "real".
+
 _BY_ITSELF_S: Final = 0.1
-_SLICE_S: Final = 0.02  # real: those who wait for a socket look at the time so often
-_STALE_S: Final = 0.05  # real: a thread that has not looked again for so much longer waits no more
-_NAP_S: Final = 0.0004  # real: nothing moves where nothing has moved for so long
-_REST_S: Final = 0.004  # real: at most, between two looks where something moves
-_SOON_S: Final = 0.0002  # real: at least
-_RAN_S: Final = 5e-6  # of processor time: less is what looking itself costs
-_STUCK_S: Final = 5.0  # real: after so long, somebody is told that time stands still
+_SLICE_S: Final = 0.02  # real: a thread that waits for a socket reads the time at this interval
+_STALE_S: Final = 0.05  # real: a thread that is later than that by this much is no longer waiting
+_NAP_S: Final = 0.0004  # real: if no thread runs during this time, all threads wait
+_REST_S: Final = 0.004  # real: longest pause between two checks whether threads run
+_SOON_S: Final = 0.0002  # real: shortest pause
+_RAN_S: Final = 5e-6  # processor time: the check itself uses less
+_STUCK_S: Final = 5.0  # real: after this time, a warning says that time stands still
 _NEVER: Final = math.inf
 
 _log = logging.getLogger("actorrpc.testing")
@@ -49,7 +50,15 @@ _log = logging.getLogger("actorrpc.testing")
 
 @dataclass(slots=True)
 class _Wait:
-    """One that waits: until when; on which lock, or in slices that end at ``looks_by`` (real); whether it is idle; who."""
+    """A waiting thread.
+
+    Attributes:
+        due: the virtual time at which its wait ends.
+        lock: the lock on which it waits; None if it waits in slices of real time.
+        looks_by: the real time until which the current slice must have ended.
+        idle: it is a clock thread, whose wait does not count for autojump.
+        thread: its id.
+    """
 
     due: float
     lock: threading.Lock | None
@@ -58,15 +67,15 @@ class _Wait:
     thread: int
 
 
-#: The one that is in force.
+#: The virtual time that is in force in this process.
 _in_force: VirtualTime | None = None
 
 
 class VirtualTime:
-    """The time of this process, in a test's hands. Thread-safe; used as a context manager.
+    """A clock of this process that a test controls. Thread-safe; used as a context manager.
 
     Args:
-        autojump: let time pass by itself when nothing else can happen and somebody waits.
+        autojump: advance time automatically when nothing else can happen and a thread waits.
         patience: how many real seconds :meth:`advance` and :meth:`settle` wait for threads that run.
 
     Raises:
@@ -100,7 +109,7 @@ class VirtualTime:
             raise RuntimeError("a VirtualTime can be started once")
         if _time.now is not time.monotonic:
             raise RuntimeError("another virtual clock is in force in this process: only one can be")
-        # From the real time on, so that nothing that was noted before lies in the future.
+        # Begin at the real time, so that no time that was recorded before lies in the future.
         self._began = self._now = time.monotonic()
         self._before = (_time.now, _time.doze, _time.patience, _time.sleep, _time.near_s)
         _time.now, _time.doze, _time.patience = self.now, self._doze, self._slice
@@ -113,7 +122,7 @@ class VirtualTime:
         return self
 
     def flow(self) -> None:
-        """Let it pass as the real time does, from now on: for ends, which wait for threads that may be in user code."""
+        """Let time pass as the real time does from now on. Used at shutdown, which may wait for threads in user code."""
         with self._lock:
             if self._state != "in force" or self._flows_from is not None:
                 return
@@ -124,7 +133,7 @@ class VirtualTime:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give the real time back. Idempotent."""
+        """Restore the real time. Idempotent."""
         self.flow()
         with self._lock:
             if self._state != "in force":
@@ -141,8 +150,8 @@ class VirtualTime:
         _time.now, _time.doze, _time.patience, _time.sleep, _time.near_s = self._before
 
     def _abandon(self) -> None:
-        """Give the real time back in a forked child, where nothing of it lives that could let time pass."""
-        self._lock = threading.Lock()  # another thread of the parent's may have held these
+        """Restore the real time in a forked child, which has no thread that could advance the virtual time."""
+        self._lock = threading.Lock()  # another thread of the parent may have held these locks
         self._changed = threading.Condition(self._lock)
         self._driving = threading.Lock()
         self._waits.clear()
@@ -169,11 +178,11 @@ class VirtualTime:
         return self.now() - self._began
 
     def advance(self, seconds: float) -> None:
-        """Let so much time pass: what is due happens in order, each when nothing else moves any more.
+        """Advance the time. Everything that is due happens in order; after each step, this waits until all threads wait.
 
         Raises:
-            ConfigError: ``seconds`` is negative or not finite: time never runs backwards.
-            RuntimeError: it is not in force, or threads went on running for longer than ``patience``; they are named.
+            ConfigError: ``seconds`` is negative or not finite.
+            RuntimeError: it is not in force, or threads ran for longer than ``patience``; the message names them.
         """
         length = number("seconds", seconds, right=_FORWARD)
         self._check()
@@ -182,17 +191,17 @@ class VirtualTime:
             self._let_pass(length)
             with self._lock:
                 self._jump(target)
-            # What follows within moments belongs to it.
+            # Also reach the deadlines that are due automatically after that.
             self._let_pass(_BY_ITSELF_S)
 
     def settle(self) -> None:
-        """Wait until nothing moves any more; no time passes but what passes by itself. Errors as :meth:`advance`."""
+        """Wait until all threads wait. Advances the time only to deadlines within 0.1 s. Errors as :meth:`advance`."""
         self._check()
         with self._driving:
             self._let_pass(_BY_ITSELF_S)
 
     def _let_pass(self, seconds: float) -> None:
-        """Let what is due within so many seconds happen, and no more time pass than that takes. Under ``_driving``."""
+        """Reach all deadlines within ``seconds``; the time stops at the last of them. Under ``_driving``."""
         target = self._now + seconds
         while True:
             self._settle()
@@ -213,7 +222,7 @@ class VirtualTime:
             else:
                 self._doze(lock, due)
 
-    # -- those who wait (see _time.py) -----------------------------------------------------------------
+    # -- waiting threads (see _time.py) -----------------------------------------------------------------
 
     def _doze(self, lock: threading.Lock, until: float, idle: bool = False) -> bool:
         if math.isnan(until):
@@ -244,26 +253,26 @@ class VirtualTime:
         return min(seconds, _SLICE_S)
 
     def _enter(self, key: Any, wait: _Wait) -> None:
-        """Note somebody who waits. Under the lock."""
+        """Add a waiting thread to the table. Under the lock."""
         self._waits[key] = wait
         if wait.due - self._now <= _BY_ITSELF_S or (self.autojump and not wait.idle):
             self._changed.notify_all()
 
     def _next(self) -> float:
-        """Return when the next thing is due. Under the lock."""
+        """Return the next deadline. Under the lock."""
         real = time.monotonic()
         for key in [key for key, wait in self._waits.items() if wait.looks_by < real]:
             del self._waits[key]
         return min((wait.due for wait in self._waits.values()), default=_NEVER)
 
     def _jump(self, to: float) -> None:
-        """Let it be so late. Under the lock."""
+        """Set the time, and wake the threads whose wait has ended. Under the lock."""
         self._now = max(self._now, to)
         for wait in self._waits.values():
             if wait.due <= self._now:
                 _ring(wait)
 
-    # -- whether anything moves --------------------------------------------------------------------------
+    # -- whether any thread runs --------------------------------------------------------------------------
 
     def _settle(self) -> None:
         until = time.monotonic() + self._patience
@@ -278,12 +287,12 @@ class VirtualTime:
             rest = min(2.0 * rest, _REST_S)
 
     def _is_quiet(self) -> bool:
-        """Say whether every other thread of this process waits, for something that has not come."""
+        """Say whether every other thread of this process waits, and none of their deadlines has been reached."""
         everyone, mine = time.process_time(), time.thread_time()
         time.sleep(_NAP_S)
         if (time.process_time() - everyone) - (time.thread_time() - mine) > _RAN_S:
             return False
-        if _states(b"RD"):  # woken, but a busy machine does not let it run yet
+        if _states(b"RD"):  # a thread is runnable, but has no processor yet
             return False
         with self._lock:
             self._next()
@@ -293,10 +302,10 @@ class VirtualTime:
         if self._state != "in force" or self._flows_from is not None:
             raise RuntimeError("this VirtualTime is not in force: its block has ended, or has not begun")
 
-    # -- by itself ---------------------------------------------------------------------------------------
+    # -- automatic advance ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Let time pass where nobody has to say so; runs on its own thread."""
+        """Advance the time automatically; runs in its own thread."""
         rest = _SOON_S
         while True:
             with self._lock:
@@ -320,7 +329,7 @@ class VirtualTime:
                 rest = min(2.0 * rest, _REST_S)
 
     def _warn(self) -> None:
-        """Say so where the main thread waits for a time that only it could let pass. Under the lock."""
+        """Warn if the main thread waits for a deadline that only it could reach by advance(). Under the lock."""
         main = threading.main_thread().ident
         self._next()
         if not self._warned and any(
@@ -352,12 +361,12 @@ def _ring(wait: _Wait) -> None:
     if wait.lock is not None:
         try:
             wait.lock.release()
-        except RuntimeError:  # it is awake
+        except RuntimeError:  # the thread is awake
             pass
 
 
 def _states(wanted: bytes) -> list[int]:
-    """Return the other threads of this process that are in one of these states of the kernel's."""
+    """Return the other threads of this process that the kernel reports in one of these states."""
     found, me = [], threading.get_native_id()
     for name in os.listdir("/proc/self/task"):
         try:
@@ -371,7 +380,7 @@ def _states(wanted: bytes) -> list[int]:
 
 
 def _running() -> str:
-    """Name the threads that run, and where."""
+    """Name the threads that run, and the functions in which they are."""
     ids = _states(b"RD")
     frames = _stacks.top_frames()
     shown = []

@@ -1,11 +1,16 @@
 """The limit on each test's time.
 
-When a test's time runs out, a thread collects the stacks of this process and of every process that the test
-started, then makes the main thread raise `pytest.fail` with them (by SIGALRM: it also ends a blocking system
-call). If that does not free the main thread - it waits in C++, or the exception was swallowed - the test's
-processes are killed, which fails most waits, and it is tried again; at last everything is printed and the
-session ends. Should even this thread never get the GIL, faulthandler's own C thread does the same later.
-SIGINT is left alone.
+When a test's time runs out, the watchdog's thread:
+
+1. collects the stacks of this process and of every process that the test has started;
+2. sends SIGALRM to the main thread, whose handler calls `pytest.fail` with the stacks. The signal also interrupts a blocking
+   system call;
+3. if the main thread still runs the test (it waits in C++, or the exception was swallowed), kills the test's processes, which
+   makes most waits fail, and tries again;
+4. after several attempts, prints the stacks and ends the session.
+
+If the watchdog's thread does not get the GIL, the C thread of faulthandler prints the stacks and ends the session later.
+SIGINT is not used.
 """
 
 from __future__ import annotations
@@ -29,21 +34,21 @@ from actorrpc.testing import processes
 
 __all__ = ["Watchdog"]
 
-_RETRY = 2.0  # between two attempts to make the main thread raise
-_LAST_RETRIES = 8  # then the session ends
-# Frames of pytest itself, under every test.
+_RETRY = 2.0  # seconds between two attempts to make the main thread raise
+_LAST_RETRIES = 8  # after so many further attempts, the session ends
+# Frames of pytest itself, which are part of every test's stack.
 _PYTEST = re.compile(r'^  File "(<frozen runpy>|.*/(_pytest|pluggy|pytest)/)')
-_BACKSTOP = 60.0  # past the limit, for the thread that needs no GIL
+_BACKSTOP = 60.0  # faulthandler ends the session so many seconds after the limit
 
 
 class Watchdog:
-    """Ends tests that do not end. One per session; `guard` is for the main thread only."""
+    """Ends tests that take too long. One per session; `guard` is for the main thread only."""
 
     def __init__(self, stderr: TextIO) -> None:
-        self._stderr = stderr  # the real one: pytest replaces descriptor 2 during tests
+        self._stderr = stderr  # a copy of the original one: pytest replaces descriptor 2 during tests
         self._main = threading.get_ident()
-        # Guards what follows it; never held while anything else is waited for. The handler of SIGALRM
-        # runs in the main thread, perhaps inside `guard`, so it takes no lock: it reads one attribute.
+        # Guards the attributes below; never held during a wait for anything else. The handler of SIGALRM runs in the main
+        # thread, perhaps inside `guard`, so it takes no lock and only reads attributes.
         self._changed = threading.Condition()
         self._armed: object | None = None
         self._deadline = 0.0
@@ -61,7 +66,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def guard(self, limit: float) -> Iterator[None]:
-        """Let the body run for at most `limit` seconds; 0 is no limit."""
+        """Limit the time of the body to `limit` seconds; 0 means no limit."""
         if limit <= 0:
             yield
             return
@@ -73,14 +78,14 @@ class Watchdog:
         try:
             yield
         finally:
-            # First a plain store: from here on an alarm raises nothing, not even inside this block.
+            # A plain store comes first: after it, the handler of SIGALRM does not raise, not even inside this block.
             self._armed = None
             faulthandler.cancel_dump_traceback_later()
             if self._report is not None:
                 processes.kill(self.of_test())
 
     def close(self) -> None:
-        """End the thread and put the signal's handler back."""
+        """End the thread and restore the signal's handler."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -88,7 +93,7 @@ class Watchdog:
         signal.signal(signal.SIGALRM, self._previous)
 
     def of_test(self) -> set[processes.ProcessId]:
-        """Return the processes that the test which runs has started and that exist now."""
+        """Return the existing processes that the running test has started."""
         helpers = processes.helper_pids()
         return {process for process in processes.of_session() - self._before if process.pid not in helpers}
 
@@ -116,14 +121,14 @@ class Watchdog:
         for attempt in range(_LAST_RETRIES + 1):
             if attempt:
                 processes.kill(self.of_test())
-            with self._changed:  # so that the next test cannot be armed in between
+            with self._changed:  # so that guard() cannot arm the next test before the signal is sent
                 if self._armed is not token:
                     return
                 self._report = report
                 signal.pthread_kill(self._main, signal.SIGALRM)
             if self._left(token):
                 return
-        self._stderr.write(f"\n{report}\nIt could not be ended: the session ends.\n")
+        self._stderr.write(f"\n{report}\nThe test could not be ended: the session ends.\n")
         self._stderr.flush()
         processes.kill(self.of_test())
         processes.end_session()
@@ -145,7 +150,7 @@ class Watchdog:
                 own = "".join(line for line in file if not _PYTEST.search(line))
             for thread in threading.enumerate():
                 if thread.ident is None:
-                    continue  # it is being started
+                    continue  # it is starting
                 own = own.replace(f"0x{thread.ident:016x}", f"0x{thread.ident:016x} {thread.name}")
             return (
                 f"stacks of the test process {os.getpid()}:\n{own}\n{processes.dump_stacks(self.of_test())}"

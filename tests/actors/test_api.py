@@ -179,7 +179,7 @@ def test_kill(counter: ActorHandle[Any]) -> None:
 def test_functions_of_handles_take_handles(function: Any, counter: ActorHandle[Any]) -> None:
     with pytest.raises(TypeError, match="takes the handle of an actor, not a int"):
         function(3)
-    with pytest.raises(TypeError, match=r"a call is given up with cancel\(ref\)"):
+    with pytest.raises(TypeError, match=r"a call is cancelled with cancel\(ref\)"):
         function(counter.add.remote())
     with pytest.raises(TypeError, match="this is one of its methods"):
         function(counter.add)

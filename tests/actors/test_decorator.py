@@ -87,9 +87,9 @@ def test_wrong_options_are_refused_at_once() -> None:
         (lambda: Remote(num_cpus=1)(3.5), "is for classes and functions, not for 3.5"),
         (lambda: Remote(staticmethod(plain)), "is for classes and functions"),
         (lambda: Remote(num_cpus=1)(staticmethod(plain)), "is for classes and functions"),
-        (lambda: Remote("w1"), "say which one, remote"),
-        (lambda: Remote(0), "say which one, remote"),
-        (lambda: Remote(WorkerInfo("w", 0)), "say which one, remote"),
+        (lambda: Remote("w1"), "give the function to call there.*remote"),
+        (lambda: Remote(0), "give the function to call there.*remote"),
+        (lambda: Remote(WorkerInfo("w", 0)), "give the function to call there.*remote"),
         (lambda: Remote(func=len), "no worker to call it on"),
     ],
 )

@@ -554,7 +554,7 @@ def test_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([command, "--pid", str(os.getpid()), "nobody"]) == 2
         assert "'nobody'; actorrpc status lists them" in capsys.readouterr().err
     assert main(["logs", "--pid", str(os.getpid()), "--grep", "("]) == 2
-    assert "no regular expression" in capsys.readouterr().err
+    assert "not a regular expression" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("job")
@@ -613,7 +613,7 @@ def test_of_a_worker_that_does_not_answer_there_is_no_profile(
         assert (status, text.splitlines()) == (
             1,
             [
-                "there is nothing to sample, and no file was written: no worker that is meant answers",
+                "there is nothing to sample, and no file was written: none of the selected workers answers",
                 "Store-1 is missing: code in C holds the GIL",
                 "actorrpc stack Store-1 shows where it is",
             ],

@@ -213,7 +213,7 @@ def test_one_that_cannot_be_reached() -> None:
         "w is missing: why",
     ]
     assert profile.lines(replace(summary, path=""), False) == [
-        "there is nothing to sample, and no file was written: no worker that is meant answers",
+        "there is nothing to sample, and no file was written: none of the selected workers answers",
         "w is missing: why",
         "actorrpc stack w shows where it is",
     ]

@@ -284,7 +284,7 @@ def test_the_time_out_is_for_all_of_it(elsewhere: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     with monkeypatch.context() as patch:
         patch.setattr(join, "enter", slow)
-        _fails(RendezvousError, "has not taken up 'one': it has not answered", elsewhere, timeout=9.0)
+        _fails(RendezvousError, "has not registered 'one': it has not answered", elsewhere, timeout=9.0)
     assert 0 < limits[0] <= 9.0
 
 

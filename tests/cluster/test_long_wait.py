@@ -117,7 +117,7 @@ def test_init_says_which_ranks_have_not_come(said: _Lines, monkeypatch: pytest.M
     said.then = lambda: third.arrived("tcp://here:1")
     first.wait_for("tcp://here:1", _BOUND_S)
     assert said.texts == [
-        "init() on rank 1 waits for rank 0, which has not said where it listens yet",
+        "init() on rank 1 waits for rank 0, which has not announced its address yet",
         "init() on rank 0 waits for 1 of 3 ranks to join: 2",
     ]
 

@@ -117,7 +117,7 @@ def test_what_does_not_move_ends_or_begins_anew(driver: ClusterContext) -> None:
     given_up = stuck.monitor()
 
     drain(worker)
-    why = rf"its worker {worker!r} is drained, and it does not move"
+    why = rf"its worker {worker!r} is drained, and it cannot move"
     with pytest.raises(ActorDiedError, match=rf"max_restarts is 0.*{why}") as found:
         actorrpc.get(once.where.remote())
     assert found.value.worker == worker

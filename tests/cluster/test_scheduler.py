@@ -211,11 +211,11 @@ def test_the_drivers_own_process_and_that_of_an_actor(driver: ClusterContext) ->
         ({"labels": ["zone"]}, "labels must be a dict of words"),
         ({"labels": {"zone": 1}}, r"labels\['zone'\] must be a str, not 1"),
         ({"resources": {"disk": -1}}, r"resources\['disk'\] must be"),
-        ({"resources": {"GPU": 1}}, "say GPU with num_gpus"),
+        ({"resources": {"GPU": 1}}, "give GPU with num_gpus"),
         ({"spread": 1}, "spread must be True or False"),
         ({"host": ""}, "host must be a non-empty str"),
         ({"placement_timeout": -1}, "placement_timeout"),
-        ({"label_selector": {}}, "say labels="),
+        ({"label_selector": {}}, "use labels="),
     ],
 )
 def test_wrong_options(given: dict[str, Any], says: str) -> None:
@@ -224,7 +224,7 @@ def test_wrong_options(given: dict[str, Any], says: str) -> None:
 
 
 def test_contradictions(driver: ClusterContext) -> None:
-    with pytest.raises(ConfigError, match="worker= says where"):
+    with pytest.raises(ConfigError, match="worker= fixes where"):
         Place.options(worker="driver", spread=True).remote()
 
 

@@ -246,7 +246,7 @@ def test_a_generator_with_a_number_of_results(counter: Any) -> None:
         with pytest.raises(Wrong):
             ray.get(ref)
     *_, last = counter.items.options(num_returns=3).remote(2)
-    with pytest.raises(ValueError, match="was to give 3 values"):
+    with pytest.raises(ValueError, match="must yield 3 values"):
         ray.get(last)
 
 

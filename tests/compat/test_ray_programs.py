@@ -78,7 +78,7 @@ def test_a_program(name: str) -> None:
     assert done.returncode == 0, done.stderr
     check(
         done.stderr,
-        "has died|nobody looked|is being restarted|was not finished|is made again|ended with",
+        "has died|was never retrieved|is being restarted|was not finished|is made again|ended with",
         what=name,
     )
 

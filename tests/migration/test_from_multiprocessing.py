@@ -232,7 +232,7 @@ class TestProcesses:
         assert "memfd:" in get(counter.where.remote(torch.zeros(1 << 18)))
 
     @row("process.exitcode, process.sentinel")
-    @pytest.mark.prints("nobody looked at the error.*exited with code 3")
+    @pytest.mark.prints("its error was never retrieved.*exited with code 3")
     def test_the_end_of_a_process_is_told_once(self) -> None:
         counter = Counter.remote()
         told: list[Any] = []

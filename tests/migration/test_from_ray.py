@@ -373,7 +373,7 @@ def test_errors_are_the_users_own() -> None:
 
 
 @row("TaskCancelledError; WorkerCrashedError; GetTimeoutError")
-@pytest.mark.prints("the call of Gate.wait on 'worker0' failed and nobody looked at the error")
+@pytest.mark.prints("the call of Gate.wait on 'worker0' failed and its error was never retrieved")
 def test_errors_of_the_rpc_layer(passing: InProcessCluster) -> None:
     gate = Gate.remote()
     held = gate.wait.remote()
@@ -459,9 +459,9 @@ def test_what_there_is_and_what_it_does() -> None:
     [
         ({"address": "auto"}, "it must be tcp://HOST:PORT"),
         ({"local_mode": True}, "to debug, call the class itself"),
-        ({"include_dashboard": False}, "say dashboard=True"),
+        ({"include_dashboard": False}, "use dashboard=True"),
         ({"object_store_memory": 1}, "object_memory"),
-        ({"runtime_env": {"pip": ["x"]}}, "say env= for an actor"),
+        ({"runtime_env": {"pip": ["x"]}}, "use env= for an actor"),
         ({"logging_level": 10}, "configure Python's logging"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",

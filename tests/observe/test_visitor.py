@@ -118,7 +118,7 @@ def test_where_output_goes_that_nobody_keeps(worker: FoundGroup, capsys: pytest.
     error = capsys.readouterr().err
     assert "no logs are kept" in error
     place = os.readlink("/proc/self/fd/1")
-    said = "a pipe of who has started it" if place.startswith(("pipe:", "socket:")) else place
+    said = "a pipe of the process that started it" if place.startswith(("pipe:", "socket:")) else place
     assert f"'alone' (pid {os.getpid()}) writes to {said}" in error
 
 

@@ -49,7 +49,7 @@ _STAYS = re.compile("RRef|executed here")
 # Log messages that programs cause by cancelling calls and ending actors.
 ANNOUNCED = (
     r"on the actor's event loop",
-    r"failed and nobody looked at the error",
+    r"failed and its error was never retrieved",
     r"^Executing <(Task|Handle)",
 )
 

@@ -359,8 +359,7 @@ def test_a_handler_that_raises_while_an_rref_is_made_leaves_no_value() -> None:
 
 # Of calls whose caller was interrupted before it had their futures.
 _UNSEEN = (
-    r"the call of (step|backward \(\w+\)) on 'worker\d' failed "
-    r"and nobody looked at the error"
+    r"the call of (step|backward \(\w+\)) on 'worker\d' failed and its error was never retrieved"
 )
 
 

@@ -668,7 +668,7 @@ def test_faults_of_messages_are_refused() -> None:
     with (
         InProcessCluster(2),
         pytest.raises(
-            RuntimeError, match=r"drop\('answer'\) is for a worker.*InProcessCluster, which has cut\(\)"
+            RuntimeError, match=r"drop\('answer'\) needs a worker.*InProcessCluster, which has cut\(\)"
         ),
     ):
         testing.drop("answer").start()

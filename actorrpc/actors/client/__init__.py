@@ -1,3 +1,3 @@
-"""An actor's callers: handles, and the calls that they make."""
+"""The caller's side of actors: handles and the calls that they make."""
 
 __all__: list[str] = []

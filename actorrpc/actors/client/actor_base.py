@@ -1,6 +1,6 @@
-"""``Actor``: a base class that makes a class one of actors, as ``@remote`` does, and that every type checker understands.
+"""``Actor``: a base class that makes a class an actor class, as ``@remote`` does, and that every type checker understands.
 
-A class decorator cannot be typed everywhere: some checkers take no notice of what one returns. They all follow a base class.
+Some type checkers ignore what a class decorator returns. All of them follow a base class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ C = TypeVar("C")
 
 
 class Actor:
-    """The base of a class of actors: ``class Counter(actorrpc.Actor)`` is what ``@actorrpc.remote class Counter`` is, with types.
+    """The base of actor classes: ``class Counter(actorrpc.Actor)`` does what ``@actorrpc.remote class Counter`` does, with types.
 
     ``Counter.remote(...)`` makes an actor, ``Counter.options(num_cpus=2).remote(...)`` one with these options. Options of all
     actors are keywords of the class: ``class Counter(actorrpc.Actor, num_cpus=2)``. Subclasses inherit them, except ``name`` and
@@ -34,21 +34,21 @@ class Actor:
     """
 
     __slots__ = ()
-    __actorrpc_base__ = True  # by which class_info.py knows it
+    __actorrpc_base__ = True  # class_info.py recognizes the base by this
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__()
         for name in ("remote", "options"):
             if inspect.getattr_static(cls, name) is not vars(Actor)[name]:
                 raise TypeError(
-                    f"{cls.__qualname__} has a {name!r} of its own, which hides that of actorrpc.Actor: give "
-                    "it another name, as actors are made by that"
+                    f"{cls.__qualname__} has a {name!r} of its own, which hides {name!r} of actorrpc.Actor: give "
+                    "it another name, because actors are made with that method"
                 )
         if keywords:
             setattr(cls, OPTIONS, options_of(cls).merged(**keywords))
 
     if TYPE_CHECKING:
-        # What is called with P, and returns a C, is the class. To checkers, a handle is an instance.
+        # cls is callable with P and returns a C, so it is the class. For checkers, a handle is an instance.
         @classmethod
         def remote(cls: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
             """Make an actor."""

@@ -1,4 +1,4 @@
-"""Actor classes: what ``@remote`` makes of a class. ``Cls.remote(...)`` makes an actor of it."""
+"""Actor classes: the result of ``@remote`` above a class. ``Cls.remote(...)`` makes an actor."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = [
 
 P = ParamSpec("P")
 C = TypeVar("C")
-#: Where a class that inherits from :class:`actorrpc.Actor` has the options that it was given as keywords.
+#: The attribute with the options that a subclass of :class:`actorrpc.Actor` was given as keywords.
 OPTIONS: Final = "__actorrpc_options__"
 
-# Methods of all actor classes that higher packages add.
+# Methods that higher packages add to all actor classes.
 _offered: dict[str, Any] = {}
 
 
 def offer_class(name: str, function: Any) -> None:
-    """Put ``function(actor_class, ...)`` onto all actor classes as a method."""
+    """Make ``function(actor_class, ...)`` a method of all actor classes."""
     _offered[name] = function
 
 
@@ -49,7 +49,7 @@ def is_importable(obj: Any) -> bool:
 
     They cannot if it is in the main module, as their main module may differ, or if it must be sent by value.
     """
-    module, name = obj.__module__, getattr(obj, "__qualname__", None)  # what a partial() was made of has none
+    module, name = obj.__module__, getattr(obj, "__qualname__", None)  # a partial() has no __qualname__
     if module in MAIN or name is None or goes_by_value(obj):
         return False
     found: Any = sys.modules.get(module)
@@ -62,29 +62,29 @@ def is_importable(obj: Any) -> bool:
 
 
 def _own(actor_class: Any) -> dict[str, Any]:
-    """Return the attributes of the actor class itself: its ``__dict__`` is that of the class."""
+    """Return the attributes of the actor class object; its ``__dict__`` attribute is the ``__dict__`` of the user's class."""
     found: dict[str, Any] = object.__getattribute__(actor_class, "__dict__")
     return found
 
 
 def options_of(actor: type) -> ActorOptions:
-    """Return the options that a class itself says of its actors: keywords of its own, or of what it inherits from."""
+    """Return the options that a class or one of its bases has given as keywords."""
     found = getattr(actor, OPTIONS, None)
     if not isinstance(found, ActorOptions):
         return ActorOptions()
     if OPTIONS not in vars(actor) and found.name is not None:
-        return replace(found, name=None, get_if_exists=False)  # the name is that of one actor
+        return replace(found, name=None, get_if_exists=False)  # only one actor can have the name
     return found
 
 
 def with_internal_options(actor_class: ActorClass[P, C], **options: Any) -> ActorClass[P, C]:
-    """Return the same class with options of its actors that users cannot give."""
+    """Return the same class with options of its actors that are not available to users."""
     own = _own(actor_class)
     return actor_class._with(replace(own["_actorrpc_options"], **options), own["_actorrpc_alias"])
 
 
 class _Making(type):
-    """``ActorClass(Cls)`` makes one without looking at ``__init__``, which is that of the class it is made of."""
+    """Makes ``ActorClass(Cls)`` without calling ``__init__``, which is an attribute of the user's class."""
 
     def __call__(cls, actor: type, options: ActorOptions | None = None) -> Any:
         if not isinstance(actor, type):
@@ -109,7 +109,7 @@ class Itself:
 
     Args:
         obj: the class or the function.
-        first: the actor class or task that may have the name of ``obj`` in its module; ``obj`` is its ``attribute``.
+        first: the actor class or task that may have the name of ``obj`` in its module; its ``attribute`` is ``obj``.
     """
 
     __slots__ = ("_attribute", "_first", "_obj")
@@ -124,7 +124,7 @@ class Itself:
 
 
 def _itself(obj: Any) -> tuple[Any, ...]:
-    """Reduce to a class or a function; in a snapshot to the object, where its name is all that would be copied.
+    """Reduce to a class or a function; in a snapshot, keep the object itself if only its name would be copied.
 
     The program may give a name of the main module to another class, or change the class, while the snapshot waits to be
     sent. Therefore the snapshot keeps the object, and the definition that a class has now. Whether the object is sent by its
@@ -146,24 +146,24 @@ def _same(obj: Any) -> Any:
 class ActorClass(Generic[P, C], metaclass=_Making):
     """A class of actors. ``Cls.remote(...)`` makes an actor and returns its handle.
 
-    The class itself is ``Cls.__actor_class__``; its attributes, static and class methods can be used through this, too, it
-    can be inherited from, and ``isinstance(x, Cls)`` asks the class. Immutable and thread-safe.
+    The class itself is ``Cls.__actor_class__``. Its attributes, static methods and class methods can be used through the actor
+    class; subclasses can be made of the actor class, and ``isinstance(x, Cls)`` checks the class. Immutable and thread-safe.
 
-    Each actor gets the class as it is when the actor is created: later changes of the class are seen by later actors only.
+    An actor gets the class as it is when the actor is created. Later changes of the class only affect actors made after them.
 
     Args:
         actor: the class.
-        options: of its actors.
+        options: the options of its actors.
     """
 
-    # The attributes of the instance are in its dict, so that the attributes here do not hide attributes of the class.
+    # Attributes of the instance are stored in its dict, so that the attributes here do not hide attributes of the class.
     __actor_class__: type[C]
     _actorrpc_options: ActorOptions
     _actorrpc_first: (
         ActorClass[..., Any] | None
     )  # the actor class that may have the class's name in its module
     _actorrpc_alias: Any
-    _actorrpc_info: ClassInfo | None  # the class, when it was checked that it and the options go together
+    _actorrpc_info: ClassInfo | None  # describes the class; None until the class and the options were checked
 
     if TYPE_CHECKING:
 
@@ -179,18 +179,18 @@ class ActorClass(Generic[P, C], metaclass=_Making):
     else:
 
         def remote(self, *args, **kwargs):
-            """Make an actor of the class; returns at once. Starts the embedded cluster if nothing runs.
+            """Make an actor of the class; returns at once. Starts the embedded cluster if this process is in no group.
 
-            The options say where it is made, and how it is supervised. An error of its constructor becomes the cause
-            of the ActorDiedError that every call raises.
+            The options say where it is made, and how it is supervised. If the constructor raises, every call raises an
+            ActorDiedError with that error as its cause.
 
             Returns:
                 The actor's handle.
 
             Raises:
                 TypeError: the constructor does not take these arguments. Nothing was sent.
-                ConfigError: the options do not go together.
-                NameTakenError: there is an actor of that name.
+                ConfigError: the options contradict each other.
+                NameTakenError: there is an actor of this name.
                 SerializationError: the class, or an argument, cannot be sent.
                 UnknownWorkerError: there is no such worker.
             """
@@ -249,7 +249,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         """Return the object that is pickled as the class."""
         return Itself(self.__actor_class__, self._actorrpc_first, "__actor_class__")
 
-    # -- as the class that it stands for -----------------------------------------------------------------------
+    # -- behaviour of a class -----------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: actors are made with ``remote``.
@@ -264,7 +264,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         )
 
     def __getattribute__(self, name: str) -> Any:
-        # `A.__init__(self, ...)` in the constructor of a class that inherits from this one means that of the class.
+        # `A.__init__(self, ...)` in the constructor of a subclass means the __init__ of the user's class.
         if name in _OF_THE_CLASS:
             return getattr(object.__getattribute__(self, "__actor_class__"), name)
         return object.__getattribute__(self, name)
@@ -299,7 +299,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
     def __subclasscheck__(self, other: type) -> bool:
         return issubclass(getattr(other, "__actor_class__", other), self.__actor_class__)
 
-    if not TYPE_CHECKING:  # type checkers would take these for operators on values
+    if not TYPE_CHECKING:  # type checkers would treat these as operators on values
 
         def __getitem__(self, parameters):
             return self._with(self._actorrpc_options, self.__actor_class__[parameters])
@@ -331,7 +331,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         return _rebuild, (ActorClass._to_send(self), self._actorrpc_options, self._actorrpc_alias)
 
 
-# What Python and its libraries (dataclasses, for one) ask a class for, and ActorClass has of its own as an object.
+# Attributes that Python and libraries such as dataclasses read from a class, and that an ActorClass object has itself.
 _OF_THE_CLASS: Final = frozenset(
     {
         "__annotations__",

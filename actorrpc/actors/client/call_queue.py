@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 __all__ = ["CallQueue"]
 
 _BARRIER_S: Final = 1.0  # how long new calls wait for the answers of a former incarnation
-_CROWD: Final = 64  # more calls than that wait: callers are held up while the queue is being sent
+_CROWD: Final = 64  # if more calls wait while the queue is being sent, callers are blocked
 _HOLD_UP_S: Final = 1.0
-_INLINED: Final = 8  # calls under way whose large results may come with the reply
+_INLINED: Final = 8  # with fewer calls in flight, large results may come with the reply
 # Errors of a called method that say that it was not, or must not be, made to the end: never a reason to try again.
 _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError, ShutdownError)
 
@@ -90,7 +90,7 @@ class _WaitingCalls:
         self._calls.pop(number, None)
 
     def pop(self) -> PendingCall | None:
-        """Return the first call, which the caller has to send or to end; None where none waits."""
+        """Return the first call, which the caller has to send or end; None if no call waits."""
         while self._order:
             pending = self._calls.pop(heapq.heappop(self._order), None)
             if pending is not None and pending.take():
@@ -98,7 +98,7 @@ class _WaitingCalls:
         return None
 
     def remove(self, *, impatient: bool = False) -> list[PendingCall]:
-        """Remove and return all calls, or the calls that do not wait for a restart, in order; the caller has to end them."""
+        """Remove and return all calls in order, or only the calls that do not wait for a restart; the caller has to end them."""
         removed = []
         for number, pending in sorted(self._calls.items()):
             template = pending.template
@@ -113,12 +113,12 @@ class CallQueue:
 
     Attributes:
         descriptor: the actor's descriptor, which does not keep the actor alive.
-        in_flight: the calls that are on the way, by number.
-        templates, kept_templates: how calls are made now, by method (without and with ``refs``); empty unless new calls may be
-            sent at once.
-        barrier: numbers of calls to a former incarnation that are not accounted for yet.
+        in_flight: the calls that were sent and not answered, by number.
+        templates, kept_templates: call templates by method (without and with ``refs``); empty unless new calls may be sent at
+            once.
+        barrier: numbers of calls to a former incarnation whose outcome is not known yet.
         fate: whether the actor is dead or restarts, and why.
-        place: where it lives, and the worker there; None as long as this process does not know both.
+        place: the actor's location and worker; None until this process knows both.
         max_pending: the limit of ``max_pending_calls``, or -1.
     """
 
@@ -146,14 +146,14 @@ class CallQueue:
 
     @property
     def pending(self) -> int:
-        """How many calls are under way, or wait."""
+        """How many calls are in flight or queued."""
         return len(self.in_flight) + len(self._waiting) + len(self._failing)
 
     # -- calls on their way out ------------------------------------------------------------------------
 
     @property
     def location(self) -> Location | None:
-        """Where the actor lives, as far as that is known."""
+        """Where the actor lives, if this process knows it."""
         hint, place = (
             self._hint,
             self.place,
@@ -161,7 +161,7 @@ class CallQueue:
         return hint if place is None else place[0]
 
     def template_for(self, method: MethodInfo, options: CallOptions, refs: bool) -> CallTemplate:
-        """Return how to make a call now; where ``peer`` is None, it has to wait."""
+        """Return the template of a call made now; if its ``peer`` is None, the call has to be queued."""
         if self._hint is not None:
             self._take_hint(self._hint)
         if self.place is None:
@@ -185,7 +185,7 @@ class CallQueue:
     def _take_hint(self, hint: Location) -> None:
         try:
             place = hint, peer_of(self.agent, hint.worker)
-        except RpcError:  # then its supervisor knows more
+        except RpcError:  # the location is out of date; the supervisor will be asked
             place = None
         with self._lock:
             if self._hint is hint:
@@ -201,17 +201,17 @@ class CallQueue:
         seconds: float,
         unresolved: bool,
     ) -> None:
-        """Send a call at once, or reserve its place if arguments are still to come.
+        """Send a call at once, or reserve its place if arguments are not complete.
 
         Args:
             unresolved: there are ObjectRefs among the arguments.
 
-        Raises: what ``agent.call`` does, but for PeerDiedError. The call is still in :attr:`in_flight`.
+        Raises: as ``agent.call``, except PeerDiedError. The call is still in :attr:`in_flight` then.
         """
         in_flight, pending = self.in_flight, future.pending
         in_flight[future.number] = future
         awaits: Sequence[Future[Any]] = ()
-        # Many large results at a time would fill this process. Then they stay with their actors.
+        # Many large results at a time would fill the memory of this process, so they stay with their actors.
         mail = template.mail if not template.inlines or len(in_flight) < _INLINED else template.kept_mail
         try:
             if unresolved or (pending is not None and pending.place is not None):
@@ -242,12 +242,12 @@ class CallQueue:
         self.passed(future.number)
 
     def dropped(self, future: ResultFuture) -> None:
-        """Forget a call that could not be made; its caller gets the error."""
+        """Remove a call that could not be made; its caller gets the error."""
         future.route = None
         self.passed(future.number)
 
     def bounced(self, future: ResultFuture) -> None:
-        """Take back a call that was not sent, because its worker is dead."""
+        """Queue a call again that was not sent because its worker is dead."""
         # If the thread that ends the peer has claimed the call, it calls caught().
         if future.claim():
             assert future.template is not None
@@ -262,7 +262,7 @@ class CallQueue:
         seconds: float,
         unresolved: bool,
     ) -> None:
-        """Let a call wait until it is known where the actor is.
+        """Queue a call until it is known where the actor lives.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -282,7 +282,7 @@ class CallQueue:
         elif pending.unwanted:
             pending.cancel()  # the call that made it was cancelled before this call was in the queue
         elif crowd is not None and asyncio._get_running_loop() is None:
-            # One thread sends the queue, and would never catch up with many that add to it.
+            # One thread sends the queue; callers that add to it faster must wait.
             try:
                 crowd.wait(_HOLD_UP_S)
             except RpcError:
@@ -290,7 +290,7 @@ class CallQueue:
 
     @property
     def _restarting(self) -> bool:
-        """Whether the actor is known to be dead and to be restarted, and not yet to live again; the lock is held."""
+        """Whether the actor is known to be restarting, and does not live yet. The lock is held."""
         return self.place is None and self.fate.restarts
 
     def _put(self, pending: PendingCall) -> None:
@@ -313,7 +313,7 @@ class CallQueue:
     # -- calls that come back ----------------------------------------------------------------------------
 
     def caught(self, future: ResultFuture, error: BaseException) -> bool:
-        """Take over a failed call whose actor has failed, or which may be made again; return whether it was taken over.
+        """Take over a failed call if its actor has failed or the call may be repeated; return whether it was taken over.
 
         The caller has claimed the future. Quick, and calls no user code.
         """
@@ -344,13 +344,13 @@ class CallQueue:
         return retried is True or (retried is not False and is_a(error, retried))
 
     def _take_back(self, future: ResultFuture, template: CallTemplate, ran: bool, lost: bool) -> None:
-        """Queue a call again whose future is claimed, or let it wait for the verdict."""
+        """Queue a call again whose future is claimed, or let it wait for the supervisor's verdict."""
         pending = future.pending
         if pending is not None and not lost and (pending.place is None or pending.place[1] != template.epoch):
             call: Any = future.source
             pending.place = call.id, template.epoch
         with self._lock:
-            # From here on, any thread may claim the future and end it, even before it has a new source.
+            # After disclaim(), any thread may claim the future and end it, even before it has a new source.
             future.disclaim()
             self.passed(future.number)
             if lost:
@@ -367,11 +367,11 @@ class CallQueue:
             source.cancel()  # the thread that cancelled it found neither the former source nor the new one
 
     def _hold_back(self) -> None:
-        """Make new calls queue; the lock is held."""
+        """Make all new calls go into the queue; the lock is held."""
         self.templates, self.kept_templates = {}, {}
 
     def mark_killed(self) -> None:
-        """Record that this process killed the actor: no further call is sent to the incarnation that lived."""
+        """Record that this process has killed the actor: no more calls are sent to the present incarnation."""
         with self._lock:
             location = self.location
             if location is not None:
@@ -403,7 +403,7 @@ class CallQueue:
         self._ask_soon()
 
     def passed(self, number: int) -> None:
-        """Record that a call is not in flight any more. If it was made to a former incarnation, the barrier drops it, too."""
+        """Record that a call is no longer in flight, and remove it from the barrier."""
         self.in_flight.pop(number, None)
         if self.barrier is None:
             return
@@ -425,14 +425,14 @@ class CallQueue:
     # -- sending the queue ---------------------------------------------------------------------------------
 
     def _go(self) -> None:
-        """Begin to send the queue, if a call waits and can be sent; the lock is held."""
+        """Start sending the queue, if a call waits and can be sent; the lock is held."""
         if self._waiting and self.place is not None and self.barrier is None and not self._draining:
             self._draining = True
             self._hold_back()
             self.agent.submit(self._drain)
 
     def _drain(self) -> None:
-        """Send the queue, in order; on a pool thread, one at a time."""
+        """Send the queue in order. Runs in one pool thread at a time."""
         while True:
             with self._lock:
                 place = self.place
@@ -471,7 +471,7 @@ class CallQueue:
     # -- asking the supervisor -------------------------------------------------------------------------------
 
     def located(self) -> Future[Location]:
-        """Return a future for where the actor lives."""
+        """Return a future of the actor's location."""
         answer: Future[Location] = Future()
         answer.label = f"the location of {self.descriptor.title}"
         if self.location is None:
@@ -498,7 +498,7 @@ class CallQueue:
         self._ask(False)
 
     def _ask_soon(self) -> None:
-        """Have a pool thread ask the supervisor; the lock is held."""
+        """Let a pool thread ask the supervisor; the lock is held."""
         if not self._asking:
             self._asking = True
             self.agent.submit(partial(self._ask, False))
@@ -547,7 +547,7 @@ class CallQueue:
             self._asking = False
             if self.fate.death is not None:
                 return
-            if peer is None:  # it has ended again
+            if peer is None:  # the new incarnation has ended, too
                 self.fate.after = max(self.fate.after, location.epoch)
                 if self._waiting or self._waiters or self._failing:
                     self._ask_soon()
@@ -564,7 +564,7 @@ class CallQueue:
     # -- the ends of calls ------------------------------------------------------------------------------------
 
     def _fail(self) -> None:
-        """End the calls that cannot be made again, now that it is known whether the actor is dead or restarts."""
+        """End the calls that cannot be repeated, after the supervisor has said whether the actor is dead or restarts."""
         with self._lock:
             failing, self._failing = self._failing, []
         self._end(failing, self._error_of)
@@ -582,7 +582,7 @@ class CallQueue:
         death: ActorDiedError | None = None,
         known: bool = False,
     ) -> None:
-        """End every call that waits. ``known``: the failures are expected, and not logged."""
+        """End every waiting call. ``known``: the failures are expected, and not logged."""
         with self._lock:
             self._asking = False
             if death is not None:
@@ -604,7 +604,7 @@ class CallQueue:
             waiter.set_exception(error_of(None, None))
 
     def close(self) -> None:
-        """End every call that waits, with ShutdownError."""
+        """End every waiting call with ShutdownError."""
         self._give_up(
             lambda template, ran: ShutdownError(
                 f"{template or self.descriptor.title}: this worker shut down",
@@ -614,10 +614,10 @@ class CallQueue:
         )
 
     def _error_of(self, template: CallTemplate | None, ran: bool | None) -> BaseException:
-        """Return the error of a call that is not made again: the actor is dead, or it is being restarted."""
+        """Return the error of a call that is not repeated: the actor is dead, or it is being restarted."""
         return self.unavailable(template, ran) if self.fate.death is None else self.fate.died(template, ran)
 
     def unavailable(self, template: CallTemplate | None, ran: bool | None) -> ActorUnavailableError:
-        """Return the error of a call that is not made again although the actor is not dead for good."""
+        """Return the error of a call that is not repeated although the actor is not dead for good."""
         why = "it is being restarted" if self.location is None else "it has been restarted"
         return self.fate.unavailable(template, ran, why)

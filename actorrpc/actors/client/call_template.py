@@ -1,4 +1,4 @@
-"""Call templates: how the calls of one method of an actor are made. Each is prepared once, so that a call costs little."""
+"""Call templates: the prepared parts of the calls of one method, so that each call costs little."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 __all__ = ["CallTemplate", "Place", "Templated"]
 
-Place: TypeAlias = "tuple[Location, Peer]"  # where an actor lives, and the worker there
+Place: TypeAlias = "tuple[Location, Peer]"  # the actor's location and its worker
 _GENERATORS: Final = ("generator", "async_generator")
 
 
 class Templated(Protocol):
-    """The actor that is called, as templates need it: a CallQueue."""
+    """The methods of a CallQueue that templates use."""
 
     descriptor: ActorDescriptor
     runtime: Runtime
 
 
 class CallTemplate:
-    """How calls of one method with the same options are made to one incarnation. Never changes.
+    """The prepared parts of calls of one method, with the same options, to one incarnation. Immutable except for ``inlines``.
 
     Attributes:
-        peer: the worker on which the incarnation lives; None as long as this process does not know it.
+        peer: the worker on which the incarnation lives; None if this process does not know it.
         survives_restart: the actor may be restarted. A call that did not run is then sent again, from a copy of its arguments.
         tries: how often a call that may have run is sent again; -1: without limit.
         impatient: a call fails, rather than waits, while the actor is being restarted.
@@ -84,11 +84,11 @@ class CallTemplate:
         if seconds is None:
             seconds = 0.0 if refs else queue.runtime.references.default_timeout()
         self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
-        # What keeps its state may also be handed over to another worker, whatever its options say.
+        # An actor that keeps its state may also be moved to another worker, whatever its options say.
         self.survives_restart = general is not None and (general.max_restarts != 0 or info.has_checkpoint)
         self.mail: MailHeader | None = None
         self.kept_mail: MailHeader | None = None
-        #: large results come with the reply
+        #: Large results come with the reply.
         self.inlines = False
         self._fetching: MailHeader | None = None
         self._there: CallTemplate | None = None
@@ -115,7 +115,7 @@ class CallTemplate:
     # -- results.ResultPolicy -------------------------------------------------------------------------------
 
     def fetched(self) -> None:
-        """Have large results come with the reply from now on: that is half the way, and one copy less."""
+        """Send large results with the reply from now on, because this process fetches them: saves a round trip and a copy."""
         if self.kept_mail is not None and not self.inlines and "num_returns" not in self.kept_mail.header:
             self.inlines = True
             header = self.kept_mail.header.copy()
@@ -123,13 +123,13 @@ class CallTemplate:
             self.mail = self._mail(header)
 
     def handed_on(self) -> None:
-        """Have large results stay where they are made: they go directly to where they are wanted."""
+        """Leave large results with the actor from now on, because they are passed on: the receiver fetches them directly."""
         if self.inlines:
             self.inlines = False
             self.mail = self.kept_mail
 
     def at(self, queue: Templated, place: Place) -> CallTemplate:
-        """Return the same for another incarnation."""
+        """Return the same template for another incarnation."""
         there = self._there
         if there is None or there.epoch != place[0].epoch:
             there = self._there = CallTemplate(queue, self.method, self.options, self.refs, place)
@@ -139,8 +139,8 @@ class CallTemplate:
         """Return the message's header.
 
         Args:
-            unresolved: there are ObjectRefs to be fetched over there.
-            place: the call has been made before: see ``PendingCall.place``.
+            unresolved: there are ObjectRefs that the actor's worker has to fetch.
+            place: the call is repeated: see ``PendingCall.place``.
         """
         if place is not None and place[1] == self.epoch and self.mail is not None:
             held = self.mail_for(unresolved)
@@ -153,7 +153,7 @@ class CallTemplate:
         return self._fetching
 
     def _mail(self, header: Header) -> MailHeader:
-        # Only for a time-out that the caller has asked for himself: an interrupted method may leave its state half changed.
+        # Only for a time-out that the caller has set explicitly: an interrupted method may leave its state half changed.
         interrupts = self.options.interrupt and bool(self.options.timeout)
         return MailHeader(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))
 
@@ -165,8 +165,8 @@ def _late(kind: Kind, interrupts: bool) -> str:
     if kind in _GENERATORS:
         return "if it has begun, its stream is closed"
     if interrupts:
-        return "if it has begun, it is interrupted where it runs in Python, on a thread, and leaves that to others"
+        return "if it has begun, it is interrupted in its thread, unless it runs C code"
     return (
-        "if it has begun, it goes on to its end, and others wait for that; with options(timeout=..., interrupt=True) it is "
+        "if it has begun, it runs to its end, and other calls wait for that; with options(timeout=..., interrupt=True) it is "
         "interrupted"
     )

@@ -1,4 +1,4 @@
-"""What one process knows about the deaths of an actor, and the errors of its calls: each call gets an error of its own."""
+"""The deaths of an actor as one process knows them, and the errors of its calls; each call gets its own error object."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Fate:
     """Whether an actor is dead or restarts, according to its supervisor and its calls. The queue's lock guards it.
 
     Attributes:
-        death: why the actor is dead, if it is known to be.
-        after: the last incarnation that is known to be gone; -1: none.
+        death: the reason why the actor is dead; None if it is not known to be dead.
+        after: the last incarnation that is known to have ended; -1: none.
     """
 
     __slots__ = ("_actor_id", "_oldest", "_supervisor", "_title", "_verdict", "after", "death")
@@ -49,26 +49,26 @@ class Fate:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the supervisor has said what becomes of the actor since its last incarnation was lost."""
+        """Whether the supervisor has said whether the actor restarts, since its last incarnation was lost."""
         return self._verdict is not None
 
     @property
     def restarts(self) -> bool:
-        """Whether the actor is known to be dead and to be restarted; true also when it lives again."""
+        """Whether the supervisor has decided to restart the actor; stays true when the actor lives again."""
         return self._verdict is not None and not self._verdict.moved
 
     def waits_for(self) -> str:
-        """Say, for messages, what calls wait for that cannot be sent."""
+        """Describe, for messages, the event for which queued calls wait."""
         if self._verdict is not None:
             return f"{self._title} to be restarted ({self._verdict.text})"
         return (
             f"{self._title} to be created"
             if self.after < 0
-            else f"news of {self._title}, which cannot be reached"
+            else f"the new location of {self._title}, which cannot be reached"
         )
 
     def died(self, template: CallTemplate | None, maybe_executed: bool | None) -> ActorDiedError:
-        """Return the error of a call, or of a question where ``template`` is None, to an actor that is dead for good."""
+        """Return the error of a call (``template`` None: of a query) to an actor that is dead for good."""
         death = self.death
         assert death is not None
         if template is None:
@@ -91,7 +91,7 @@ class Fate:
         )
 
     def unavailable(self, template: CallTemplate | None, ran: bool | None, why: str) -> ActorUnavailableError:
-        """Return the error of a call that an actor's death cut short which comes back to life, or is out of reach."""
+        """Return the error of a call that an actor's death has ended, if the actor restarts or cannot be reached."""
         verdict = self._verdict
         if verdict is not None:
             why += f": {verdict.text}"
@@ -110,7 +110,7 @@ class Fate:
     def orphaned(self, error: BaseException) -> ActorDiedError:
         """Return the death of an actor whose supervisor cannot be asked: owned actors end with their creator."""
         return ActorDiedError(
-            f"{self._title} is dead, or out of reach for good: worker {self._supervisor!r}, which looked after it, is gone "
+            f"{self._title} is dead, or out of reach for good: worker {self._supervisor!r}, its supervisor, has ended "
             f"({exceptions.original(error)})",
             actor=self._title,
             actor_id=self._actor_id,
@@ -119,7 +119,7 @@ class Fate:
 
 
 def forgotten(actor_id: int, supervisor: str) -> ActorDiedError:
-    """Return the death of an actor that its supervisor does not know, or no longer knows."""
+    """Return the death of an actor that its supervisor does not know (any longer)."""
     return ActorDiedError(
         f"actor {actor_id:016x} is dead: worker {supervisor!r} does not know it any more",
         worker=supervisor,
@@ -128,7 +128,7 @@ def forgotten(actor_id: int, supervisor: str) -> ActorDiedError:
 
 
 def unreachable(title: str, actor_id: int, worker: str, supervisor: str) -> ActorUnavailableError:
-    """Return the error of a call to an actor that its supervisor can reach, and the caller cannot."""
+    """Return the error of a call to an actor that its supervisor can reach, but the caller cannot."""
     return ActorUnavailableError(
         f"{title} lives on worker {worker!r}, which can be reached from worker {supervisor!r} but not from the caller's",
         worker=worker,

@@ -1,12 +1,12 @@
-"""Handles: what callers hold of an actor, and the ways to call its methods.
+"""Handles: references to actors, and the ways to call methods.
 
 Ray's way is ``handle.method.remote(...)``, torch's ``handle.rpc_sync().method(...)``; both go through the actor's
-mailbox. Everything a class defines wins over what a handle has by itself: that is found last, and each part of it is
-also a function of the package.
+mailbox. Attributes of the user's class hide the handle's own attributes of the same name; therefore each of the latter is also a
+function of the package.
 
-Where the class is an nn.Module, ``handle.state_dict()`` calls the method in the actor and waits, as if the handle were the
-module; :mod:`~actorrpc.rpc.modules` says what is returned in place of objects that cannot be sent. With ``remote`` all of
-these are ordinary methods. A method that the class defines is called, whatever its name.
+If the class is an nn.Module, ``handle.state_dict()`` calls the method in the actor and waits, as if the handle were the
+module; :mod:`~actorrpc.rpc.modules` says what is returned in place of objects that cannot be sent. With ``remote``, these are
+ordinary methods. A method that the class defines is called, whatever its name.
 """
 
 from __future__ import annotations
@@ -93,18 +93,18 @@ def is_direct(info: ClassInfo, method: MethodInfo) -> bool:
     if not info.is_module or method.name not in _DIRECT:
         return False
     if method.name == "__call__":
-        # What an async forward returns is no output yet, and Module.__call__ hands it on.
+        # An async forward returns a coroutine, which Module.__call__ would return instead of the output.
         forward = info.methods.get("forward")
         return method.kind == "sync" and (forward is None or forward.kind == "sync")
     return method.kind == "sync" or (method.kind == "generator" and method.name in _LISTED)
 
 
 def run(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """Call a method in the actor.
+    """Call a method of a module. Runs in the actor.
 
     Returns:
-        Whether it has returned the module itself (then the caller returns the handle), and if not, what it has returned: RRefs
-        in place of parameters, tensors of a state on the CPU.
+        Whether the method has returned the module itself (then the caller returns the handle), and otherwise its result, with
+        RRefs in place of parameters, and tensors of a state on the CPU.
     """
     if name == "state_dict":
         return False, modules.state_of(module, *args, **kwargs)
@@ -125,7 +125,7 @@ def _reference(item: Any) -> Any:
 
 
 def parameters(module: nn.Module, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-    """Return RRefs to the parameters, in the actor: ``handle.remote_parameters()``."""
+    """Return RRefs to the parameters: the part of ``handle.remote_parameters()`` that runs in the actor."""
     return modules.parameter_rrefs(module, recurse)
 
 
@@ -140,14 +140,14 @@ Style = Literal["rpc_sync", "rpc_async", "remote"]
 
 _ASK_S: Final = 30.0  # how long a supervisor may take to answer
 
-# What the runtime itself asks of an actor, through its mailbox. No class has methods of such names.
+# Calls that the runtime itself makes to an actor, through its mailbox. No class has methods with such names.
 _GETATTR: Final = MethodInfo.anything("<getattr>", "getattr")
 _CALL: Final = MethodInfo.anything("<call>", "call")
 _RREF: Final = MethodInfo.anything("<rref>", "rref")
 
 
 class _Doc:
-    """``__doc__``: of the class the text given here, of an object the docstring of its method."""
+    """``__doc__``: for the class, the given text; for an instance, the docstring of its method."""
 
     __slots__ = ("_own",)
 
@@ -162,7 +162,7 @@ class _Doc:
 
 
 class _LikeItsMethod:
-    """What is shown of the method to people who ask for it: by ``help()``, ``inspect.signature`` or a shell."""
+    """Shows the method's name and signature in ``help()``, ``inspect.signature`` and shells."""
 
     __slots__ = ()
     _descriptor: ActorDescriptor
@@ -182,7 +182,7 @@ class _LikeItsMethod:
 
 
 def gives_one(info: MethodInfo, options: CallOptions) -> bool:
-    """Say whether a call of the method gives just one ObjectRef."""
+    """Say whether a call of the method returns exactly one ObjectRef."""
     return options.num_returns == 1 and not info.streams
 
 
@@ -199,7 +199,7 @@ class _RemoteCall(_LikeItsMethod):
         self._route = route
         self._info = info
         self._options = options
-        # With num_returns=0, the caller gets no ObjectRef for the result.
+        # With num_returns=0 the message asks for one result, for which the caller gets no ObjectRef.
         self._sent = options if options.num_returns else options.merged(num_returns=1)
         self._simple = gives_one(info, options)
 
@@ -223,17 +223,17 @@ class _RemoteCall(_LikeItsMethod):
 
 class ActorMethod(_LikeItsMethod, Generic[P, Out]):
     __doc__ = _Doc(
-        """A method of an actor, as its callers have it. Thread-safe, cheap, and keeps the actor alive.
+        """A method of an actor, on a handle. Thread-safe, cheap, and keeps the actor alive.
 
-        Typed by what it takes, and by what ``remote`` returns. Where the class is known, it has the docstring and the signature
-        of its method.
+        Its type has the method's parameters and the return type of ``remote``. If the class is known, it has the docstring and
+        the signature of the method.
         """
     )
 
     def __init__(
         self, descriptor: ActorDescriptor, route: Route, info: MethodInfo, options: CallOptions
     ) -> None:
-        self._descriptor = descriptor  # with the anchor in it
+        self._descriptor = descriptor  # contains the anchor, which keeps the actor alive
         self._route = route
         self._info = info
         self._options = options
@@ -253,8 +253,8 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
             "_route": "",
             "remote": """Call the method; return an ObjectRef to its result at once.
 
-            ObjectRefs among the arguments are replaced by their values before the method runs; inside of containers
-            they stay what they are.
+            ObjectRefs among the arguments are replaced by their values before the method runs; ObjectRefs inside of
+            containers are passed as they are.
 
             Returns:
                 ObjectRef, a list of them with ``num_returns`` above 1, None with 0, or an ObjectRefGenerator of a
@@ -282,7 +282,7 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
         return ActorMethod(self._descriptor, self._route, self._info, merged)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: remote methods are called with ``remote``. Only what torch's modules have is called on the handle of one.
+        """Raise TypeError: remote methods are called with ``remote``. Only methods of an nn.Module are called directly.
 
         Raises:
             TypeError: it is not a method of nn.Module.
@@ -303,7 +303,7 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
         if info.name == "__call__":
             return route.call(info, options, args, kwargs, refs=False).wait()
         asked = (run, info.name, args, kwargs)
-        options = options.merged(name=info.name)  # so that errors say what was called
+        options = options.merged(name=info.name)  # the name for error messages
         itself, value = route.call(_CALL, options, asked, {}, refs=False).wait()
         return ActorHandle(self._descriptor, route) if itself else value
 
@@ -334,9 +334,9 @@ def _check_group(options: CallOptions, descriptor: ActorDescriptor) -> None:
 
 
 class _Own:
-    """A function of handles, or a value, which each handle has unless its class has a method of that name.
+    """A function or value that each handle has unless the user's class has a method of this name.
 
-    It is no data descriptor: Python looks first into the dict of the handle, which has the methods of the class.
+    It is not a data descriptor: Python first looks into the dict of the handle, which has the methods of the class.
     """
 
     __slots__ = ("_function", "_is_value")
@@ -349,7 +349,7 @@ class _Own:
         if handle is None:
             return self._function
         if self._function.__name__ in _OF_MODULES and not _descriptor(handle).info.is_module:
-            raise AttributeError  # __getattr__ says which methods there are
+            raise AttributeError  # Python then calls __getattr__, whose error lists the methods
         return self._function(handle) if self._is_value else _OwnMethod(handle, self._function)
 
 
@@ -362,7 +362,7 @@ _OF_MODULES: Final = frozenset({"remote_parameters"})  # only a handle whose cla
 
 
 class _OwnMethod:
-    """A function of handles, bound to a handle."""
+    """One of the functions of handles, bound to a handle."""
 
     __slots__ = ("_function", "_handle")
 
@@ -377,8 +377,8 @@ class _OwnMethod:
         own = self._function.__name__
         if name == "remote":
             raise AttributeError(
-                f"{_descriptor(self._handle).info.name} has no method {own!r}: this is the handle's own, which is called "
-                f"directly, as handle.{own}(...)"
+                f"{_descriptor(self._handle).info.name} has no method {own!r}: this is a function of the handle, which is "
+                f"called directly, as handle.{own}(...)"
             )
         raise AttributeError(name)
 
@@ -387,7 +387,7 @@ class _OwnMethod:
 
 
 class _Calling:
-    """``handle(...)`` and ``handle.__call__``: Python looks on the type of a handle for these, not in ``__getattr__``."""
+    """``handle(...)`` and ``handle.__call__``. Python looks these up on the type of the handle, and not in ``__getattr__``."""
 
     __slots__ = ()
 
@@ -412,21 +412,21 @@ _not_callable.__name__ = "__call__"  # for messages
 class ActorHandle(Generic[C_co]):
     """A reference to an actor, usable on every worker. Thread-safe.
 
-    ``handle.method.remote(...)`` calls a method and gives an ObjectRef; ``handle.rpc_sync().method(...)`` waits for the
-    result, ``handle.rpc_async().method(...)`` gives a Future; all of them go through the actor's mailbox. A proxy also reads
+    ``handle.method.remote(...)`` calls a method and returns an ObjectRef; ``handle.rpc_sync().method(...)`` waits for the
+    result, ``handle.rpc_async().method(...)`` returns a Future. All of them go through the actor's mailbox. A proxy also reads
     attributes: ``handle.rpc_sync().attribute``.
 
-    As far as the class has no methods of these names, a handle also has ``rpc_sync``, ``rpc_async``, ``remote``, ``options``
+    Unless the class has methods of these names, a handle also has ``rpc_sync``, ``rpc_async``, ``remote``, ``options``
     (the same handle with other options of its calls), ``rref`` (torch's reference to the instance), ``actor_id``, and
     the package's functions of handles: ``ready``, ``is_alive``, ``kill``, ``monitor``, ``call``.
 
-    Where the class is an ``nn.Module``, ``handle(x)`` calls the module and waits, and what modules have is called on the handle
-    without ``remote``, too, and waits: ``train``, ``eval``, ``to`` and the other conversions, ``requires_grad_``,
-    ``zero_grad`` and ``apply``, which return the handle; ``state_dict`` (copies on the CPU) and ``load_state_dict``;
-    ``parameters`` and ``named_parameters``, which give RRefs in place of the parameters. So does ``remote_parameters``, which
-    the class does not have. Such an RRef keeps a parameter, not the actor: it is of no use once the actor's process has
-    ended, or when the actor was restarted. Hooks run as the module has them; ``handle.forward.remote(x)`` is literally
-    ``forward``, and ``handle.__call__.remote(x)`` the call that does not wait.
+    If the class is an ``nn.Module``, ``handle(x)`` calls the module and waits. Methods of modules can also be called without
+    ``remote``, and wait: ``train``, ``eval``, ``to`` and the other conversions, ``requires_grad_``, ``zero_grad`` and ``apply``,
+    which return the handle; ``state_dict`` (copies on the CPU) and ``load_state_dict``; ``parameters`` and
+    ``named_parameters``, which return RRefs in place of the parameters, as does ``remote_parameters``, which only handles have.
+    Such an RRef keeps a parameter, not the actor: it cannot be used any longer when the actor's process has ended, or the actor
+    was restarted. Hooks run as usual: ``handle.forward.remote(x)`` calls ``forward`` without them, and
+    ``handle.__call__.remote(x)`` calls the module without waiting.
 
     The actor lives as long as any process has a handle; handles from :func:`actorrpc.get_actor` do not count. Handles of the
     same actor are equal. They can be sent in arguments and results.
@@ -506,7 +506,7 @@ class ActorHandle(Generic[C_co]):
 
     @_own
     def remote_parameters(self: ActorHandle[nn.Module], recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """Return RRefs to the parameters of the module, each once. Only where the class is one."""
+        """Return RRefs to the parameters of the module, each once. Only if the class is a module."""
         found: list[RRef[nn.Parameter]] = _send(
             self, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (parameters,), {"recurse": recurse}
         )
@@ -516,7 +516,7 @@ class ActorHandle(Generic[C_co]):
         actor_id: int
         rref: RRef[C_co]
 
-        # Of a module, `handle(x)` calls it and waits.
+        # If the class is a module, `handle(x)` calls it and waits.
         __call__: ActorMethod[..., Any]
 
         # Full types of all methods come from actorrpc.mypy_plugin.
@@ -538,7 +538,8 @@ class ActorHandle(Generic[C_co]):
         def __getattr__(self, name):
             state = self.__dict__
             descriptor = state.get("_actorrpc_descriptor")
-            if descriptor is None:  # a handle that is only half made: by copy, or by an error in its making
+            # The handle is not complete: during copy, or after an error in its constructor.
+            if descriptor is None:
                 raise AttributeError(name)
             info = descriptor.info.methods.get(name)
             if info is not None:
@@ -578,7 +579,7 @@ class ActorHandle(Generic[C_co]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In a pickle of the program's own; messages have _reduce().
+        # For pickles made by the program; messages use _reduce().
         descriptor = _descriptor(self)
         address = pickles.here() if descriptor.anchor is None else pickles.address_of(descriptor.anchor)
         return _load, (
@@ -611,7 +612,7 @@ def _missing(descriptor: ActorDescriptor, name: str) -> str:
     return f"{descriptor.info.name} has no method {name!r}; {hint} (attributes are read with handle.rpc_sync().{name})"
 
 
-# -- travelling -------------------------------------------------------------------------------------------------
+# -- sending handles -------------------------------------------------------------------------------------------------
 
 
 def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
@@ -625,7 +626,7 @@ def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
             "name= and find it with actorrpc.get_actor()"
         )
     state = handle.__dict__
-    # The anchor in it is an RRef: its reducer makes the fork that keeps the actor alive over there.
+    # The descriptor contains the anchor, an RRef: its reducer makes the fork that keeps the actor alive at the receiver.
     return _rebuild, (state["_actorrpc_route"].descriptor, state["_actorrpc_given"])
 
 
@@ -639,7 +640,7 @@ def _load(
     descriptor: ActorDescriptor,
     given: dict[str, Any] | None,
 ) -> ActorHandle[Any]:
-    """Rebuild a handle that a program has pickled (named in pickles).
+    """Rebuild a handle that a program has pickled (wire format).
 
     Raises:
         ActorDiedError: the actor has ended.
@@ -665,13 +666,13 @@ def _load(
 codec.register(ActorHandle, _reduce)
 
 
-# -- torch's ways ---------------------------------------------------------------------------------------------
+# -- calls in torch's style ---------------------------------------------------------------------------------------------
 
 
 class ActorProxy:
-    """What ``handle.rpc_sync()`` and its like return: methods are called as if they were here. Thread-safe.
+    """The return value of ``handle.rpc_sync()``, ``rpc_async()`` and ``remote()``: its methods call the actor. Thread-safe.
 
-    A name that is no method of the class is read as an attribute of the instance: at once with ``rpc_sync``, as a
+    A name that is not a method of the class reads an attribute of the instance: at once with ``rpc_sync``, as a
     Future with ``rpc_async``, as an ObjectRef with ``remote``. A method of a proxy may be sent as a function to call.
     """
 
@@ -689,7 +690,7 @@ class ActorProxy:
         if name in _descriptor(handle).info.methods:
             return _ProxyMethod(handle, self._actorrpc_style, self._actorrpc_timeout, name)
         if (name.startswith("__") and name.endswith("__")) or name.startswith(("_ipython_", "_repr_")):
-            raise AttributeError(name)  # what Python and its tools look for on any object
+            raise AttributeError(name)  # Python and tools look for such names on any object
         return _send(handle, self._actorrpc_style, self._actorrpc_timeout, _GETATTR, (name,), {})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -707,7 +708,7 @@ class ActorProxy:
 
 
 class _ProxyMethod:
-    """One method of a proxy. Travels, with its handle."""
+    """One method of a proxy. It can be sent, with its handle."""
 
     __slots__ = ("_handle", "_name", "_style", "_timeout")
 
@@ -739,7 +740,7 @@ def _call_of_rref(
 ) -> Any:
     """Make a call of an actor's RRef as a call of a handle of the actor."""
     info = _descriptor(handle).info.methods.get(name)
-    if info is None:  # an attribute that can be called
+    if info is None:  # an attribute that is callable
         info, args, kwargs = _CALL, (_call_attribute, name, args, kwargs), {}
     else:
         info.check(args, kwargs)
@@ -764,7 +765,7 @@ def _send(
     known = state.get(info.name)
     if known is None and info.name in descriptor.info.methods:
         known = handle.__getattr__(info.name)
-    # The object that other calls of the method use, because the route keeps a template for it.
+    # Use the same options object for all calls of the method, because the route keeps a template for it.
     options = known._options if known is not None else _options_of(descriptor, info, state["_actorrpc_given"])
     seconds = None if timeout == UNSET_RPC_TIMEOUT else timeout
     if style == "remote" or info.streams or options.num_returns == "streaming":
@@ -772,7 +773,8 @@ def _send(
         future = route.call(info, options, args, kwargs, refs=True, timeout=seconds)
         return shaped(future, info, options, route.explain, again)
     if options.num_returns != 1:
-        options = options.merged(num_returns=1)  # torch knows no such thing: the value is what it returns
+        # Torch has no num_returns: a proxy returns the value as it is.
+        options = options.merged(num_returns=1)
     if style == "rref":
         return route.keep(info, options, args, kwargs, seconds)
     future = route.call(info, options, args, kwargs, refs=False, timeout=seconds)
@@ -785,11 +787,11 @@ def _rref(handle: ActorHandle[Any]) -> Any:
         try:
             found._check()
         except RpcError:
-            found = None  # of an incarnation that has died
+            found = None  # an RRef to an incarnation that has died
     if found is None:
         found = _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _RREF, (), {})
         state = handle.__dict__
-        # A handle of its own, because a cycle would keep `handle`, and so the actor, until the next garbage collection.
+        # A separate handle: a reference cycle would keep `handle`, and so the actor, until the next garbage collection.
         own: ActorHandle[Any] = ActorHandle(
             state["_actorrpc_descriptor"], state["_actorrpc_route"], state["_actorrpc_given"]
         )
@@ -798,11 +800,11 @@ def _rref(handle: ActorHandle[Any]) -> Any:
     return found
 
 
-# -- what functions do with a handle -------------------------------------------------------------------------------
+# -- functions that take a handle -------------------------------------------------------------------------------
 
 
 def as_handle(given: Any, what: str) -> ActorHandle[Any]:
-    """Return an object if it is a handle; ``what`` names the function that takes it.
+    """Return the argument if it is a handle; ``what`` is the name of the function that takes it.
 
     Raises:
         TypeError: it is not a handle.
@@ -811,7 +813,7 @@ def as_handle(given: Any, what: str) -> ActorHandle[Any]:
         return given
     hint = ""
     if isinstance(given, ObjectRef):
-        hint = "; a call is given up with cancel(ref)"
+        hint = "; a call is cancelled with cancel(ref)"
     elif isinstance(given, ActorMethod):
         hint = ", and this is one of its methods"
     raise TypeError(f"{what} takes the handle of an actor, not a {type(given).__name__}{hint}")
@@ -824,14 +826,14 @@ def route_of(handle: ActorHandle[Any]) -> Route:
 
 
 def route_to(given: Any, what: str) -> Route:
-    """Return the route of a handle, as :func:`as_handle` takes it."""
+    """Return the route of a handle, after :func:`as_handle` has checked it."""
     return route_of(as_handle(given, what))
 
 
 def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
-    """Return an ObjectRef that completes, with None, when the actor has been made and can serve.
+    """Return an ObjectRef that completes, with None, when the actor's constructor has returned.
 
-    It fails with ActorDiedError if that is not to be; with what the constructor raised as its cause.
+    It fails with ActorDiedError if the actor cannot be made; an error of the constructor is its cause.
     """
     located: Future[Any] = route_to(actor, "ready()").located()
 
@@ -842,10 +844,10 @@ def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
 
 
 def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
-    """Say whether the actor lives, or is being made or restarted. Never waits behind its work.
+    """Say whether the actor lives, or is being made or restarted. Does not wait for the actor's calls.
 
     Args:
-        timeout: seconds for the answer of its supervisor; without an answer, the actor counts as dead.
+        timeout: how many seconds its supervisor may take to answer; without an answer, the actor counts as dead.
     """
     asked: Future[bool] = route_to(actor, "is_alive()").alive()
     try:
@@ -857,12 +859,12 @@ def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
 def monitor(
     actor: ActorHandle[Any] | Actor, callback: Callable[[ActorDiedError], Any] | None = None
 ) -> Future[ActorDiedError]:
-    """Watch an actor: the future completes, once, when it is dead for good; its value says why.
+    """Watch an actor: the returned future completes once, when the actor is dead for good.
 
-    Does not keep the actor alive. Restarts do not count.
+    Does not keep the actor alive. Restarts do not complete the future.
 
     Args:
-        callback: called with the ActorDiedError then, on a worker thread.
+        callback: called in a worker thread with the ActorDiedError.
 
     Returns:
         A Future whose value is the ActorDiedError.
@@ -877,12 +879,12 @@ def monitor(
 
 
 def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
-    """End an actor at once: calls that run are cut short, calls that wait fail with ActorDiedError. Idempotent.
+    """End an actor at once: its running calls end, and its waiting calls fail with ActorDiedError. Idempotent.
 
-    Its hooks (``on_stop``, ``__del__``) do not run where it has its process to itself.
+    If the actor has a process of its own, its hooks (``on_stop``, ``__del__``) do not run.
 
     Args:
-        no_restart: for good, whatever its ``max_restarts``; False: as if it had died by itself.
+        no_restart: True: for good, whatever its ``max_restarts``; False: the actor restarts as if it had failed.
 
     Raises:
         RpcError: its supervisor does not answer.
@@ -905,7 +907,7 @@ def call(actor: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     ``call(handle, getattr, "x")`` reads an attribute, ``call(handle, setattr, "x", 1)`` sets it.
 
     Raises:
-        TypeError: it is not a function, or one that would not run but return a coroutine or a generator.
+        TypeError: it is not a function, or it is a coroutine function or generator function.
         SerializationError: the function, or an argument, cannot be sent.
     """
     as_handle(actor, "call()")

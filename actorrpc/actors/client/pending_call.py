@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 __all__ = ["AwaitingVerdict", "PendingCall", "ReservedCall", "ResultFuture", "RpcFuture"]
 
 INFINITE: Final = float("inf")
-_MARGIN_S: Final = 1.0  # for the way there and back
+_MARGIN_S: Final = 1.0  # for the round trip
 _UNCHANGING: Final = frozenset({int, float, bool, str, bytes, type(None), complex, ObjectRef})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
 
 
 class _QueueOfCalls(Protocol):
-    """The queue of an actor as its calls use it: a CallQueue, which says what the methods do."""
+    """The methods of a CallQueue that its calls use."""
 
     agent: Agent
     fate: Fate
@@ -76,20 +76,20 @@ class _QueueOfCalls(Protocol):
 
 
 class _RouteOfCall(Protocol):
-    """The route that a call takes: a Route. It holds the actor's anchor."""
+    """The attributes of a Route that calls use. It holds the actor's anchor."""
 
     @property
     def queue(self) -> _QueueOfCalls: ...
 
 
 class ResultFuture(InnerFuture[Any]):
-    """The result of a call of an actor's method. Thread-safe, as every Future.
+    """The result of a call of an actor's method. Thread-safe, like every Future.
 
     Attributes:
         number: counts the calls that this process makes to the actor.
-        route: holds the anchor, so that the actor lives as long as the call is under way; None after that.
+        route: holds the anchor, so that the actor lives while the call is under way; None after that.
         template: how the call is made; None after the call has ended, unless the method's next results stay with the actor.
-        pending: keeps the arguments, to send the call again or later.
+        pending: has the arguments, to send the call later or again.
     """
 
     __slots__ = ("number", "pending", "route", "template")
@@ -151,7 +151,7 @@ class ResultFuture(InnerFuture[Any]):
         return call.stop(GRACE_S + _MARGIN_S) or (pending is not None and not self.completed)
 
     def end(self, error: BaseException) -> bool:
-        """Fail a call that is not in flight; False if it has ended, or if another thread is ending it."""
+        """Fail a call that is not in flight; return False if it has ended or another thread is ending it."""
         if not self.claim():
             return False
         route, pending = self.route, self.pending
@@ -163,7 +163,7 @@ class ResultFuture(InnerFuture[Any]):
 
 
 class RpcFuture(ResultFuture):
-    """The result of ``rpc_async``, which torch's functions take, too."""
+    """The result of ``rpc_async``, which torch's functions accept, too."""
 
     __slots__ = ()
 
@@ -174,13 +174,13 @@ class PendingCall(Progress):
     """A call with its arguments as they were when it was made. It is the source of its future while the call is queued.
 
     Attributes:
-        future: None after the call has ended.
-        arguments: ``(args, kwargs)``, a Snapshot of that, or None if the call can be sent only once.
-        unresolved: there are ObjectRefs at top level that the actor's side has to fetch.
+        future: the future of the call; None after the call has ended.
+        arguments: ``(args, kwargs)``, a Snapshot of them, or None if the call can be sent only once.
+        unresolved: there are top-level ObjectRefs that the actor's worker has to fetch.
         deadline: on the monotonic clock; a nested call inherits the deadline of the call that makes it.
         tries: how often it may be sent again if it may have run; -1: without limit.
         may_have_run: an earlier try may have run.
-        unwanted: it was cancelled while another thread sent it; that thread ends it.
+        unwanted: it was cancelled while another thread was sending it; that thread ends it.
         place: the number of the call, and the incarnation of its actor, of the first try. A repetition takes the place of the
             first try in the mailbox, because later calls of its caller may wait for it.
         context: the caller's context variables.
@@ -228,7 +228,7 @@ class PendingCall(Progress):
 
     @staticmethod
     def hold(args: tuple[Any, ...], kwargs: dict[str, Any], *, cheaply: bool = False) -> Any:
-        """Return :attr:`arguments`; with ``cheaply``, None if that takes a copy.
+        """Return :attr:`arguments`; with ``cheaply``, return None if a copy would be needed.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -255,10 +255,10 @@ class PendingCall(Progress):
         future = self.future
         return None if future is None else future.template
 
-    # -- who may do what with a call that waits --------------------------------------------------------
+    # -- claiming a queued call --------------------------------------------------------
 
     def rest(self) -> None:
-        """Let the call wait: from now on it may be sent or cancelled, and may expire."""
+        """Make the call wait: from now on it may be sent, cancelled or expired."""
         future = self.future
         if future is None or future.route is None:
             return
@@ -303,10 +303,10 @@ class PendingCall(Progress):
 
     @property
     def done(self) -> bool:
-        """Whether the call is over."""
+        """Whether the call has ended."""
         return self.future is None
 
-    # -- as a future's source -----------------------------------------------------------------------------
+    # -- the source of a future -----------------------------------------------------------------------------
 
     def drive(self, _deadline: float | None) -> None:
         """Send the gathered messages. The waiting thread then sleeps until the call ends."""
@@ -321,7 +321,8 @@ class PendingCall(Progress):
         if future is None:
             return False
         execution = self.context.get(CURRENT)
-        late = late or (execution is not None and execution.late)  # also for a thread that finds it unwanted
+        # Also read by a thread that finds `unwanted` set.
+        late = late or (execution is not None and execution.late)
         # Set first: a thread that is sending the call, or is putting it back into the queue, reads `unwanted` afterwards.
         self.unwanted = True
         if not self.take():
@@ -337,7 +338,7 @@ class PendingCall(Progress):
             self._end(late=True)
 
     def _end(self, late: bool) -> bool:
-        """End the call, which this thread has taken, with a time-out (``late``) or as cancelled."""
+        """End the call, which this thread has claimed, with a time-out (``late``) or as cancelled."""
         future = self.future
         if future is None or future.template is None or future.route is None:
             return False
@@ -385,7 +386,7 @@ class AwaitingVerdict(Progress):
 
 
 class ReservedCall:
-    """Sends a call when its arguments are complete, or ends it when one of them fails. Any thread may complete an argument.
+    """Sends a call when its arguments are complete, or ends it when an argument fails. Any thread may complete an argument.
 
     The call has reserved its place in the mailbox, which keeps the order of the caller's calls. The actor cannot run it before
     the message has arrived. Therefore a call that is cancelled, times out or loses an argument before that has certainly not run.
@@ -421,7 +422,7 @@ class ReservedCall:
         pending, awaits = self._future.pending, self._call.awaits
         if pending is None:  # the call has ended
             return
-        context = pending.context.copy()  # the context itself is in use where the queue is being sent
+        context = pending.context.copy()  # the original may be in use by a thread that sends the queue
         is_quick = type(pending.arguments) is tuple and all(
             each.completed and each.error is None and type(each.value_or_none) in ATOMS for each in awaits
         )

@@ -1,11 +1,11 @@
-"""Routes: the caller's side of an actor. Every handle has one; calls go through it.
+"""Routes: the caller's side of an actor. Every handle has a route, which makes its calls.
 
-There are at most two routes to an actor in a process: one that keeps the actor alive (it has the anchor) and one that does not
-(for handles got by name). Both share a :class:`~actorrpc.actors.client.call_queue.CallQueue`, which knows where the actor is
-and keeps its calls in order.
+A process has at most two routes to an actor: one with the anchor, which keeps the actor alive, and one without (for handles
+from :func:`actorrpc.get_actor`). Both share a :class:`~actorrpc.actors.client.call_queue.CallQueue`, which knows where the actor
+lives and keeps the order of calls.
 
-:meth:`Route.call` is on the path of every call: where the actor is known to live and nothing special was asked for, it
-takes no lock and costs a fraction of what sending the call does.
+:meth:`Route.call` is on the path of every call. If the actor is known to live and the call has no special options, it takes no
+lock, and its cost is small compared with sending the call.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def shaped(
     """Return the result of ``remote``: an ObjectRef, several, None, or a stream.
 
     Args:
-        explain: says what the end of a stream's worker means, as :meth:`Route.explain`.
+        explain: returns the error to raise if a stream's worker ends; see :meth:`Route.explain`.
         again: repeats the call of a stream that has failed before its first item.
     """
     count = options.num_returns
@@ -83,14 +83,14 @@ def _split(future: Future[Any], count: int) -> list[Future[Any]]:
         if isinstance(result, (tuple, list)) and len(result) == count:
             return result
         shown = len(result) if isinstance(result, (tuple, list)) else f"one {type(result).__name__}"
-        raise ValueError(f"{whole.label} was to return {count} values (num_returns), but returned {shown}")
+        raise ValueError(f"{whole.label} must return {count} values (num_returns), but returned {shown}")
 
     def done(checked: Future[Sequence[Any]]) -> None:
         for at, part in enumerate(parts):
             if checked.error is None:
                 part.try_complete(checked.value()[at])
             else:
-                part.follow(checked)  # retrieving the error from any part counts for all
+                part.follow(checked)  # retrieving the error from one part marks it as seen for all
 
     future.then(check).add_done_callback(done)
     return parts
@@ -104,23 +104,23 @@ def _has_died(error: BaseException) -> bool:
 def _packed(
     future: ResultFuture, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
-    """Return what :func:`pack_arguments` does; None if an argument has failed, and so the call."""
+    """Like :func:`pack_arguments`, but return None if an argument has failed; the call then fails, too."""
     try:
         return pack_arguments(args, kwargs)
     except BaseException as error:
         future.end(error)
         if is_of_handler(error):
-            future.acknowledge()  # its caller does not get the future
+            future.acknowledge()  # the caller does not get the future, so its error cannot be retrieved
             raise
         return None
 
 
 class Route:
-    """The way to one actor. Thread-safe. The actor lives at least as long as a route with an anchor.
+    """The way to one actor. Thread-safe. An actor lives at least as long as a route with an anchor.
 
     Attributes:
         anchor: the RRef that keeps the actor alive, or None.
-        queue: this process's calls of the actor.
+        queue: this process's calls to the actor.
         title: the name of the actor in messages.
         info: describes the actor's class.
     """
@@ -137,7 +137,7 @@ class Route:
 
     @property
     def descriptor(self) -> ActorDescriptor:
-        """The actor's descriptor, with its present location if that is known. Handles are sent as descriptors."""
+        """The actor's descriptor, with its present location if known. Handles are sent as descriptors."""
         location, descriptor = self.queue.location, self._descriptor
         if descriptor.location is not location:
             descriptor = self._descriptor = replace(descriptor, location=location)
@@ -145,7 +145,7 @@ class Route:
 
     @property
     def pending(self) -> int:
-        """How many calls of this process are under way, or wait."""
+        """How many calls of this process are in flight or queued."""
         return self.queue.pending
 
     # -- calling -----------------------------------------------------------------------------------------
@@ -162,9 +162,9 @@ class Route:
         """Call a method with the arguments as they are now.
 
         Args:
-            options: of the call. Calls with the same object are faster.
+            options: the options of the call. Calls with the same options object are faster.
             refs: a large result may stay with the actor: the future's value is then a ``StoredResult``.
-            timeout: seconds; None: of the options, or without ``refs`` of the group; 0: none.
+            timeout: seconds; None: as in the options, or without ``refs`` as in the group; 0: no time-out.
 
         Returns:
             A future, which fails with ActorDiedError or ActorUnavailableError if the actor does not answer.
@@ -239,8 +239,8 @@ class Route:
     ) -> RRef[Any]:
         """Call a method whose result stays with the actor; return an RRef to the result at once.
 
-        The call is never repeated, as the RRef names the worker where the actor lives now. Waits while the actor is being made or
-        restarted. Arguments and errors as of :meth:`call`, and ActorDiedError or RpcTimeoutError if that takes too long.
+        The call is never repeated, because the RRef names the worker where the actor lives now. Blocks while the actor is being
+        made or restarted. Arguments and errors as in :meth:`call`, and ActorDiedError or RpcTimeoutError if that takes too long.
         """
         if INTERRUPTED:
             interruption_point()
@@ -269,9 +269,9 @@ class Route:
     def again(
         self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Again | None:
-        """Return a function that repeats a call whose stream has failed before its first item; None: it is not repeated.
+        """Return a function that repeats a call whose stream has failed before its first item; None if it is not repeated.
 
-        Reasons are the death of its process, and an exception that ``retry_exceptions`` names.
+        A call is repeated after the death of its process, or an exception that ``retry_exceptions`` names.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -296,7 +296,7 @@ class Route:
     def explain(
         self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
     ) -> BaseException | Future[Any]:
-        """Return the error to raise for a stream of the actor that broke off with an error.
+        """Return the error to raise for a stream of the actor that has ended with ``error``.
 
         Args:
             peer: the worker of the stream.
@@ -308,10 +308,10 @@ class Route:
         template = queue.template_for(method, options, False)
         place = queue.place
         if template.peer is None and place is not None:
-            # The queue is being sent, and a call made now would wait for that.
+            # The queue is being sent, and a new call would have to wait for that.
             template = template.at(queue, place)
         if type(error) is PeerDiedError:
-            # The state of the worker does not tell: its connection may break before it is known to be dead.
+            # The state of the peer is not enough: its connection may break before it is considered dead.
             lives = place is not None and (
                 peer is None or place[1].record.incarnation != peer.record.incarnation
             )
@@ -321,7 +321,7 @@ class Route:
             lives = place is not None and former is not None and place[0].instance_id != former
         else:
             return error
-        if lives:  # again
+        if lives:  # a newer incarnation
             return queue.unavailable(template, True)
         future = RpcFuture(self, template)
         queue.in_flight[future.number] = future
@@ -329,10 +329,10 @@ class Route:
         future.try_fail(error)
         return future
 
-    # -- where and whether it is --------------------------------------------------------------------------
+    # -- queries to the supervisor --------------------------------------------------------------------------
 
     def located(self) -> Future[Location]:
-        """Return a future for where the actor lives: complete when it has been constructed (again).
+        """Return a future of the actor's location: complete when the actor was constructed (again).
 
         It fails with ActorDiedError if the actor is dead. If the constructor failed, its error is the ``cause``.
         """
@@ -340,18 +340,18 @@ class Route:
 
     @property
     def location(self) -> Location | None:
-        """Where the actor lives, if that is known here."""
+        """Where the actor lives, if this process knows it."""
         return self.queue.location
 
     def alive(self) -> Future[bool]:
         """Return a future that says whether the actor lives, or is being made or restarted, as its supervisor knows it."""
-        # Actors end with the worker of their supervisor.
+        # If the supervisor's worker has ended, so has the actor.
         answer = self._ask("alive").then(lambda done: done.error is None and bool(done.value_or_none))
         answer.label = f"whether {self.title} is alive"
         return answer
 
     def kill(self, no_restart: bool = True) -> Future[None]:
-        """End the actor at once. Calls that this process makes after the future is complete do not reach it.
+        """End the actor at once. After the future is complete, calls of this process do not reach the actor.
 
         Idempotent. The future fails with PeerDiedError if the worker of the actor's supervisor has ended.
         """
@@ -367,10 +367,10 @@ class Route:
     def watch(self) -> Future[ActorDiedError]:
         """Return a future that completes, with the error as its value, when the actor is dead for good.
 
-        Each such future completes exactly once, also where the actor is dead already.
+        Each such future completes exactly once, even if the actor is already dead.
         """
         fate = self.queue.fate
-        token = CURRENT.set(None)  # it outlives the call that it is asked for in
+        token = CURRENT.set(None)  # the query must outlive the call in which it is made
         try:
             asked = self._ask("watch")
         finally:
@@ -390,7 +390,8 @@ class Route:
 class Routes:
     """The routes of one process. Thread-safe.
 
-    ``_lock`` guards both tables; it is re-entrant, as the collector may run there. The tables hold nothing alive.
+    ``_lock`` guards both tables. It is re-entrant, because the garbage collector may run while it is held. The tables keep
+    nothing alive.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -415,6 +416,6 @@ class Routes:
         return route
 
     def close(self) -> None:
-        """Fail every call that waits, with ShutdownError: this process leaves the group."""
+        """Fail every waiting call with ShutdownError, because this process leaves the group."""
         for queue in list(self._lines.values()):
             queue.close()

@@ -1,4 +1,4 @@
-"""Questions of routes to the supervisor of an actor, on this worker or another one."""
+"""Queries of routes to the supervisor of an actor, on this worker or another one."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _QUESTIONS: Final = frozenset({"alive", "kill", "locate", "watch"})
 
 
 def peer_of(agent: Agent, key: WorkerKey) -> Peer:
-    """Return the peer of one life of a worker.
+    """Return the peer of one incarnation of a worker.
 
     Raises:
-        PeerDiedError: another one has taken its place.
+        PeerDiedError: another worker has taken its place.
         UnknownWorkerError: there is no worker of that rank.
     """
     peer = agent.peer(key.rank)
@@ -60,7 +60,7 @@ def call_quietly(
     timeout: float = 0,
     label: str | None = None,
 ) -> Future[Any]:
-    """Call a function. The future also gets errors of sending the call. Its failure is not logged."""
+    """Call a function. Errors of sending the call become errors of the future. A failure is not logged."""
     future: Future[Any] = Future()
     future.add_done_callback(Future.acknowledge)
     try:
@@ -72,7 +72,7 @@ def call_quietly(
 
 
 def ask(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
-    """Ask the supervisor ``key``: ``"locate"``, ``"kill"``, ``"watch"`` or ``"alive"``, with that method's arguments.
+    """Query the supervisor ``key``: ``"locate"``, ``"kill"``, ``"watch"`` or ``"alive"``, with that method's arguments.
 
     Returns:
         The future of its answer; fails with PeerDiedError if that worker has ended.
@@ -88,11 +88,11 @@ def ask(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
 
 
 def _supervisor() -> Any:
-    """Return the supervisor of this worker, for a question of another worker."""
+    """Return the supervisor of this worker, for a query of another worker."""
     found = current()
     if found is None:
         raise ShutdownError(
-            "the worker that looks after this actor leaves its group, and its actors end with it",
+            "the worker of this actor's supervisor leaves its group, and its actors end with it",
             maybe_executed=False,
         )
     return found.supervisor
@@ -100,7 +100,7 @@ def _supervisor() -> Any:
 
 def _answer(what: str, *args: Any) -> Deferred:
     if what not in _QUESTIONS:
-        raise ProtocolError(f"supervisors are not asked {what!r}")
+        raise ProtocolError(f"supervisors have no query {what!r}")
     return Deferred(getattr(_supervisor(), what)(*args))
 
 
@@ -120,7 +120,7 @@ def ask_for_detached(
     info: ClassInfo,
     options: ActorOptions,
 ) -> ActorDescriptor:
-    """Have rank 0 make an actor without an owner; waits until rank 0 has recorded it.
+    """Let rank 0 make an actor without an owner; blocks until rank 0 has recorded it.
 
     Raises:
         RpcError: rank 0 does not answer, or refuses: as :meth:`Supervisor.create`.

@@ -1,7 +1,7 @@
 """``@method``, and the types of methods for type checkers. At run time, methods stay plain functions.
 
-Checkers see a :class:`Method`, a descriptor: on an instance it gives a :class:`BoundMethod`, which can be called, as in the class
-itself, and has ``remote``, as on a handle. The types use ``Callable`` in covariant variables, not ``ParamSpec``, so that an
+Checkers see a :class:`Method`, a descriptor. On an instance it returns a :class:`BoundMethod`, which can be called, as inside of
+the class, and has ``remote``, as on a handle. The types use ``Callable`` in covariant variables, not ``ParamSpec``, so that an
 override may take more arguments than the method that it overrides.
 """
 
@@ -24,9 +24,10 @@ B = TypeVar("B")
 C = TypeVar("C")
 D = TypeVar("D")
 Out = TypeVar("Out")
-Raw_co = TypeVar("Raw_co", covariant=True)  # of the class: what takes the instance first
-Local_co = TypeVar("Local_co", covariant=True)  # of an instance: what gives the plain result
-Remote_co = TypeVar("Remote_co", covariant=True)  # of a handle: what gives an ObjectRef, or a stream
+Raw_co = TypeVar("Raw_co", covariant=True)  # on the class: a callable whose first argument is the instance
+Local_co = TypeVar("Local_co", covariant=True)  # on an instance: a callable that returns the plain result
+# On a handle: a callable that returns an ObjectRef or a stream.
+Remote_co = TypeVar("Remote_co", covariant=True)
 
 
 class RemoteCall(Generic[Remote_co]):
@@ -66,7 +67,7 @@ class RemoteCall(Generic[Remote_co]):
 
 
 class BoundMethod(Generic[Local_co, Remote_co]):
-    """The type of ``self.method`` in the class, which is called, and of ``handle.method``, which has ``remote``.
+    """The type of ``self.method`` inside of the class, which can be called, and of ``handle.method``, which has ``remote``.
 
     Checkers cannot tell a handle from an instance: they accept ``handle.method(...)``, which raises at run time. Only for types.
     """
@@ -75,12 +76,12 @@ class BoundMethod(Generic[Local_co, Remote_co]):
 
     @property
     def __call__(self) -> Local_co:
-        """The method, as instances have it."""
+        """The method of an instance."""
         raise AssertionError
 
     @property
     def remote(self) -> RemoteCall[Remote_co]:
-        """The method, as handles have it."""
+        """The method of a handle."""
         raise AssertionError
 
     @overload
@@ -108,7 +109,7 @@ class Method(Generic[Raw_co, Local_co, Remote_co]):
         raise AssertionError
 
 
-# The first overload that fits is meant: a coroutine function is also a function that returns a Coroutine.
+# Type checkers use the first overload that fits, because a coroutine function is also a function that returns a Coroutine.
 
 
 class _Mark(Protocol):
@@ -145,7 +146,7 @@ class _Mark(Protocol):
 
 
 class _MarkOfAny(Protocol):
-    """What ``@method(num_returns=...)`` returns: how many ObjectRefs a call gives is not in any type."""
+    """The return type of ``@method(num_returns=...)``: the number of ObjectRefs that a call returns has no static type."""
 
     def __call__(
         self, function: Callable[Concatenate[Any, P], R], /

@@ -1,19 +1,19 @@
-"""Collectives: actors among which tensors go the way of ``torch.distributed``.
+"""Collectives: groups of actors whose tensors are exchanged by ``torch.distributed``.
 
     trainers = Trainer.group(4)
     collective = actorrpc.collective(trainers)              # a gloo group of the four, in the order of their ranks
     refs = collective.call("step", batch)                   # all at once; in step(): dist.all_reduce(
     actorrpc.get(refs)                                      #     gradient, group=actorrpc.collective_group())
 
-Generations. A group of torch does not survive the end of a member, so a collective is a series of them. When a member dies, or
-an operation fails, the present one breaks as a whole: what the others are doing in it ends with CollectiveError, at once, and
-so does what they would do. It stays broken until somebody here rebuilds it: :meth:`Collective.rebuild`, or the next
-:meth:`Collective.call`, which wait until supervision has restarted the member (``max_restarts``), and have all join a new
-generation. They join through their mailboxes. So whatever this process asked of a member before the rebuilding still belongs to
-the old generation and fails, and what it asks later belongs to the new one: no member can be a step ahead of another, as
-it could if each of them rejoined by itself.
+Generations. A process group of torch does not survive the end of a member, so a collective is a series of such groups, called
+generations. When a member dies or an operation fails, the whole present generation breaks: running operations of the other
+members, and operations that they start later, raise CollectiveError. The collective stays broken until this process rebuilds it
+by :meth:`Collective.rebuild` or the next :meth:`Collective.call`. Both wait until supervision has restarted the member
+(``max_restarts``), and let all members join a new generation. Members join through their mailboxes. Therefore calls that this
+process made before the rebuilding belong to the old generation and fail, and later calls belong to the new one. If each member
+rejoined by itself, a member could be one step ahead of another.
 
-The worker that makes a collective is where its members meet: when it ends, so do they.
+The members meet on the worker that made the collective. When that worker ends, the collective ends, too.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from actorrpc.validation import integer, number, text, wait_limit
 
 __all__ = ["Collective", "collective", "collective_group"]
 
-TIMEOUT_S: Final = 1800.0  # as torch's for gloo
+TIMEOUT_S: Final = 1800.0  # the default of torch for gloo
 JOIN_S: Final = 60.0
 _LEAVE_S: Final = 10.0
-_PAUSE_S: Final = 0.05  # between attempts to rebuild, while a member is being lost again
+_PAUSE_S: Final = 0.05  # between attempts to rebuild, while members are being lost
 _CALL: Final = MethodInfo.anything("<call>", "call")
 
 
@@ -73,32 +73,31 @@ def collective(
 ) -> Collective:
     """Make a process group of ``torch.distributed`` among actors; waits until all of them have joined.
 
-    Inside of them :func:`actorrpc.collective_group` gives the group, for ``dist.all_reduce``, ``broadcast``, ``all_gather``,
+    In the actors, :func:`actorrpc.collective_group` returns the group for ``dist.all_reduce``, ``broadcast``, ``all_gather``,
     ``reduce_scatter``, ``barrier`` and the others, and for ``DistributedDataParallel(module, process_group=...)``.
     All members have to be called for an operation, in the same order: :meth:`Collective.call` calls all. An actor may
-    be in several collectives, of different names. A default group of the process is left alone, and none is made.
-
-    The backend's data goes over sockets of its own between the members' hosts, neither encrypted nor authenticated, as in
-    any ``torch.distributed`` program: members must be able to reach each other, and the network must be trusted. How they
-    meet goes over actorrpc's own connections. gloo uses the address by which a worker is known to the others (loopback
-    where all members are on one host); ``GLOO_SOCKET_IFNAME`` in the environment of the workers names an interface
-    instead.
+    be in several collectives with different names. A default group of the process is not used, changed or made.
+    The backend uses sockets of its own between the members' hosts, neither encrypted nor authenticated, as in
+    any ``torch.distributed`` program: members must be able to reach each other, and the network must be trusted. Only the
+    messages with which they find each other use actorrpc's connections. gloo uses the address by which other workers know a
+    worker (loopback if all members are on one host), or the interface that ``GLOO_SOCKET_IFNAME`` in the environment of the
+    workers names.
 
     Args:
-        actors: a group or slice of it, or handles; the first has rank 0. They may be of different classes, and are kept alive
-            as long as the Collective is referred to.
+        actors: a group or slice of it, or handles; the first has rank 0. They may be of different classes. The Collective
+            object keeps them alive.
         backend: ``"gloo"`` for tensors on the CPU; ``"nccl"`` for GPUs.
-        name: what :func:`actorrpc.collective_group` finds it by; default one that is made up.
+        name: the name for :func:`actorrpc.collective_group`; by default a generated one.
         timeout: seconds that an operation may take at each member; the default is torch's, half an hour.
-        join_timeout: seconds in which all members must have joined, now and after each restart; an actor joins when it
-            has done what was asked of it before.
+        join_timeout: seconds in which all members must have joined, now and after each restart; an actor joins after
+            its earlier calls.
 
     Raises:
-        ConfigError: there are no actors, one is there twice, one is async, the backend is unknown or cannot be used here or
-            there, or a time-out is not a positive number. Nothing has been started.
-        TypeError: something is not the handle of an actor.
-        NameTakenError: one of the actors is in a collective of that name.
-        ActorDiedError: one of them is dead.
+        ConfigError: there are no actors, one occurs twice, one is async, the backend is unknown or not available here or
+            at an actor, or a time-out is not a positive number. Nothing was started.
+        TypeError: an item is not the handle of an actor.
+        NameTakenError: one of the actors is in a collective of this name.
+        ActorDiedError: one of the actors is dead.
         RpcTimeoutError: they have not all joined in time.
         CollectiveError: torch could not connect them.
     """
@@ -123,18 +122,18 @@ _seconds = partial(number, unit="seconds", above=True, most=1e9)
 
 
 class Collective:
-    """Actors that are in a process group of ``torch.distributed``. Thread-safe; stays in the process that made it.
+    """Actors that are in a process group of ``torch.distributed``. Thread-safe; cannot be sent to other processes.
 
-    Made by :func:`actorrpc.collective`, whose module says what becomes of it when members die. It goes on when nobody here
-    refers to it any more, until :meth:`destroy`, or until its members end.
+    Made by :func:`actorrpc.collective`. The module's documentation says what happens when members die. If this object is freed,
+    the group continues to exist until its members end.
 
-    ``_making`` makes rebuilding and destroying happen one at a time: it is held while members are waited for, and guards
-    the generation. It is re-entrant, as the collector may run there.
+    ``_making`` is held during rebuilding and destroying, also while members are waited for, and guards the generation. It is
+    re-entrant, because the garbage collector may run while it is held.
 
     Attributes:
-        name: what members find it by.
+        name: the name for :func:`actorrpc.collective_group`.
         backend: ``"gloo"`` or ``"nccl"``.
-        generation: counts the groups that there have been, from 1.
+        generation: the number of the present process group, from 1.
         destroyed: whether :meth:`destroy` was called.
     """
 
@@ -157,10 +156,10 @@ class Collective:
         self.destroyed = False
         self._meeting: Generation | None = None
         self._making = threading.RLock()
-        # An address would not do: processes that were forked from one have the same.
+        # Random, not based on an address: processes that were forked from one process have the same addresses.
         self.name = name if name is not None else f"collective-{secrets.token_hex(6)}"
 
-    # -- what it is ----------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------
 
     @property
     def members(self) -> tuple[ActorHandle[Any], ...]:
@@ -174,7 +173,7 @@ class Collective:
 
     @property
     def broken(self) -> str | None:
-        """Why the present generation cannot be used any more, as far as is known here; None while it can."""
+        """Why the present generation cannot be used, as far as this process knows; None if it can be used."""
         if self.destroyed:
             return "it has been destroyed"
         meeting = self._meeting
@@ -195,9 +194,9 @@ class Collective:
     # -- use -----------------------------------------------------------------------------------------
 
     def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
-        """Call a method of all members, or a function with each of their instances first; rebuild before if need be.
+        """Call a method of all members, or a function with each instance as first argument. Rebuilds a broken collective first.
 
-        Whether a member has been lost is seen here as far as this process has heard of it.
+        A lost member is only noticed if this process has been told of the loss.
 
         Args:
             method: the name of a method, or a function, as for :func:`actorrpc.call`.
@@ -206,8 +205,8 @@ class Collective:
             An ObjectRef for each member, in the order of their ranks.
 
         Raises:
-            CollectiveError: it has been destroyed.
-            Exception: what :meth:`rebuild` raises, and what calling a method of a member raises.
+            CollectiveError: the collective was destroyed.
+            Exception: any exception of :meth:`rebuild`, or of a call of a member's method.
         """
         with self._making:
             if self.broken or self._has_lost_some():
@@ -218,18 +217,19 @@ class Collective:
         return [getattr(handle, method).remote(*args, **kwargs) for handle in members]
 
     def broadcast(self, what: str | Callable[[Any], Any] = "", *, src: int = 0) -> list[ObjectRef[None]]:
-        """Copy tensors of one member into those of all others: the weights of a trainer, say.
+        """Copy tensors of one member into the tensors of all others, for example the weights of a trainer.
 
-        All members must have tensors of the same shapes and types there; they are written in place, also where they
-        require gradients.
+        All members must have tensors of the same shapes and dtypes there. They are written in place, even if they require
+        gradients.
 
         Args:
-            what: the attribute: a module (its parameters and buffers), a tensor, or a list or dict of such; dots lead
-                deeper. Empty: the actor itself. Or a function that returns it for an instance.
+            what: the attribute: a module (its parameters and buffers), a tensor, or a list or dict of these; a dotted name
+                selects attributes of attributes. Empty: the actor itself. Or a function that returns the object, given the
+                instance.
             src: the rank of the member that has the values.
 
         Returns:
-            An ObjectRef for each member, which completes with None when it has the values.
+            An ObjectRef for each member, which completes with None when the member has the values.
 
         Raises: as :meth:`call`; ConfigError: there is no such rank.
         """
@@ -239,19 +239,19 @@ class Collective:
     # -- generations -----------------------------------------------------------------------------------
 
     def rebuild(self, timeout: float | None = None) -> None:
-        """Have the members join a new generation, and wait for it; what they do in the old one ends with CollectiveError.
+        """Let the members join a new generation, and wait until they have; operations in the old one raise CollectiveError.
 
-        Members that are being restarted are waited for. If one is lost again meanwhile, it begins anew. Of an ActorGroup it
-        takes the members that it has now, which ``group.restart()`` changes.
+        Waits for members that are being restarted. If a member is lost meanwhile, this starts again. If the collective was made
+        of an ActorGroup, it uses the group's present members, which ``group.restart()`` may have replaced.
 
         Args:
-            timeout: seconds; default ``join_timeout``.
+            timeout: seconds; by default ``join_timeout``.
 
         Raises:
-            ActorDiedError: a member is dead and does not come back. Make another collective of those that live.
-            RpcTimeoutError: they have not all joined in time. It is broken, and can be rebuilt later.
+            ActorDiedError: a member is dead for good. Make another collective of the living actors.
+            RpcTimeoutError: they have not all joined in time. The collective is broken, and can be rebuilt later.
             ConfigError: a member cannot use the backend.
-            CollectiveError: it has been destroyed, or torch could not connect the members.
+            CollectiveError: it was destroyed, or torch could not connect the members.
         """
         until = _time.now() + (self._join_s if timeout is None else timeout)
         with self._making:
@@ -259,7 +259,7 @@ class Collective:
                 threading.Event().wait(_PAUSE_S)
 
     def _try(self, until: float) -> bool:
-        """Make a generation; False if that is to be tried again."""
+        """Make a generation; return False if the caller should try again."""
         if self.destroyed:
             raise CollectiveError(f"the collective {self.name!r} has been destroyed")
         meetings: Generations = runtime().meetings
@@ -295,7 +295,7 @@ class Collective:
             raise
         errors = [error for each in joins if (error := each.error) is not None]
         if not errors:
-            return not meeting.why  # one was lost right after it had joined
+            return not meeting.why  # False: a member was lost after it had joined
         for error in errors:
             if isinstance(error, ActorDiedError):
                 error.add_note(f"while {title} was made")
@@ -331,7 +331,7 @@ class Collective:
         return self._ask(rank, (member.join, ticket), seconds)
 
     def _ask(self, rank: int, asked: tuple[Any, ...], seconds: float) -> Future[Any]:
-        """Call a function of ours in a member, through its mailbox."""
+        """Call a function of this package in a member, through its mailbox."""
         route = route_of(self._members[rank])
         try:
             return route.call(_CALL, _OPTIONS, asked, {}, refs=False, timeout=seconds)
@@ -341,7 +341,7 @@ class Collective:
             return failed
 
     def _has_lost_some(self) -> bool:
-        """Say whether members are not those any more that have met; breaks the meeting then."""
+        """Say whether a member was lost or restarted since the members have met; if so, break the meeting."""
         meeting = self._meeting
         if meeting is None:
             return True
@@ -357,17 +357,17 @@ class Collective:
             else:
                 continue
             meetings: Generations = runtime().meetings
-            meetings.break_up(meeting, f"rank {rank} is gone: {why}")
+            meetings.break_up(meeting, f"rank {rank} was lost: {why}")
             return True
         return False
 
     def destroy(self, timeout: float = _LEAVE_S) -> None:
-        """End the collective: every member leaves when it has done what was asked of it before. Idempotent.
+        """End the collective: every member leaves after its earlier calls. Idempotent.
 
-        Its threads and sockets end with that, as far as nothing in the actors keeps a group (DDP modules do).
+        Its threads and sockets end, unless an object in an actor keeps the process group (DDP modules do).
 
         Args:
-            timeout: seconds; a member that is not done by then is cut: its operations end with CollectiveError.
+            timeout: seconds; after that, operations of a busy member are ended with CollectiveError.
         """
         with self._making:
             if self.destroyed:
@@ -403,8 +403,8 @@ class Collective:
 
 
 _OPTIONS: Final = CallOptions(max_task_retries=0, patient=True, name="collective")
-# Those that somebody here refers to, for their names. `_lock` guards it, and nothing is called under it that waits; it is
-# re-entrant, as the collector may run there.
+# Existing Collective objects, to check their names. `_lock` guards the set, and no code that blocks runs under it. It is
+# re-entrant, because the garbage collector may run while it is held.
 _all: Final[weakref.WeakSet[Collective]] = weakref.WeakSet()
 _lock: Final = threading.RLock()
 
@@ -422,9 +422,9 @@ def _members(source: ActorGroup[Any] | tuple[ActorHandle[Any], ...]) -> tuple[Ac
 
 
 def _checked_handles(actors: Any) -> tuple[ActorHandle[Any], ...]:
-    """Return handles that can be members.
+    """Return the handles after checking that they can be members.
 
-    Raises: what :func:`collective` says.
+    Raises: as :func:`collective`.
     """
     if isinstance(actors, (str, ActorHandle)) or not isinstance(actors, Iterable):
         raise WrongTypeError(f"collective() takes a group of actors or a list of handles, not {actors!r}")

@@ -1,11 +1,11 @@
-"""Members: what a collective is in the process of an actor that belongs to it.
+"""Members: an actor's part in a collective, in the actor's process.
 
-A member joins through its actor's mailbox, in order with that actor's other calls, and is cut, or leaves, by calls that
-do not go through it: it may be in a collective operation that nobody else takes part in any more. It ends with its actor, and
-then says so to the worker that made the collective, as it does when an operation fails.
+A member joins through its actor's mailbox, in order with the actor's other calls. Calls that cut it, or make it leave, do not use
+the mailbox, because the actor may be blocked in an operation that the other members have left. A member ends with its actor.
+It then tells the worker that made the collective, as it does when an operation fails.
 
-``_lock`` guards the tables and the members in them; nothing is called under it but torch's bookkeeping. It is
-re-entrant, as the collector may run there.
+``_lock`` guards the tables and the members in them. Only torch's bookkeeping is called under it. It is re-entrant, because the
+garbage collector may run while it is held.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Members", "Ticket", "broadcast", "collective_group", "cut", "join", "leave", "nothing"]
 
-_TELL_S: Final = 2.0  # how long an error waits for the reason
-_BACKENDS: Final = ("gloo", "NCCL")  # what errors of theirs have in their text
-_GONE: Final = "is not registered, please create group"  # what torch says of a group that has been destroyed
+_TELL_S: Final = 2.0  # how long raising an error may be delayed to ask for the reason
+_BACKENDS: Final = ("gloo", "NCCL")  # errors of the backends contain these words
+_GONE: Final = "is not registered, please create group"  # torch's error for a group that was destroyed
 _PLACE: Final = re.compile(r"^\[[^]]*\.\w+:\d+\] ")
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a member is told when it joins.
+    """The data that a member needs to join.
 
     Attributes:
-        key: of the meeting.
-        maker: the worker where the meeting is.
+        key: the number of the meeting.
+        maker: the worker that made the collective.
         timeout_s: seconds that an operation may take.
         join_s: seconds that the members may take to meet.
     """
@@ -68,7 +68,7 @@ class Ticket:
 
     @property
     def title(self) -> str:
-        """How messages call it."""
+        """The name of the generation in messages."""
         return f"collective {self.name!r} (generation {self.generation})"
 
 
@@ -82,7 +82,7 @@ class _Member:
         self.instance_id = instance_id
         self.store: groups.CallStore | None = None
         self.group: dist.ProcessGroup | None = None
-        self.connections = 0  # how many there were in the beginning
+        self.connections = 0  # how many there were when the group was made
         self.why = ""
 
 
@@ -94,17 +94,17 @@ class Members:
         self._me = me
         self._lock = threading.RLock()
         self._table: dict[tuple[int, int], _Member] = {}  # by (key of the meeting, rank)
-        # The last one that each actor here was, for errors of operations that have outlived it.
+        # The last membership of each actor here, to explain errors of operations that end after it.
         self._past: dict[int, _Member] = {}
         self._agent.on_peer_end.append(self._peer_ended)
 
     # -- joining and leaving ---------------------------------------------------------------------------
 
     def join(self, hosted: HostedActor, ticket: Ticket) -> MemberSlot:
-        """Take part in a generation; waits for the others.
+        """Join a generation; waits for the other members.
 
         Raises:
-            CollectiveError: another member is gone, or torch could not connect.
+            CollectiveError: another member was lost, or torch could not connect.
             ConfigError: the backend cannot be used here.
         """
         for old in self._of(hosted.id):
@@ -157,13 +157,13 @@ class Members:
             why = member.why
             if not why:
                 member.group = group
-        if why:  # meanwhile it has been cut; nobody knew of the group then
+        if why:  # it was cut before it had a group
             groups.cut(group, store, ticket.backend)
             groups.forget(group)
             raise CollectiveError(f"{ticket.title} is broken: {why}", actor=ticket.title)
 
     def cut(self, member: _Member, why: str) -> None:
-        """End what a member is doing in its group; it stays where it is, broken."""
+        """End the operations of a member. It stays in the table, broken."""
         with self._lock:
             if member.why:
                 return
@@ -172,7 +172,7 @@ class Members:
         groups.cut(group, store, member.ticket.backend)
 
     def remove(self, member: _Member, why: str) -> None:
-        """Cut a member and forget it."""
+        """Cut a member and remove it from the table."""
         self.cut(member, why)
         with self._lock:
             if self._table.pop((member.ticket.key, member.ticket.rank), None) is not None:
@@ -182,11 +182,11 @@ class Members:
             groups.forget(group)
 
     def find(self, key: int, rank: int) -> _Member | None:
-        """Return a member, if it is here."""
+        """Return a member, or None if it is not here."""
         return self._table.get((key, rank))
 
     def close(self) -> None:
-        """Remove all: this process leaves the group."""
+        """Remove all members, because this process leaves the group."""
         for member in list(self._table.values()):
             self.remove(member, "its worker has left")
 
@@ -195,7 +195,7 @@ class Members:
 
         def go() -> None:
             for member in self._of(hosted.id):
-                self.remove(member, f"rank {member.ticket.rank} is gone: {why}")
+                self.remove(member, f"rank {member.ticket.rank} was lost: {why}")
                 _ = self._tell(member, why, True)
             self._past.pop(hosted.id, None)
 
@@ -205,7 +205,7 @@ class Members:
         key = peer.key
         for member in list(self._table.values()):
             if member.ticket.maker == key:
-                why = f"worker {peer.name!r}, which made it, is gone"
+                why = f"worker {peer.name!r}, which made it, has ended"
                 self._agent.submit(partial(self.remove, member, why))
 
     def _tell(self, member: _Member, why: str, left: bool) -> Future[str]:
@@ -253,7 +253,7 @@ class Members:
         return group
 
     def _explained(self, instance_id: int, error: BaseException) -> BaseException:
-        """Return what to say to a caller for what a method has raised."""
+        """Return the exception to send to the caller for the exception that a method has raised."""
         if isinstance(error, ValueError) and _GONE in str(error):
             return self._explained_as_gone(instance_id, error)
         if not isinstance(error, RuntimeError) or isinstance(error, RpcError):
@@ -261,9 +261,9 @@ class Members:
         text = str(error)
         if not isinstance(error, dist.DistError) and not any(word in text for word in _BACKENDS):
             return error
-        # Without the place in its source, and without the advice.
+        # Remove the place in the source, and the advice.
         text = _PLACE.sub("", text.partition("\n")[0].partition(". ")[0])
-        # The error does not say which group it is of: it is one that is broken, or has lost connections.
+        # The error does not name its group. Choose a group that is broken or has lost connections.
         mine = self._of(instance_id)
         broken = [each for each in mine if each.why] or [each for each in mine if _has_lost(each)]
         past = self._past.get(instance_id)
@@ -276,7 +276,7 @@ class Members:
         (member, *_) = broken
         ticket = member.ticket
         if not member.why:
-            # The others are told, and the maker knows before the caller does. It may know more.
+            # Tell the other members; the maker learns of it before the caller does, and may know the reason.
             self.cut(member, f"an operation of rank {ticket.rank} failed: {text}")
         told = self._tell(member, member.why, False)
         try:
@@ -286,7 +286,7 @@ class Members:
         return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
 
     def _explained_as_gone(self, instance_id: int, error: ValueError) -> BaseException:
-        """Say why a group is gone that a method was given before; torch's error stays where none of ours is."""
+        """Explain that a group has ended which a method got before that; return torch's error if it was not one of ours."""
         ended = [each for each in self._of(instance_id) if each.why]
         past = self._past.get(instance_id)
         member = ended[0] if ended else past
@@ -296,7 +296,7 @@ class Members:
 
 
 def _has_lost(member: _Member) -> bool:
-    """Say whether connections of its group have ended, or it is of a kind of which that cannot be seen."""
+    """Say whether connections of the member's group have ended; also true for backends whose connections are not visible."""
     if member.store is None or member.group is None:
         return False
     return member.ticket.backend != "gloo" or groups.connections(member.store) < member.connections
@@ -322,21 +322,21 @@ def collective_group(name: str | None = None) -> dist.ProcessGroup:
     """Return the process group of a collective that the actor is in, for the functions of ``torch.distributed``.
 
     ``dist.all_reduce(tensor, group=actorrpc.collective_group())``, ``DistributedDataParallel(module, process_group=...)``
-    and so on. Ranks that these functions take (``src=``, ``dst=``) are ranks in the collective; ``group.rank()`` is that
-    of this actor and ``group.size()`` how many there are. (``dist.get_rank(group)`` asks the process's default group,
-    which there need not be, and which this one has nothing to do with.)
+    and so on. Ranks that these functions take (``src=``, ``dst=``) are ranks in the collective; ``group.rank()`` is the rank
+    of this actor and ``group.size()`` the number of members. (``dist.get_rank(group)`` uses the process's default group, which
+    may not exist and is unrelated.)
 
-    Ask for it in each call that uses it, instead of keeping it: after ``rebuild()`` it is another one, and the old one's
-    operations raise. What keeps a group (DDP does) is made again then.
+    Call this in each method that uses the group, and do not keep the group: after ``rebuild()``, there is another group, and
+    operations of the old one raise. Objects that keep a group (DDP modules) have to be made again then.
 
-    Works in methods and in functions called by :func:`actorrpc.call`, not in threads of one's own. Members that are called
-    with ``max_concurrency`` above 1 see to the order of their operations themselves, as in torch.
+    Works in methods and in functions called by :func:`actorrpc.call`, but not in other threads. Members that are called
+    with ``max_concurrency`` above 1 have to ensure the order of their operations themselves, as in torch.
 
     Args:
-        name: which one; may be left out where the actor is in one only.
+        name: the name of the collective; may be omitted if the actor is in only one.
 
     Raises:
-        CollectiveError: no actor runs here, it is in no such collective, or in several, or that one is broken.
+        CollectiveError: no actor runs here, it is in no such collective, or in several, or the collective is broken.
     """
     members: Members = runtime().members
     return members.group(_hosted("collective_group()"), name)
@@ -350,12 +350,12 @@ def join(instance: Any, ticket: Ticket) -> MemberSlot:
 
 
 def nothing(instance: Any) -> None:
-    """Do nothing, in turn: what was asked before has been done."""
+    """Do nothing. Called through the mailbox, it returns after all earlier calls."""
     del instance
 
 
 def broadcast(instance: Any, name: str, what: str | Callable[[Any], Any], src: int) -> None:
-    """Copy tensors of rank ``src`` into those of this actor."""
+    """Copy tensors of rank ``src`` into the tensors of this actor."""
     group = collective_group(name)
     found = what(instance) if callable(what) else instance
     if isinstance(what, str) and what:
@@ -386,7 +386,7 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 
 
 def cut(key: int, rank: int, why: str) -> None:
-    """End what a member is doing; it stays, broken."""
+    """End the operations of a member; it stays, broken."""
     here = current()
     members: Members | None = None if here is None else here.members
     member = None if members is None else members.find(key, rank)
@@ -395,7 +395,7 @@ def cut(key: int, rank: int, why: str) -> None:
 
 
 def leave(key: int, rank: int, why: str) -> None:
-    """Cut a member and forget it."""
+    """Cut a member and remove it."""
     here = current()
     members: Members | None = None if here is None else here.members
     member = None if members is None else members.find(key, rank)

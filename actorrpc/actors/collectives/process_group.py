@@ -1,16 +1,16 @@
 """Process groups of ``torch.distributed``, made without its default group, and broken from outside.
 
-torch makes groups as parts of one default group for each process. Actors need groups of their own: several at once, some in a
-process that has a default group already. So a group is put together from the same parts that ``init_process_group`` uses
-(a store, a backend, a ``ProcessGroup``) and entered into the same tables, but it never becomes the default.
+torch makes groups as parts of one default group per process. Actors need independent groups: several at once, some in a process
+that already has a default group. So a group is made of the same parts that ``init_process_group`` uses (a store, a backend, a
+``ProcessGroup``) and entered into the same tables, but it never becomes the default group.
 
-The store is a Python one (:class:`CallStore`): what torch's backends say to each other before they connect travels as
-calls, authenticated and encrypted as all calls are. What they say afterwards goes over sockets of their own, as in torch.
+The store is a Python class (:class:`CallStore`): data that torch's backends exchange before they connect is sent in calls, which
+are authenticated and encrypted like all calls. After that, the backends use sockets of their own, as in torch.
 
-gloo cannot be aborted: a thread in a collective waits for its peers until the time-out. :func:`cut` shuts those
-sockets down, which ends it at once, on both sides. They are found by the addresses that went through the store.
+gloo operations cannot be aborted: a thread in an operation waits for its peers until the time-out. :func:`cut` shuts the
+backend's sockets down, which ends the operation at once on both sides. It finds the sockets by the addresses in the store.
 
-The functions here may be called on any thread; a store belongs to the thread that makes the group.
+The functions here may be called in any thread; a store belongs to the thread that makes the group.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 class CallStore(Store):
-    """torch's key-value store, kept by the worker that answers ``ask``. Remembers what it has seen.
+    """torch's key-value store, kept by the worker that answers ``ask``.
 
     Args:
-        ask: called with ``"put"``, ``"take"``, ``"add"``, ``"has"``, ``"swap"`` or ``"drop"`` and what that takes.
-            ``"take"`` waits until all of the keys are there.
+        ask: called with ``"put"``, ``"take"``, ``"add"``, ``"has"``, ``"swap"`` or ``"drop"``, and arguments.
+            ``"take"`` waits until all of the keys exist.
 
     Attributes:
-        seen: the values that went through it, by key.
+        seen: the values that were written or read, by key.
     """
 
     def __init__(self, ask: Callable[..., Any]) -> None:
@@ -53,20 +53,20 @@ class CallStore(Store):
         self.seen: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Keep a value."""
+        """Store a value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self.seen[key] = data
         self._ask("put", key, data)
 
     def get(self, key: str) -> bytes:
-        """Return a value; waits for it."""
+        """Wait for a value and return it."""
         if key not in self.seen:
             self.wait([key])
         return self.seen[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for values. They are fetched at once: what is waited for is read next, and no key changes its value."""
-        del timeout  # that of the whole making of a group is the one that counts
+        """Wait for values, and fetch them: the caller reads them next, and the value of a key never changes."""
+        del timeout  # the time-out of making the group applies
         missing = [key for key in keys if key not in self.seen]
         if missing:
             self.seen.update(zip(missing, self._ask("take", missing), strict=True))
@@ -76,11 +76,11 @@ class CallStore(Store):
         return bool(self._ask("has", list(keys)))
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number, which begins with 0; return the sum."""
+        """Add to a number, which starts at 0; return the sum."""
         return int(self._ask("add", key, int(value)))
 
     def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
-        """Replace a value if it is the expected one; return what is there then."""
+        """Replace a value if it equals the expected one; return the value after that."""
         old, new = (
             each.encode() if isinstance(each, str) else bytes(each)
             for each in (expected_value, desired_value)
@@ -88,20 +88,20 @@ class CallStore(Store):
         return bytes(self._ask("swap", key, old, new))
 
     def clone(self) -> CallStore:
-        """Return itself, which any thread may use: NCCL's has threads that want a connection of their own."""
+        """Return the same object, which any thread may use. (NCCL clones the store to get a connection per thread.)"""
         return self
 
     def delete_key(self, key: str) -> bool:
-        """Forget a value; say whether there was one."""
+        """Remove a value; say whether there was one."""
         self.seen.pop(key, None)
         return bool(self._ask("drop", key))
 
 
 def check_backend(backend: Any) -> str:
-    """Return a backend that can be used.
+    """Return a backend after checking that it can be used.
 
     Raises:
-        ConfigError: it is none of :data:`BACKENDS`, or this torch has not got it.
+        ConfigError: it is not in :data:`BACKENDS`, or this torch does not support it.
     """
     if backend not in BACKENDS:
         raise ConfigError(f'backend must be "gloo" (CPU) or "nccl" (CUDA), not {backend!r}')
@@ -115,15 +115,15 @@ def check_backend(backend: Any) -> str:
 
 
 def check_devices(backend: str) -> None:
-    """See whether a backend can be used by this process.
+    """Check that this process can use a backend.
 
     Raises:
-        ConfigError: NCCL is wanted, and no GPU can be seen here.
+        ConfigError: the backend is NCCL, and no GPU is visible here.
     """
     check_backend(backend)
     if backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError(
-            "backend='nccl' needs a GPU, and this process sees none (an actor in a process of its own sees those that "
+            "backend='nccl' needs a GPU, and this process sees none (an actor in a process of its own sees the GPUs that "
             "num_gpus= gives it)"
         )
 
@@ -142,20 +142,20 @@ def make(
     """Make a group together with the other members; waits for them.
 
     Args:
-        name: what torch knows it by in this process; no other group here has it.
+        name: the group's name for torch, unique in this process.
         timeout_s: seconds that an operation may take.
         join_s: seconds that connecting may take.
-        address: this host's, as the others reach it: a name or a number. ``GLOO_SOCKET_IFNAME`` goes first.
+        address: the address, a name or a number, by which others reach this host. ``GLOO_SOCKET_IFNAME`` overrides it.
 
     Raises:
         RuntimeError: the others cannot be reached.
         ConfigError: the backend cannot be used here.
     """
     check_devices(backend)
-    # As init_process_group makes its own: prefixes keep the backends' keys apart.
+    # As in init_process_group: prefixes separate the keys of different backends.
     outer = PrefixStore("group/", store)
     group = dist.ProcessGroup(outer, rank, size)
-    parts: Any = c10d  # much of it is not in torch's stubs
+    parts: Any = c10d  # many attributes are missing in torch's stubs
     kinds = dist.ProcessGroup.BackendType
     if backend == "gloo":
         options = parts.ProcessGroupGloo._Options()
@@ -188,12 +188,12 @@ def _devices(address: str) -> list[Any]:
     try:
         return [create(hostname=address)]
     except RuntimeError:
-        # What others reach this host by is not its own (a translated address): gloo takes that of the host's name.
+        # Others reach this host by an address that it does not have itself (NAT): let gloo use the address of the host's name.
         return [create()]
 
 
 def _enter(group: dist.ProcessGroup, name: str, backend: str, config: str, store: Any, size: int) -> None:
-    """Enter a group where the functions of torch.distributed look it up. Its ranks are all the ranks that it knows."""
+    """Enter a group into the tables of torch.distributed. The ranks of the group are its only ranks."""
     world: Any = c10d._world
     world.pg_map[group] = (backend, store)
     world.pg_names[group] = name
@@ -207,7 +207,7 @@ def _enter(group: dist.ProcessGroup, name: str, backend: str, config: str, store
 
 
 def cut(group: dist.ProcessGroup | None, store: CallStore | None, backend: str) -> int:
-    """End what a group is doing, here and at its peers, and whatever it would do later. Idempotent.
+    """End running and later operations of a group, here and at its peers. Idempotent.
 
     Returns:
         How many sockets were shut down.
@@ -228,12 +228,12 @@ def cut(group: dist.ProcessGroup | None, store: CallStore | None, backend: str) 
 
 
 def connections(store: CallStore) -> int:
-    """Return how many ends of gloo's connections of a group live in this process."""
+    """Return how many of the group's gloo connections are still open in this process."""
     count = 0
     for sock in _sockets(store):
         with sock:
             try:
-                # One that has been shut down is still open for a moment.
+                # A socket that was shut down stays open for a moment.
                 count += sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
             except BlockingIOError:
                 count += 1
@@ -243,8 +243,8 @@ def connections(store: CallStore) -> int:
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Take a group out of torch's tables. Its threads end with the last reference to it."""
-    with contextlib.suppress(ValueError, AssertionError, KeyError, RuntimeError):  # somebody else has done so
+    """Remove a group from torch's tables. Its threads end with the last reference to it."""
+    with contextlib.suppress(ValueError, AssertionError, KeyError, RuntimeError):  # it was removed before
         dist.destroy_process_group(group)
     world: Any = c10d._world
     for tag in [tag for tag, groups in world.tags_to_pg.items() if not groups]:
@@ -253,11 +253,11 @@ def forget(group: dist.ProcessGroup) -> None:
 
 
 def _sockets(store: CallStore) -> Iterator[socket.socket]:
-    """Find the sockets of which one end has an address that was published; the descriptors are to be closed."""
+    """Yield duplicates of the sockets whose local or remote address is in the store; the caller closes them."""
     published = b"".join(store.seen.values())
     for entry in os.listdir("/proc/self/fd"):
         try:
-            # A descriptor of our own: the other may be closed, and used again, at any time.
+            # Duplicate the descriptor, because the original may be closed and reused at any time.
             copy = os.dup(int(entry))
         except OSError:
             continue
@@ -268,7 +268,7 @@ def _sockets(store: CallStore) -> Iterator[socket.socket]:
             continue
         try:
             ends = (sock.getsockname(), sock.getpeername()) if sock.family in _FAMILIES else ()
-        except OSError:  # a listener, or not connected any more
+        except OSError:  # a listening socket, or no longer connected
             ends = ()
         if any(_packed(sock.family, end) in published for end in ends):
             yield sock
@@ -277,7 +277,7 @@ def _sockets(store: CallStore) -> Iterator[socket.socket]:
 
 
 def _packed(family: int, end: tuple[Any, ...]) -> bytes:
-    """Return an address as it is in memory: gloo publishes it like this."""
+    """Return an address as in C memory, which is the form in which gloo publishes it."""
     begin = struct.pack("=H", family) + struct.pack("!H", end[1])
     if family == socket.AF_INET:
         return begin + socket.inet_pton(family, end[0])

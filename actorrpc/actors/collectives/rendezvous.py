@@ -1,12 +1,13 @@
 """One generation of a collective, at the worker that made it.
 
-Members come here to tell each other their addresses, and torch's backends to exchange what they need to connect. A meeting
-also hears of the end of a member, from the member's process or from the end of that process, and breaks then: the member that
-waits here gets an error, and every other member is told to cut what it is doing. A meeting that has broken stays
-broken; members meet again in another one, with another number, so that two generations have nothing in common.
+The members of a generation meet here: they exchange their addresses, and torch's backends exchange the data that they need to
+connect. A meeting is also told when a member ends, by the member's process or because that process has ended. The meeting then
+breaks: members that wait here get an error, and every other member is told to end its operations. A broken meeting stays
+broken. Members meet again in another meeting with another number, so that two generations share nothing.
 
-Nothing here waits: answers are futures. The functions at the end are called by RPC. ``_lock`` guards the table and all
-meetings in it; futures are completed, and others told, after it has been left. It is re-entrant, as the collector may run there.
+No function here blocks: answers are futures. The functions at the end are called by RPC. ``_lock`` guards the table and all
+meetings in it. Futures are completed, and members told, after it was released. It is re-entrant, because the garbage collector
+may run while it is held.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "Generations", "MemberSlot", "ask", "gone"]
 
 _GONE: Final = "it has been destroyed, or rebuilt"
-_NEWS_S: Final = 0.5  # by when the end of a member is known here after others have noticed it
-_TELL_S: Final = 10.0  # how long a worker may take to hear that a meeting is broken
+# The end of a member is known here at most this long after other members have noticed it.
+_NEWS_S: Final = 0.5
+_TELL_S: Final = 10.0  # how long telling a worker that a meeting is broken may take
 
 
 class MemberSlot(NamedTuple):
-    """Where a member is: the incarnation of an actor, and that of its worker."""
+    """Identifies the incarnation of a member's actor, and of its worker."""
 
     worker: WorkerKey
     instance_id: int
@@ -48,11 +50,11 @@ class Generation:
     """One generation of a collective. The table's lock guards it; :attr:`why` may be read without.
 
     Attributes:
-        key: names the meeting; no other has it.
+        key: the unique number of the meeting.
         slots: the members that have come, by rank.
-        why: why it is broken; empty while it is not.
-        known: whether that is the end of a member, or the will of its maker; otherwise there may be news of it.
-        asking: those whose operation has failed, and who want to know why.
+        why: the reason why it is broken; empty if it is not.
+        known: ``why`` is final: a member has ended, or the maker has ended the meeting. Otherwise a better reason may come.
+        asking: the futures of members whose operation has failed, which wait for the reason.
     """
 
     key: int
@@ -68,7 +70,7 @@ class Generation:
     known: bool = False
 
     def error(self) -> CollectiveError:
-        """Return what those get who come too late."""
+        """Return the error for members that come after the meeting has broken."""
         return CollectiveError(f"{self.title} is broken: {self.why}", actor=self.title)
 
 
@@ -87,25 +89,25 @@ class Generations:
         self._agent.on_peer_end.append(self._peer_ended)
 
     def open(self, title: str, size: int) -> Generation:
-        """Begin a meeting."""
+        """Start a meeting."""
         meeting = Generation(secrets.randbits(63), title, size, {}, {}, {}, [], [], [])
         with self._lock:
             self._table[meeting.key] = meeting
         return meeting
 
     def close(self, meeting: Generation, why: str = _GONE) -> None:
-        """End a meeting for good: it breaks if it has not, and is forgotten."""
+        """Break a meeting, and remove it."""
         self.break_up(meeting, why)
         with self._lock:
             self._table.pop(meeting.key, None)
 
     def end(self) -> None:
-        """Break all meetings: this process leaves the group."""
+        """Break all meetings, because this process leaves the group."""
         for meeting in list(self._table.values()):
             self.close(meeting, "the worker that made it has left")
 
     def break_up(self, meeting: Generation, why: str, *, but: int = -1, known: bool = True) -> None:
-        """Break a meeting, once: fail the members that wait, and tell the members, except rank ``but``, which knows."""
+        """Break a meeting, once: fail waiting members, and tell all members except rank ``but``, which knows already."""
         with self._lock:
             first = not meeting.why
             if first or (known and not meeting.known):
@@ -152,10 +154,10 @@ class Generations:
             self._lost(meeting, rank, f"its worker {peer.name!r} ended ({peer.cause or peer.state})")
 
     def _lost(self, meeting: Generation, rank: int, why: str) -> None:
-        self.break_up(meeting, f"rank {rank} is gone: {why}", but=rank)
+        self.break_up(meeting, f"rank {rank} was lost: {why}", but=rank)
         with self._lock:
             meeting.slots.pop(rank, None)
-            if not meeting.slots:  # the last one: nobody can come back to it
+            if not meeting.slots:  # the last member has ended, so no member will use the meeting again
                 self._table.pop(meeting.key, None)
 
     # -- for members ---------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class Generations:
         return meeting
 
     def gather(self, key: int, rank: int, slot: MemberSlot, value: Any) -> Future[list[Any]]:
-        """Take a member's slot and what it says of itself; the future completes with what all of them say, by rank."""
+        """Record a member's slot and value; the returned future completes with the values of all members, by rank."""
         future: Future[list[Any]] = Future()
         done: list[Future[list[Any]]] = []
         with self._lock:
@@ -184,7 +186,7 @@ class Generations:
         return future
 
     def take(self, key: int, names: Sequence[str]) -> Future[list[bytes]]:
-        """Return a future of values; it completes when all of them are there."""
+        """Return a future of values, which completes when all of them exist."""
         future: Future[list[bytes]] = Future()
         with self._lock:
             meeting = self._of(key)
@@ -196,7 +198,7 @@ class Generations:
         return future
 
     def change(self, key: int, what: str, *args: Any) -> Any:
-        """Do what changes, or looks at, the values without waiting: see :class:`~collective_groups.CallStore`."""
+        """Change or read the store's values without waiting: see :class:`~collective_groups.CallStore`."""
         ready: list[tuple[Sequence[str], Future[list[bytes]]]] = []
         with self._lock:
             meeting = self._of(key)
@@ -211,10 +213,10 @@ class Generations:
         return answer
 
     def gone(self, key: int, rank: int, why: str, left: bool) -> Future[str]:
-        """Hear that a member has ended (``left``), or that an operation of it failed.
+        """Process the message that a member has ended (``left``), or that one of its operations failed.
 
         Returns:
-            A future of why the meeting is broken: the end of another member, if that is heard of within half a second.
+            A future of the reason why the meeting is broken: the end of another member, if that is known within ``_NEWS_S``.
         """
         future: Future[str] = Future()
         meeting = self._table.get(key)

@@ -1,10 +1,10 @@
-"""Fan-out: how a large value reaches many actors without leaving its host once for each of them.
+"""Fan-out: send a large value to many actors, so that it leaves its host only a few times.
 
-The calls themselves go straight to the actors, so that each gets them in its caller's order. Only the value takes another way:
-the hosts on which the actors live form a tree below that which has it, one worker of each fetches a snapshot from the host above,
-and the actors there open it, from memory that they share. (A worker that shares no memory with others stands for a host of its
-own.) In the calls stands an ObjectRef for it. A worker whose upper neighbour has died, or failed to get the value, fetches it
-from the root.
+The calls are sent directly to the actors, so that each actor gets them in its caller's order. Each call contains an ObjectRef of
+the value. The value is sent along a tree of the hosts on which the actors live. The host of the value is the root. One worker
+per host fetches a snapshot from the host above, and the actors of the host read it from shared memory. (A worker that shares no
+memory with others counts as a host.) If the worker above has died, or has failed to get the value, a worker fetches it from the
+root.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = ["DIRECT", "LARGE", "WIDTH", "broadcast", "parent_of", "share", "weigh
 T = TypeVar("T")
 
 DIRECT: Final = 8
-"""Up to so many receivers get an argument from the caller, however large it is."""
+"""For at most this many receivers, the caller sends an argument directly, however large it is."""
 LARGE: Final = 1 << 20
-"""Arguments of so many bytes and more are passed on from worker to worker."""
+"""Arguments of at least this many bytes are passed on from worker to worker."""
 WIDTH: Final = 4
 """How many workers fetch from the root, and from each worker in the tree."""
 
-_LOOKED_AT: Final = 1000  # items of containers that are looked at to find out how large an argument is
+_LOOKED_AT: Final = 1000  # items of containers that are examined to compute the size of an argument
 
 
 def weight_of(value: Any) -> int:
-    """Return about how many bytes of tensors, arrays and strings an argument has; 0 if it has to go directly.
+    """Return the approximate number of bytes of tensors, arrays and strings in an argument; 0 if it must be sent directly.
 
-    Looks into lists, tuples, sets and dicts, at most at 1 000 items. A tensor that takes part in autograd goes directly:
-    what is passed on are copies.
+    Looks into lists, tuples, sets and dicts, at most at 1 000 items. A tensor that takes part in autograd must be sent directly,
+    because the tree passes on copies.
     """
     total = 0
     left = deque([value])
@@ -74,7 +74,7 @@ def weight_of(value: Any) -> int:
         elif isinstance(item, torch.nn.Module):
             return 0
         else:
-            # Numpy's arrays and the like.
+            # Numpy arrays and similar objects.
             nbytes = getattr(type(item), "nbytes", None) and getattr(item, "nbytes", 0)
             if isinstance(nbytes, int):
                 total += nbytes
@@ -82,7 +82,7 @@ def weight_of(value: Any) -> int:
 
 
 def parent_of(place: int) -> int | None:
-    """Return from which place in the tree a worker fetches; None: from the root."""
+    """Return the place in the tree from which a worker fetches; None: from the root."""
     return None if place < WIDTH else place // WIDTH - 1
 
 
@@ -92,7 +92,7 @@ def share(
     """Return the arguments for each receiver, with ObjectRefs in place of the large ones.
 
     Args:
-        located: for each receiver, where it lives, or will.
+        located: the location of each receiver, as a future.
 
     Returns:
         None if there are few receivers, or no large argument.
@@ -101,7 +101,7 @@ def share(
         SerializationError: an argument cannot be sent.
     """
     for each in located:
-        each.add_done_callback(Future.acknowledge)  # its call fails in the same way
+        each.add_done_callback(Future.acknowledge)  # the receiver's call reports the error
     if len(located) <= DIRECT:
         return None
     places: list[int | str] = [at for at, value in enumerate(args) if weight_of(value) >= LARGE]
@@ -122,11 +122,11 @@ def share(
 
 
 def broadcast(ref: ObjectRef[T], actors: Iterable[ActorHandle[Any]]) -> list[ObjectRef[T]]:
-    """Bring a value to the hosts on which actors live; return for each actor an ObjectRef to the copy on its host, at once.
+    """Copy a value to the hosts on which actors live; return at once, with an ObjectRef for each actor to the copy on its host.
 
-    On a host that has the value nothing is copied. Each other host gets it once, however many actors live there: from the host of
-    the value, or from one that has it already. Each ObjectRef is complete when the value is there, and keeps that copy; give it
-    to calls of its actor::
+    A host that has the value gets no copy. Each other host gets it once, however many actors live there, from the host of
+    the value or from a host that already has it. Each ObjectRef completes when the host has the value, and keeps that copy alive.
+    Pass it to calls of its actor::
 
         refs = actorrpc.broadcast(weights, workers)
         get([worker.load.remote(ref) for worker, ref in zip(workers, refs)])
@@ -135,18 +135,18 @@ def broadcast(ref: ObjectRef[T], actors: Iterable[ActorHandle[Any]]) -> list[Obj
         actors: handles, or an ActorGroup.
 
     Raises:
-        TypeError: ``ref`` is no ObjectRef, or there is something else than handles among the actors.
+        TypeError: ``ref`` is not an ObjectRef, or one of the actors is not a handle.
     """
     if not isinstance(ref, ObjectRef):
         raise TypeError(f"broadcast() takes an ObjectRef, not a {type(ref).__name__}: put() the value first")
     located = [route_to(each, "broadcast()").located() for each in actors]
     for each in located:
-        each.add_done_callback(Future.acknowledge)  # calls of the actor fail in the same way
+        each.add_done_callback(Future.acknowledge)  # calls of the actor report the error
     return _brought(ref, located)
 
 
 def _brought(ref: ObjectRef[T], located: Sequence[Future[Location]]) -> list[ObjectRef[T]]:
-    """Bring a value to all receivers, as soon as it exists and their locations are known."""
+    """Copy a value to all receivers as soon as it exists and their locations are known."""
     source = ref._ask()
     found: list[Future[Any]] = [Future() for _ in located]
     for future in found:
@@ -181,7 +181,7 @@ def _bring(
             future.set_result(value)
         return
     else:
-        if type(value) is not Snapshot:  # it came with a reply
+        if type(value) is not Snapshot:  # the value came with a reply
             value = Snapshot.of(ref._value(value))
         root = RRef(value)
     agent = runtime().agent
@@ -202,7 +202,7 @@ def _bring(
                 copy = api.remote(
                     worker, _fetch_copy, (root if above is None else tree[above], root), timeout=0
                 )
-            except Exception as error:  # it has died since: so has the receiver, whose call will say so
+            except Exception as error:  # the worker has died, and the receiver with it, whose call will fail
                 if is_of_handler(error):
                     raise
                 future.set_result(StoredResult(root))
@@ -214,12 +214,12 @@ def _bring(
 
 
 def _arrived(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: Future[None]) -> None:
-    """Tell a receiver where its copy is: at the root, if the worker that should have it has ended."""
+    """Complete a receiver's future with a reference to its copy, or to the root if the worker of the copy has ended."""
     future.set_result(StoredResult(copy if made.error is None else root))
 
 
 def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Deferred:
-    """Get the snapshot from the worker above, or from the root. Runs on each worker in the tree."""
+    """Fetch the snapshot from the worker above, or from the root. Runs on each worker in the tree."""
     answer: Future[Any] = Future()
     answer.label = what = "a value that is brought to many"
     agent = runtime().agent

@@ -5,8 +5,8 @@
     group.slice(hosts=0).load.broadcast(path)       # fire and forget
     score = get(group.evaluate.choose(batch))       # one member, the least busy
 
-A call goes straight to each member, so that what one caller asks of the group is done by each member in that
-caller's order. A large argument for more than 8 members is passed on from host to host (``broadcast.py``).
+A call is sent directly to each member, so that each member gets the calls of one caller in order. A large argument for more
+than 8 members is passed on from host to host (``broadcast.py``).
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ class _Members(Generic[C]):
         self.mesh = mesh
         self.handles = handles
         self.info = info
-        self.make = make  # None in a group that came from another worker
+        self.make = make  # None if the group was received from another worker
         self.turns = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class _View(Generic[C]):
-    """A group, or a slice of one: which members it has, in which places, and the options of their calls.
+    """A group, or a slice of one: its members, their places, and the options of their calls.
 
-    Attributes of :class:`ActorGroup` may be hidden by methods of the class of its members; these are not.
+    Methods of the members' class may hide attributes of :class:`ActorGroup`, but not attributes of this class.
     """
 
     members: _Members[C]
@@ -102,25 +102,25 @@ class _View(Generic[C]):
 
     @property
     def title(self) -> str:
-        """How many members there are, of which class and in which dimensions, for messages."""
+        """The number, class and dimensions of the members, for messages."""
         extents = ", ".join(f"{label}={extent}" for label, extent in self.mesh.extents.items())
         return f"{self.mesh.size} {self.members.info.name}" + (f" ({extents})" if extents else "")
 
     def who(self, at: int) -> str:
-        """Say which member it is, and where in the whole group if this is a slice."""
+        """Name a member, for messages; in a slice, also by its place in the whole group."""
         point, whole = self.mesh.coords_of(at), self.members.mesh
         if whole == self.mesh:
             return str(point)
         return f"{point} of the slice, {whole.coords_of(self.mesh.origin_ranks[at])} of the whole group"
 
     def annotate(self, at: int, error: BaseException) -> bool:
-        """Note on an error which member it comes from; return whether it is the error of the whole call."""
+        """Add a note to an error that names the member from which it comes; return whether the whole call fails with it."""
         note = f"raised by {self.who(at)}, of {self.title}"
         if note not in notes_of(error):
             add_note(error, note)
         try:
             error.rank = at  # type: ignore[attr-defined]
-        except Exception:  # its class has slots, or lets nothing be set
+        except Exception:  # its class has slots, or forbids setting attributes
             pass
         return not self.return_exceptions
 
@@ -130,7 +130,7 @@ class _View(Generic[C]):
         return replace(self, given=CallOptions.check({**self.given, **options}), return_exceptions=keep)
 
     def method(self, method: Any) -> GroupMethod[..., Any]:
-        """Return a method that is given by name, or as ``Cls.method``."""
+        """Return the method with this name, which may be given as ``Cls.method``."""
         name = method if isinstance(method, str) else getattr(method, "__name__", None)
         if not isinstance(name, str):
             raise WrongTypeError(f"a method must be given by name, or as Cls.method, not as {method!r}")
@@ -184,7 +184,7 @@ class GroupMethod(Generic[P, R]):
         """Return the method with other options of its calls.
 
         Args:
-            return_exceptions: :meth:`call` waits for all members and never fails: what a member failed with stands in
+            return_exceptions: :meth:`call` waits for all members and never fails: the error of a member that failed takes
                 its place among the results.
             options: as for ``handle.method.options(...)``: ``timeout``, ``priority`` and so on.
 
@@ -197,14 +197,13 @@ class GroupMethod(Generic[P, R]):
         """Call the method of all members.
 
         Returns:
-            An ObjectRef of a :class:`ValueMesh` with their results. It fails with the first failure of a member, at
-            once; a note on the error, and its attribute ``rank``, say which member that was. Cancelling it
-            cancels all.
+            An ObjectRef of a :class:`ValueMesh` with their results. It fails at once when a member fails; a note on the
+            error, and its attribute ``rank``, name that member. Cancelling it cancels all calls.
 
         Raises:
             TypeError: the method does not take these arguments. Nothing was sent.
             SerializationError: an argument cannot be sent. Nothing was sent.
-            WrongTypeError: the method gives streams, or several ObjectRefs: call the members one by one.
+            WrongTypeError: the method returns a stream, or several ObjectRefs: call the members one by one.
         """
         view, label = self._view, self._label()
         refs = self._send("call", args, kwargs)
@@ -229,9 +228,9 @@ class GroupMethod(Generic[P, R]):
         return cast("ObjectRef[R]", self._of(handles[0]).remote(*args, **kwargs))
 
     def choose(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
-        """Call the method of one member: the one with the fewest calls of this process under way, in turn.
+        """Call the method of one member, the one with the fewest calls of this process under way; equal ones take turns.
 
-        Members that are known to be dead are left out, unless all are.
+        Members that are known to be dead are left out, unless all are dead.
 
         Returns:
             The ObjectRef of the member's result.
@@ -248,7 +247,7 @@ class GroupMethod(Generic[P, R]):
         return cast("ObjectRef[R]", self._of(chosen).remote(*args, **kwargs))
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call the method of all members and wait for nothing. Failures are logged. Errors as for :meth:`call`."""
+        """Call the method of all members without waiting. Failures are logged. Errors as for :meth:`call`."""
         label, view = self._label(), self._view
 
         def ended(at: int, done: Future[Any]) -> None:
@@ -261,9 +260,9 @@ class GroupMethod(Generic[P, R]):
             ref._ask().add_done_callback(partial(ended, at))
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> GroupStream[R]:
-        """Call the method of all members and return an iterator over ``(point, ref)`` in the order of their results.
+        """Call the method of all members and return an iterator over ``(point, ref)`` in the order in which the calls end.
 
-        Failed calls come as well: ``get(ref)`` raises what they failed with. Errors as for :meth:`call`.
+        Failed calls are included: ``get(ref)`` raises their error. Errors as for :meth:`call`.
         """
         return GroupStream(self._view.mesh, self._send("stream", args, kwargs))
 
@@ -307,7 +306,7 @@ class GroupMethod(Generic[P, R]):
         return refs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: say how the group is to be called.
+        """Raise TypeError: a call has to say which members it is for.
 
         Raises:
             TypeError: always.
@@ -327,7 +326,7 @@ def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
 
 
 class GroupStream(Generic[R]):
-    """The results of :meth:`GroupMethod.stream` as they come: ``(point, ref)``, for ``for`` and for ``async for``."""
+    """The results of :meth:`GroupMethod.stream` in the order in which they come, for ``for`` and for ``async for``."""
 
     def __init__(self, mesh: Mesh, refs: list[ObjectRef[R]]) -> None:
         self._points = {id(ref): point for ref, point in zip(refs, mesh, strict=True)}
@@ -368,14 +367,14 @@ def spawn(
 ) -> ActorGroup[C]:
     """Make a group of actors of one class, one for each place of a mesh; returns at once.
 
-    Inside a member :func:`current_rank` says where it is, in the constructor, too.
+    In a member, :func:`current_rank` returns its place, also in the constructor.
 
     Args:
         shape: the dimensions of the mesh and their extents, or just a number of actors.
         cls: the class, decorated with ``@remote`` or not.
         args, kwargs: the constructor's arguments, the same for all.
-        per_rank: a function of the member's point; returns ``(args, kwargs)`` which follow those for all.
-        options: of the actors, as for ``Cls.options(...)``; or a function of the member's point that returns them,
+        per_rank: a function that takes the member's point and returns further ``(args, kwargs)`` for the constructor.
+        options: options of the actors, as for ``Cls.options(...)``; or a function that takes the member's point and returns them:
             ``lambda point: {"worker": f"worker{point.rank}"}``.
 
     Raises:
@@ -445,13 +444,13 @@ offer_class("group", group)
 
 
 def current_rank() -> Point:
-    """Return the place of the actor whose code runs here in its group, as it was made.
+    """Return the place, in its group, of the actor that executes this code.
 
     It is a mapping of the dimensions to coordinates, with ``.rank``, ``.size`` and ``.extents``. Works in the
-    constructor, in methods and in functions called by :func:`actorrpc.call`; it does not in threads of one's own.
+    constructor, in methods and in functions called by :func:`actorrpc.call`, but not in other threads.
 
     Raises:
-        ActorError: no actor runs here, or it was made by itself.
+        ActorError: no actor runs here, or it was not made as a member of a group.
     """
     execution = CURRENT.get()
     actor = execution.actor if execution is not None else None
@@ -472,12 +471,11 @@ class ActorGroup(Generic[C]):
     """Actors of one class in a mesh, or a slice of such a group. Thread-safe.
 
     ``group.method`` is a :class:`GroupMethod`: ``group.method.call(...)``, ``.call_one``, ``.choose``, ``.broadcast``
-    and ``.stream``. ``group.call("method", ...)`` and so on are the same; there the method may also be given as
-    ``Cls.method``, with which type checkers know arguments and results.
+    and ``.stream``. ``group.call("method", ...)`` and so on do the same; there, the method may also be given as
+    ``Cls.method``, from which type checkers know arguments and results.
 
-    Where the class has a method of a name that is used here, the class wins; ``ActorGroup.slice(group, hosts=0)`` still
-    works. The members live as long as there is a group, a slice or a handle that refers to them. A group can be sent
-    in arguments and results.
+    A method of the members' class hides an attribute of this class with the same name; use ``ActorGroup.slice(group, hosts=0)``
+    then. The members live as long as a group, a slice or a handle refers to them. A group can be sent in arguments and results.
     """
 
     __slots__ = ("_view",)
@@ -498,15 +496,15 @@ class ActorGroup(Generic[C]):
 
         def __getattr__(self, name):
             if name in ActorGroup.__slots__ or (name[:2] == "__" and name[-2:] == "__"):
-                # Of a group that is only half made; or what Python looks for anywhere.
+                # The object is not complete, or Python looks up a special method.
                 raise AttributeError(name)
             return self._view.method(name)
 
-    # -- what it is --------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of this group, or slice."""
+        """The mesh of this group or slice."""
         return self._view.mesh
 
     @property
@@ -552,19 +550,19 @@ class ActorGroup(Generic[C]):
         return ActorGroup(self._view.with_options(return_exceptions, options))
 
     def restart(self, rank: int | None = None, **coords: int) -> ActorHandle[C]:
-        """Make a member anew: its actor is killed, and another one takes its place, here and in all slices.
+        """Replace a member: kill its actor, and make another one, in this group and in all slices.
 
-        It is made as the first one was, with the same arguments. Calls that were under way to the old one fail with
-        ActorDiedError. Handles of the old one, and groups that have been sent to other workers, still mean that.
+        It is made as the first one was, with the same arguments. Calls of the old actor that are under way fail with
+        ActorDiedError. Handles of the old actor, and groups that were sent to other workers, still refer to it.
 
         Args:
-            rank: which one; or its coordinates.
+            rank: the rank of the member; or give its coordinates.
 
         Returns:
             The new member's handle.
 
         Raises:
-            ConfigError: this group came from another worker: ask the worker that spawned it.
+            ConfigError: this group was received from another worker: restart members on the worker that spawned it.
             IndexError: there is no such member.
         """
         members, mesh = self._view.members, self._view.mesh
@@ -583,7 +581,7 @@ class ActorGroup(Generic[C]):
         return made
 
     def kill(self) -> None:
-        """Kill all members of this group, or slice, at once. What they were doing fails with ActorDiedError.
+        """Kill all members of this group or slice at once. Their calls fail with ActorDiedError.
 
         Raises:
             RpcTimeoutError: the worker of a supervisor does not answer within 10 s.
@@ -591,9 +589,9 @@ class ActorGroup(Generic[C]):
         _kill(self._view.handles)
 
     def ready(self) -> ObjectRef[None]:
-        """Return an ObjectRef that is complete when all members have been constructed.
+        """Return an ObjectRef that completes when all members were constructed.
 
-        It fails as soon as one cannot be, with an ActorDiedError that says why and whose note says which one.
+        It fails as soon as a member cannot be made, with an ActorDiedError that has the reason and, in a note, the member.
         """
         view = replace(self._view, return_exceptions=False)
         label = f"ready({view.title})"
@@ -642,7 +640,7 @@ class ActorGroup(Generic[C]):
         return self._view.method(method).choose(*args, **kwargs)
 
     def broadcast(self, method: Any, *args: Any, **kwargs: Any) -> None:
-        """Call a method of all members and forget it: see :meth:`GroupMethod.broadcast`."""
+        """Call a method of all members without waiting: see :meth:`GroupMethod.broadcast`."""
         self._view.method(method).broadcast(*args, **kwargs)
 
     @overload
@@ -652,7 +650,7 @@ class ActorGroup(Generic[C]):
     @overload
     def stream(self, method: str, *args: Any, **kwargs: Any) -> GroupStream[Any]: ...
     def stream(self, method: Any, *args: Any, **kwargs: Any) -> GroupStream[Any]:
-        """Call a method of all members and take the results as they come: see :meth:`GroupMethod.stream`."""
+        """Call a method of all members, and iterate over the calls as they end: see :meth:`GroupMethod.stream`."""
         return self._view.method(method).stream(*args, **kwargs)
 
     # -- Python --------------------------------------------------------------------------------------
@@ -672,4 +670,4 @@ def _kill(handles: list[ActorHandle[Any]]) -> None:
     asked = [route_of(handle).kill(True) for handle in handles]
     collect_all(asked).wait(_ASK_S)
     for future in asked:
-        future.acknowledge()  # its supervisor has ended, and so has the actor
+        future.acknowledge()  # if its supervisor has ended, so has the actor

@@ -1,11 +1,11 @@
-"""Meshes: members of a group laid out in named dimensions, and what a slice of them is.
+"""Meshes: the members of a group in named dimensions, and slices of them.
 
-Pure geometry: nothing here knows of actors or calls. Everything is immutable, so it is thread-safe.
+Pure geometry: this module knows nothing of actors or calls. All objects are immutable, and therefore thread-safe.
 
     mesh = Mesh({"hosts": 2, "gpus": 4})
     mesh.rank_of(hosts=1, gpus=2)                   # 6: ranks count in row-major order, the last dimension fastest
     mesh.slice(gpus=slice(0, 2)).origin_ranks       # (0, 1, 4, 5)
-    mesh(hosts=0).extents                           # {"gpus": 4}: an index takes its dimension away, as in numpy
+    mesh(hosts=0).extents                           # {"gpus": 4}: an index removes its dimension, as in numpy
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ S = TypeVar("S")
 
 _Slice: TypeAlias = slice  # in the classes, `slice` is the method
 
-# More is a slip (an extent that was meant to be something else), and the ranks are kept in a tuple.
+# A larger mesh is probably a mistake in an extent; and the ranks are kept in a tuple.
 _MAX_SIZE = 1 << 24
 
 
 def _index(value: Any, what: str) -> int:
-    """Return a whole number as int; numpy's and torch's are taken, bools are not."""
+    """Return a whole number as an int; numbers of numpy and torch are accepted, bools are not."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -41,7 +41,7 @@ def _index(value: Any, what: str) -> int:
 
 
 class Point(Mapping[str, int]):
-    """One place in a mesh: a mapping of dimension names to coordinates, which also knows its rank.
+    """One place in a mesh: a mapping of dimension names to coordinates, with the place's rank.
 
     Immutable and hashable; equal to a point at the same place in a mesh of the same extents.
 
@@ -111,11 +111,11 @@ class Point(Mapping[str, int]):
 class Mesh:
     """Places in named dimensions, numbered from 0 in row-major order: the last dimension counts fastest.
 
-    A slice is a mesh of its own, with ranks and coordinates that start from 0 again, as a numpy view has its own
-    indices; :attr:`origin_ranks` says which places of the first mesh it is made of.
+    A slice is a mesh of its own, with ranks and coordinates from 0, as a numpy view has its own indices;
+    :attr:`origin_ranks` has the ranks of its places in the first mesh.
 
     Args:
-        extents: the dimensions, in order, and how many places each has (at least 1); or a number, for one
+        extents: the dimensions, in order, and their numbers of places (at least 1); or a number, for one
             dimension called ``"rank"``.
 
     Raises:
@@ -152,7 +152,7 @@ class Mesh:
         mesh._origin = origin
         return mesh
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------
 
     @property
     def extents(self) -> Mapping[str, int]:
@@ -195,13 +195,13 @@ class Mesh:
         """Return the rank of a place, given all its coordinates (negative ones count from the end).
 
         Raises:
-            ConfigError: a dimension is missing, or there is none of that name.
+            ConfigError: a dimension is missing, or there is no dimension of that name.
             IndexError: a coordinate is outside its dimension.
         """
         self._check_labels(coords)
         missing = [label for label in self._extents if label not in coords]
         if missing:
-            raise ConfigError(f"which place of {self}? give {', '.join(missing)}, too")
+            raise ConfigError(f"a place of {self} needs all coordinates: give {', '.join(missing)}, too")
         rank = 0
         for label, extent in self._extents.items():
             rank = rank * extent + self._coord(label, coords[label])
@@ -224,8 +224,8 @@ class Mesh:
         """Return a part of the mesh, by the names of dimensions.
 
         Args:
-            where: for a dimension, an index, which takes the dimension away, or a slice, which keeps it (steps and
-                negative numbers as in numpy). Dimensions that are not named stay as they are.
+            where: for a dimension, an index, which removes the dimension, or a slice, which keeps it (steps and negative
+                numbers as in numpy). Other dimensions stay as they are.
 
         Raises:
             ConfigError: there is no dimension of that name.
@@ -285,7 +285,7 @@ class Mesh:
                 f"it has {', '.join(map(repr, self._extents)) or 'none'}"
             )
 
-    # -- the rest ----------------------------------------------------------------------------------
+    # -- special methods ----------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
@@ -306,8 +306,8 @@ class Mesh:
 class ValueMesh(Generic[T]):
     """One value for each place of a mesh.
 
-    Iterating gives the values in order of rank, ``values[rank]`` one of them, ``values.item(hosts=0, gpus=1)`` the
-    same by coordinates. Immutable; sliced like a :class:`Mesh`.
+    Iterating yields the values in order of rank; ``values[rank]`` and ``values.item(hosts=0, gpus=1)`` return one of them.
+    Immutable; sliced like a :class:`Mesh`.
     """
 
     __slots__ = ("_mesh", "_values")

@@ -110,7 +110,7 @@ class Supervision:
         with self._runtime.supervisor.lock:
             if self._family.parent is not None:
                 raise ConfigError(
-                    f"{self!r} is a child of {self._family.parent.title}, which would only make it again: end that"
+                    f"{self!r} is a child of {self._family.parent.title}, which would restart it: end that group"
                 )
             actions = self._family.end()
         perform(actions)
@@ -169,7 +169,7 @@ def supervise(
         ActorDiedError: a child is dead already.
     """
     choice("strategy", strategy, of=STRATEGIES)
-    right = "an int of at least 0 (a group that never gives up tells nobody that something is wrong)"
+    right = "an int of at least 0 (a group that never gives up does not report that something is wrong)"
     limit = integer("max_restarts of a group", max_restarts, least=0, right=right)
     period_s = number("period", period, unit="seconds", above=True)
     backoff_s = number("backoff", backoff, unit="seconds")
@@ -212,14 +212,14 @@ def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> ActorRecord 
     if isinstance(given, Supervision):
         family = given._family
         if given._runtime is not here or family.state not in ("up", "restarting"):
-            raise ConfigError(f"{given!r} is over")
+            raise ConfigError(f"{given!r} has ended")
         if family.parent is not None:
             raise ConfigError(f"{given!r} is a child of {family.parent.title} already")
         return family
     descriptor = route_of(given).descriptor
     if descriptor.supervisor != here.references.me:
         raise ConfigError(
-            f"{descriptor.title} is looked after by worker {descriptor.supervisor_name!r}, which made it: call supervise() there"
+            f"{descriptor.title} is supervised by worker {descriptor.supervisor_name!r}, which made it: call supervise() there"
         )
     supervisor: Supervisor = here.supervisor
     actor = supervisor.known(descriptor.actor_id)
@@ -229,7 +229,7 @@ def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> ActorRecord 
         raise ConfigError(f"{descriptor.title} is a child of {actor.family.title} already")
     if not actor.options.max_restarts:
         raise ConfigError(
-            f"{descriptor.title} was made with max_restarts=0, the default: how it was made is forgotten, and calls to it do "
-            "not wait for a restart. Make it with .options(max_restarts=-1); in a group, the group's max_restarts counts"
+            f"{descriptor.title} was made with max_restarts=0, the default: its constructor's arguments were not kept, and calls "
+            "to it do not wait for a restart. Make it with .options(max_restarts=-1); in a group, the group's max_restarts counts"
         )
     return actor

@@ -1,3 +1,3 @@
-"""An actor where it lives."""
+"""The worker's side of actors: where they live."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""An actor where it lives: its instance, its mailbox, its threads, and its end."""
+"""An actor on the worker where it lives: its instance, mailbox, threads and end."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def _ended(actor_id: int, epoch: int, kind: str, text: str) -> None:
 
 
 def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
-    """Tell the supervisor that the actor has ended by itself (``kind``: ``"exit"`` or ``"broken"``); does not wait.
+    """Tell the supervisor that the actor has ended by itself (``kind``: ``"exit"`` or ``"broken"``). Does not wait.
 
-    The message leaves with the next one at the latest.
+    The message is sent together with the next one at the latest.
     """
     agent = runtime.agent
     future: Future[None] = Future()
 
     def over(done: Future[None]) -> None:
-        done.acknowledge()  # the supervisor has ended, and with it the actor will
+        done.acknowledge()  # if the supervisor's worker has ended, this actor will end, too
 
     future.add_done_callback(over)
     try:
@@ -69,12 +69,13 @@ def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
 _AGAIN_S: Final = 0.02
 _BLOCKED_S: Final = 5.0
 _MOST_SHOWN: Final = 100
-_NOT_THEIR_OWN: Final = frozenset({"builtins", "collections", "torch", "typing"})  # says all that is in it
-_ASYNC_LIMIT: Final = 1000  # coroutines of one actor at a time, by default (as Ray's)
+# Their __repr__ lists all contents.
+_NOT_THEIR_OWN: Final = frozenset({"builtins", "collections", "torch", "typing"})
+_ASYNC_LIMIT: Final = 1000  # default limit of concurrent coroutines of one actor, as in Ray
 
 
 def _shown(instance: Any) -> str:
-    """Return what the class's own ``__repr__`` says, in one short line; empty where it has none, or a useless one."""
+    """Return the first line, cut, of the class's own ``__repr__``; empty if it has none, or one of ``_NOT_THEIR_OWN``."""
     says: Any = type(instance).__repr__
     if says is object.__repr__:
         return ""
@@ -88,7 +89,7 @@ def _shown(instance: Any) -> str:
 
 
 class DeadlockSearch(Protocol):
-    """The search for deadlocks as actors use it: a DeadlockDetector."""
+    """The methods of a DeadlockDetector that actors use."""
 
     looks: Tick
     wake: Callable[[], None]
@@ -98,7 +99,7 @@ class DeadlockSearch(Protocol):
 
 
 class Registry(Protocol):
-    """The registry as its actors use it: an ActorRegistry."""
+    """The methods of an ActorRegistry that its actors use."""
 
     executions: itertools.count[int]
 
@@ -119,12 +120,12 @@ class Registry(Protocol):
 class HostedActor:
     """One actor that lives in this worker. Thread-safe.
 
-    ``_lock`` guards the state and the messages that came before the actor was there; the mailbox's lock is taken
-    under it, nothing else.
+    ``_lock`` guards the state, and the messages that came before the actor was constructed. Only the mailbox's lock is taken
+    under it.
 
     Attributes:
         on_imported: called after the class is imported and before the constructor, in a process that holds one actor only.
-        on_shown: is told the ``repr`` of an actor that has its process to itself, where its class has one of its own.
+        on_shown: called with the ``repr`` of an actor that has its own process, if its class defines one.
     """
 
     on_imported: ClassVar[Callable[[], None] | None] = None
@@ -139,14 +140,14 @@ class HostedActor:
         self.runners: list[Runner] = []
         self.mailbox = Mailbox()
         self.executor = ActorExecutor(self)
-        # The caller's number of its methods, by which other actors keep their calls in order; None: each execution has its own.
+        # The caller number of its methods, by which other actors order their calls; None: each execution has its own number.
         self.caller: int | None = registry.new_caller()
         self.instance: Any = None
         self.spec: ActorSpec | None = None
         self.title = f"{instance_id & 0xFFFF:04x}"
-        self.shown = ""  # what its own __repr__ has said when it was made
-        #: "constructing", "alive", "ending" (when it is idle), "closing" (it takes no more calls), "stopping" (it runs its last
-        #: hooks), "over"
+        self.shown = ""  # its own __repr__, when it was made
+        #: "constructing", "alive", "ending" (it ends when it is idle), "closing" (it accepts no more calls), "stopping" (it runs
+        #: its last hooks), "over"
         self.state = "constructing"
         self.why = ""
         self.moving = False
@@ -155,9 +156,9 @@ class HostedActor:
         self.begun = _time.now()
         self._lock = threading.RLock()
         self._intake: list[Envelope] | None = []
-        # The event loops of an async actor, by concurrency group: added to under _lock, and replaced by none at the end.
+        # The event loops of an async actor, by concurrency group. Added under _lock; loops are never replaced.
         self.loops: dict[str, EventLoop] = {}
-        # Says what callers get for what a method raised, where something here knows better (collectives do).
+        # Returns the exception to send to callers for an exception that a method has raised (used by collectives).
         self.on_error: Callable[[BaseException], BaseException] | None = None
         self._plans: dict[str, GroupQueue] = {}
 
@@ -167,7 +168,7 @@ class HostedActor:
         """Put a message into the mailbox. Called in the order of the wire, maybe under a connection's read lock.
 
         Args:
-            held: it came before the actor was there, and has been held since.
+            held: the message came before the actor was constructed, and was held since.
         """
         if not held:
             entry.hosted = self
@@ -187,7 +188,7 @@ class HostedActor:
             self._refuse_gone(entry)
             return
         for runner in todo.wake:
-            # One that is idle, and has read the message itself, is about to look.
+            # Do not wake this thread if it is the idle runner: it has read the message, and checks the queue next.
             if entry.slot is not None or runner.shared or threading.get_ident() != runner.ident:
                 runner.wake()
         if todo.start:
@@ -206,7 +207,7 @@ class HostedActor:
             self.agent.submit(partial(self._resolve, entry))
 
     def construct(self, entry: Envelope) -> None:
-        """Put the message that makes the actor into the mailbox, before all others."""
+        """Put the message that constructs the actor into the mailbox, before all others."""
         entry.hosted = self
         entry.peer.running[entry.id] = entry
         todo = self.mailbox.put(entry, self.mailbox.queues[""])
@@ -219,7 +220,7 @@ class HostedActor:
         asked = group
         if group is None:
             group = (method.options.concurrency_group if method is not None else None) or ""
-        # Plain methods of an async actor run on its loop as well, unless they say otherwise, or are in a group.
+        # Plain methods of an async actor also run on its loop, unless they have `thread=True` or a concurrency group.
         threaded = (
             method is not None and not method.kind.startswith("async") and bool(group or method.threaded)
         )
@@ -232,19 +233,19 @@ class HostedActor:
         return queue
 
     def is_plain(self, entry: Envelope) -> bool:
-        """Say whether a call is of a plain method: once begun it runs to its end, and gives one result."""
+        """Say whether a call is of a plain method: it runs in a thread from start to end, and returns one result."""
         assert self.spec is not None
         header = entry.header
         method = self.spec.info.methods.get(header.get("method", ""))
         return "window" not in header and (method is None or method.kind == "sync")
 
     def arrived(self, entry: Envelope, conn: Any, frame: Frame) -> None:
-        """Take the rest of a message that had been announced."""
+        """Receive the rest of a message whose beginning is in the mailbox."""
         entry.frame = frame
         entry.conn = conn
         if self._intake is not None:
             with self._lock:
-                # The order to make the actor is in the mailbox already, and a runner may have looked at it.
+                # The message that constructs the actor is in the mailbox already, and a runner may have read it.
                 if self._intake is not None and entry.queue is None:
                     entry.whole = True
                     entry.ready = "unresolved" not in entry.header
@@ -256,7 +257,7 @@ class HostedActor:
             self.carry_out(self.mailbox.ready(entry))
 
     def _resolve(self, entry: Envelope) -> None:
-        """Open a message and fetch what its arguments refer to; it is ready when all of that is here."""
+        """Decode a message and fetch the values of its ObjectRefs; the entry is ready when all values are here."""
 
         def ready(future: Future[Any]) -> None:
             error = future.error
@@ -264,7 +265,7 @@ class HostedActor:
             entry.opened = future.value_or_none if error is None else error
             self.carry_out(self.mailbox.ready(entry))
 
-        # What is fetched for the call belongs to it: its time, its chain, and what rides along with it.
+        # Fetch on behalf of the call: with its deadline, its chain, and its other context.
         token = CURRENT.set(entry)
         try:
             args, kwargs = self.executor.arguments(entry)
@@ -279,11 +280,11 @@ class HostedActor:
             entry.opened = (args, kwargs)
             self.carry_out(self.mailbox.ready(entry))
         else:
-            entry.opened = (args, kwargs)  # to be seen by the search for deadlocks
+            entry.opened = (args, kwargs)  # read by the search for deadlocks
             future.add_done_callback(ready)
 
     def carry_out(self, todo: Wakeups) -> None:
-        """Wake and start what a step of the mailbox has named. Starts nothing on this thread."""
+        """Wake and start the threads and loops that an operation of the mailbox has returned. Runs nothing in this thread."""
         for runner in todo.wake:
             runner.wake()
         self._start(todo.start)
@@ -300,7 +301,7 @@ class HostedActor:
                 self.actor_threads.start(Runner(self, queue))
 
     def _have_pumped(self, loop: EventLoop, queue: GroupQueue) -> None:
-        """Have a loop start what its queue has."""
+        """Make a loop start the entries of its queue."""
         try:
             loop.submit(partial(self.executor.pump, queue))
             if loop.waiting:
@@ -309,7 +310,7 @@ class HostedActor:
             self.agent.submit(partial(self.understaffed, queue))
 
     def _open_loop(self, queue: GroupQueue) -> None:
-        """Make the event loop of a concurrency group, when the first call of the group has come."""
+        """Make the event loop of a concurrency group, for the group's first call."""
         loop = self.loops.get(queue.name)
         if loop is None:
             try:
@@ -318,16 +319,16 @@ class HostedActor:
                 self.understaffed(queue, f"it needs an event loop, which cannot be made: {error}")
                 return
             with self._lock:
-                # What ends the actor says so under this lock, and looks for loops later: it finds this one.
+                # A thread that ends the actor changes the state under this lock, and collects the loops later.
                 if self.state in ("alive", "ending"):
                     loop = self.loops.setdefault(queue.name, made)
             if loop is not made:
                 _ = made.close()
-        if loop is not None:  # otherwise the actor has ended, and with it what waited
+        if loop is not None:  # None: the actor has ended, and so have its waiting calls
             self._have_pumped(loop, queue)
 
     def loop_of(self, queue: GroupQueue | None) -> EventLoop | None:
-        """Return the loop that runs the calls of a queue; None where they run on threads, or the loop does not exist."""
+        """Return the loop that runs the calls of a queue; None if they run in threads, or the loop does not exist yet."""
         return self.loops.get(queue.name) if queue is not None and queue.is_async else None
 
     def finished(self, todo: Wakeups) -> None:
@@ -337,9 +338,9 @@ class HostedActor:
         self.end_if_idle()
 
     def understaffed(self, queue: GroupQueue, why: str = "") -> None:
-        """Refuse the calls of a queue that wait for a thread that the system does not have. The next call asks for one again.
+        """Refuse the waiting calls of a queue, because the system cannot start a thread. The next call tries again.
 
-        ``why``: what else the system does not have.
+        ``why``: another resource that the system does not have.
         """
         why = why or f"it needs a thread: {explain_threads()}"
         for entry in self.mailbox.understaffed(queue):
@@ -356,9 +357,9 @@ class HostedActor:
             self.broken(error, entry)
 
     def broken(self, error: BaseException, entry: Entry | None = None) -> None:
-        """End the actor, as one of its threads has ended that was not to; ``entry``: the call that it was at, if any.
+        """End the actor because one of its threads has ended unexpectedly; ``entry``: the call that the thread was running.
 
-        Its supervisor hears of it as of any death, and may make it again.
+        Its supervisor treats this as a death, and may restart the actor.
         """
         why = f"a thread of it ended unexpectedly, because of {line_of(error)}"
         report(_log, error, "actor %s is ended: a thread of it ended unexpectedly", self.title)
@@ -369,9 +370,9 @@ class HostedActor:
             send_ended(self.runtime, self.spec, "broken", why)
 
     def _look_after(self, entry: Envelope, elapsed: float) -> None:
-        """Report a call that waits for its own ancestor, which blocks where we cannot run it. On the clock's thread.
+        """Report a call that waits for its own ancestor, which blocks outside of actorrpc's waits. On the clock's thread.
 
-        Before that: an event loop that the ancestor has begun since runs it.
+        If the ancestor has started an event loop since, that loop runs the call instead.
         """
         slot: Any = entry.slot
         if entry.state != "new" or slot is None or slot.waiting:
@@ -382,7 +383,7 @@ class HostedActor:
             return
         _log.warning(
             "a call of %s on actor %s has waited for %.0f s for a call that it descends from, which blocks outside of actorrpc's "
-            "waits: it can run only when that is over, or waits with get(). What that one is doing:\n%s",
+            "waits: it can run only when that call has ended, or waits with get(). The stack of that call:\n%s",
             entry.header.get("method"),
             self.title,
             _BLOCKED_S,
@@ -392,15 +393,15 @@ class HostedActor:
     def _refuse_gone(self, entry: Envelope) -> None:
         self.agent.submit(partial(self.executor.refuse, entry, HostedActorGoneError(self.id, self.why)))
 
-    # -- giving up -----------------------------------------------------------------------------------
+    # -- cancellation -----------------------------------------------------------------------------------
 
     def cancel(self, entry: Envelope, stop: bool, late: bool) -> None:
-        """Give up a call: one that waits never runs; a method that runs is interrupted if that is wanted (``stop``).
+        """Cancel a call: a waiting call never runs; a running method is interrupted if ``stop``.
 
         ``late``: see :class:`Execution`.
         """
         queue = entry.queue
-        # Set first: a call that has had its turn, but does not run yet, sees both when it is about to run.
+        # Set these first: a call that was dequeued but does not run yet reads both before it runs.
         entry.late = entry.late or late
         entry.start_forbidden = stop or (queue is not None and queue.is_async)
         text = f"{self.executor.label(entry)} was cancelled before it started"
@@ -414,13 +415,13 @@ class HostedActor:
                 entry.give_up(stop, late)
             return
         if stop:
-            # Before the calls that it waits for are given up: it is told once, and not by their errors, too.
+            # Interrupt the method before the calls that it waits for are cancelled, so that it does not get their errors, too.
             self.interrupt(entry)
         if entry.begun:
             entry.give_up(stop, late)
 
     def deadlocked(self, entry: Envelope, error: RpcError) -> None:
-        """End a call that can never continue; does nothing if it has ended."""
+        """End a call that can never continue. Does nothing if it has ended."""
         if self.withdraw(entry, error):
             return
         self.executor.fail(entry, error)
@@ -431,7 +432,7 @@ class HostedActor:
             loop.submit(partial(self.executor.stop, entry, True))
 
     def withdraw(self, entry: Envelope, error: RpcError) -> bool:
-        """End a call that waits with an error; does nothing, and returns False, if it has had its turn."""
+        """End a waiting call with an error. Returns False, and does nothing, if it was dequeued."""
         todo = self.mailbox.cancel(entry)
         if todo is not None:
             self.executor.refuse(entry, error)
@@ -439,14 +440,14 @@ class HostedActor:
         return todo is not None
 
     def interrupt(self, entry: Entry) -> None:
-        """Interrupt the runner that runs an entry, if one does."""
+        """Interrupt the runner of an entry, if it has one."""
         for runner in list(self.runners):
             runner.interrupt(entry)
 
     # -- construction --------------------------------------------------------------------------------
 
     def make(self, entry: Envelope) -> Any:
-        """Make the instance. Runs on the actor's own runner."""
+        """Make the instance. Runs in the actor's own runner."""
         where = "constructor"
         try:
             (spec,), _ = self.executor.arguments(entry)
@@ -484,7 +485,7 @@ class HostedActor:
         self.shown = _shown(instance)
         if self.shown and spec.alone and HostedActor.on_shown is not None:
             HostedActor.on_shown(self.shown)
-        # What came with the order to make it is not kept alive by having been an argument.
+        # Do not keep the constructor's arguments alive.
         spec.forget()
         self._open_mailbox(spec)
         return os.getpid()
@@ -502,7 +503,7 @@ class HostedActor:
             limits, async_limits, reentrant=options.reentrant, yielding=options.yielding, loose=loose
         )
         if async_limits and most is None:
-            # The default limit is no promise: streams that pause leave their places to others.
+            # With the default limit, streams that pause leave their places to other calls.
             self.mailbox.async_lanes[""].yielding = True
         self.executor.keeps_state = info.has_checkpoint
         if options.yielding:
@@ -512,7 +513,7 @@ class HostedActor:
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"
-            # Later messages find no intake only after the earlier ones were put into the mailbox.
+            # Set _intake to None last, so that later messages are queued behind the earlier ones.
             for entry in self._intake or ():
                 self.post(entry, held=True)
             self._intake = None
@@ -520,23 +521,23 @@ class HostedActor:
     # -- the end ---------------------------------------------------------------------------------------
 
     def exited(self, entry: Envelope | None, why: str, kind: str = "exit") -> None:
-        """End the actor because something in it has called exit_actor() or, ``kind``, sys.exit().
+        """End the actor because code in it has called exit_actor(), or sys.exit() if ``kind`` says so.
 
         Args:
-            entry: brought the call that did it; None: none did, but something that a call has begun.
-            kind: after anything but ``"exit"`` the actor may be made again.
+            entry: the call whose code did it; None: a task or thread did it that a call has started.
+            kind: ``"exit"``; after any other kind, the actor may be restarted.
         """
         why = why or "exit_actor() was called in it"
         if entry is not None:
             self.executor.fail(entry, died(self, why))
-        _ = self.end("now", why)  # at once: no waiting call may run
+        _ = self.end("now", why)  # "now": no waiting call may run
         if self.spec is not None:
             self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
 
     def leave(self, execution: Execution, why: str) -> None:
-        """See that exit_actor() ends the actor also where its exception does not come to us.
+        """End the actor after exit_actor() was called in a task or thread that a call has started.
 
-        That is so in what a call has begun (tasks, threads), and not in the call's own code, which is unwound first.
+        The exception of exit_actor() does not reach this package there. In a call's own code it does, after unwinding the code.
         """
         runner: Any = WAITING.runner
         entry: Any = None
@@ -548,9 +549,9 @@ class HostedActor:
             self.agent.submit(partial(self.exited, None, why))
 
     def end(self, how: str, why: str) -> Future[None]:
-        """End the actor: ``"drain"`` lets the calls that wait run before, ``"now"`` does not. Completes when it has ended.
+        """End the actor: with ``"drain"`` after its waiting calls, with ``"now"`` before them. Completes when it has ended.
 
-        ``"move"`` is ``"drain"`` whose future gives the actor's last state, a Snapshot, where its class keeps one.
+        ``"move"`` is like ``"drain"``; the value of the future is the actor's last state, a Snapshot, if its class keeps one.
         """
         self.moving = self.moving or how == "move"
         how = "drain" if how == "move" else how
@@ -568,11 +569,11 @@ class HostedActor:
 
     @property
     def ended(self) -> bool:
-        """Whether the actor takes no more calls."""
+        """Whether the actor accepts no more calls."""
         return self.state in ("closing", "stopping", "over")
 
     def end_if_idle(self) -> None:
-        """End the actor if it has been told to end when it is idle, and is idle."""
+        """End the actor if it is idle and in the state "ending"."""
         if (
             self.state == "ending"
             and self._intake is None
@@ -591,7 +592,8 @@ class HostedActor:
         for entry in running:
             self.executor.fail(entry, died(self, self.why))
             self.interrupt(entry)
-            self.cancel(entry, False, False)  # and the calls that it waits for, as if the process had ended
+            # Also cancels the calls that it waits for, as if the process had ended.
+            self.cancel(entry, False, False)
         self.registry.forget(self)
         self.agent.submit(self._wind_up)
         if running:
@@ -606,7 +608,7 @@ class HostedActor:
     def _close(self) -> list[Envelope]:
         """Refuse the waiting calls, and all later ones; return the running calls."""
         BYSTANDERS.leave(self)
-        loops = list(self.loops.values())  # the last runner that ends takes them away
+        loops = list(self.loops.values())  # copied first, because the last runner to end removes them
         entries, runners = self.mailbox.close()
         with self._lock:
             intake, self._intake = self._intake or [], None
@@ -624,12 +626,12 @@ class HostedActor:
         return running
 
     def refuse_due(self, loop: EventLoop) -> None:
-        """Refuse the plain methods whose turn on a loop will not come, as the actor has ended."""
+        """Refuse the plain methods that wait for their turn on a loop, because the actor has ended."""
         for entry in loop.take_due():
             self.executor.refuse(entry, HostedActorGoneError(self.id, self.why))
 
     def _wind_up(self) -> None:
-        """Run the actor's last hooks, once, when the last of its runners has ended."""
+        """Run the actor's last hooks, once, after its last runner has ended."""
         with self._lock:
             if self.state != "closing" or self.runners:
                 return
@@ -656,8 +658,8 @@ class HostedActor:
                 return
             self.state = "over"
             for each in list(self.executor.answered_later):
-                # Nothing else will answer it. A call that was not handed out is refused, as not executed, by the thread that
-                # finds the mailbox closed.
+                # No other code will answer these calls. A call that was not dequeued is refused, as not executed, by the thread
+                # that finds the mailbox closed.
                 self.executor.fail(each, died(self, self.why))
                 if each.begun:
                     each.give_up()
@@ -666,7 +668,7 @@ class HostedActor:
         over()
 
     def _last_state(self, instance: Any) -> Snapshot | None:
-        """Return what the next incarnation, on another worker, starts from."""
+        """Return the state with which the next incarnation, on another worker, starts."""
         if self.spec is None or not self.spec.info.has_checkpoint:
             return None
         try:
@@ -675,7 +677,7 @@ class HostedActor:
             report(_log, error, "the state of actor %s could not be kept", self.title)
             return None
 
-    # -- looking -----------------------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------------------
 
     def counts(self) -> tuple[int, int]:
         """Return how many calls wait and how many run."""

@@ -1,20 +1,20 @@
-"""The threads that run the sync methods of actors, and which runner's turn it is.
+"""The threads that run the sync methods of actors, and the order in which runners get a turn.
 
-**Turns.** The interpreter runs one thread at a time. Where a read brings calls for many actors, waking a thread for each would
-have all of them wait for the interpreter: each call would cost several switches of threads, and each waiting thread would wake
-two hundred times a second to look. So :class:`ActorThreads` wakes few runners at a time (``_AT_ONCE``), and a runner that has run
-its calls wakes the next. A runner in one of our waits passes its turn on at once. A runner that blocks elsewhere is noticed by a
-tick, within milliseconds, and does not count from then on; each tick that finds one wakes up to twice as many as the tick
-before. Where calls are long on average, more runners have their turn at a time (``_WIDE``), unless the clock's thread is late,
-which shows that threads wait for the interpreter rather than for something else.
+**Turns.** The interpreter runs one thread at a time. If a read brings calls for many actors and a thread is woken for each, all
+of them wait for the GIL: each call costs several thread switches, and each waiting thread wakes two hundred times a second to
+request the GIL. So :class:`ActorThreads` wakes few runners at a time (``_AT_ONCE``), and a runner that has run its calls wakes
+the next. A runner in one of actorrpc's waits passes its turn on at once. A runner that blocks elsewhere is found by a tick within
+milliseconds, and its turn no longer counts. Each tick that finds such runners wakes up to twice as many runners as the tick
+before. If calls are long on average, more runners have a turn at a time (``_WIDE``), unless the clock's thread is late, which
+shows that threads are waiting for the GIL rather than for something else.
 
-**Threads.** The first ``MAX_RUNNERS`` runners of a worker have an :class:`ActorThread` each, for all of their lives. The runners
-beyond share threads: a shared :class:`ActorThread` serves the runners whose turn it is, one after the other. With a thread of its
-own an actor may keep things by thread; but every call costs a switch of threads (1 000 actors of one worker in turn: 13 000
-calls/s, where each has a thread; 40 000, where all but eight share).
+**Threads.** Each of the first ``MAX_RUNNERS`` runners of a worker has its own :class:`ActorThread` for its whole life. Further
+runners share threads: a shared :class:`ActorThread` serves the runners that have a turn, one after the other. An actor with its
+own thread may use thread-local data, but every call costs a thread switch (1 000 actors of one worker in turn: 13 000 calls/s if
+each has a thread; 40 000 if all but eight share threads).
 
-A thread sleeps on the connection of its last caller, and so reads the next call itself; where another thread reads that
-connection, it sleeps on a lock of its own.
+A thread sleeps on the connection of its last caller, and so reads the next call itself. If another thread reads that connection,
+it sleeps on its own lock.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 __all__ = ["MAX_RUNNERS", "ActorThread", "ActorThreads"]
 
 MAX_RUNNERS: Final = 128
-_AT_ONCE: Final = 1  # runners that are woken to run at a time, where their calls are short
-_WIDE: Final = 32  # and where they are long
+_AT_ONCE: Final = 1  # runners that have a turn at a time, if calls are short
+_WIDE: Final = 32  # the same, if calls are long
 _STALLED_S: Final = 2e-3  # a turn that takes longer stops counting
 _SHORT_S: Final = 60e-6  # calls that take longer on average are long
-_COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
-_KEPT: Final = 8  # shared threads beyond this many end when they have nothing to do
+_COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the GIL
+_KEPT: Final = 8  # how many idle shared threads are kept; further ones end
 
 
 class ActorThread:
@@ -52,7 +52,7 @@ class ActorThread:
 
     Args:
         runner: the runner that it serves first.
-        own: it serves this runner alone. Otherwise it is shared, and ends when too many shared threads have nothing to do.
+        own: it serves only this runner. Otherwise it is shared, and ends when there are too many idle shared threads.
 
     Attributes:
         caller: the connection of the last call, on which the thread sleeps.
@@ -72,7 +72,7 @@ class ActorThread:
         self._parked.acquire()
 
     def start(self) -> None:
-        """Start the thread. If the system has no thread, the calls that wait for one are refused."""
+        """Start the thread. If the system cannot start one, the calls that wait for it are refused."""
         runner = self._own or self.given
         assert runner is not None
         try:
@@ -114,7 +114,7 @@ class ActorThread:
         return runner or self._threads.next_shared()
 
     def flush(self) -> None:
-        """Send the answers that are left to be sent."""
+        """Send the answers that are still buffered."""
         if self.caller is not None and self.caller.outbox:
             self.caller.flush()
 
@@ -132,20 +132,20 @@ class ActorThread:
             conn.wake()
 
     def _sleep(self) -> None:
-        """Wait for work, where it is most likely to come from: the connection of the last caller."""
+        """Wait for work on the connection of the last caller, from which the next call probably comes."""
         conn = self.caller
         if conn is not None:
             came = conn.reading(self, conn.answering)
             if conn.outbox:
                 conn.flush(not came)
             if came is not None:
-                if self.awake:  # it is awake, and looks for work next
+                if self.awake:  # wake() was called, and the caller checks for work next
                     self.awake = False
                     self._parked.acquire(False)
                 return
             if conn.state is CLOSED:
                 self.caller = None
-            # Another thread is reading it: the work that it brings is worth one turn of the interpreter.
+            # Another thread reads the connection. Yield once, in case that thread is about to queue work.
             _time.pause(0)
             if self._threads.ready if self._own is None else self._own.queue.has_ready:
                 return
@@ -153,7 +153,7 @@ class ActorThread:
         self.awake = False
 
     def _hand_over(self) -> None:
-        """Sleep while others have something to do: their threads send the answers of this one, and read messages."""
+        """Sleep while other runners have a turn: their threads send this thread's answers, and read messages."""
         conn = self.caller
         if conn is not None and conn.outbox:
             agent = self._threads.agent
@@ -165,42 +165,41 @@ class ActorThread:
 
 
 class ActorThreads:
-    """All runners of this worker, which of them have threads of their own, and whose turn it is. Thread-safe.
+    """All runners of this worker, the threads that they have, and the order of their turns. Thread-safe.
 
-    ``_lock`` guards which runners there are, and which shared threads have nothing to do; it is a leaf, and re-entrant, as the
-    collector may run there. What concerns the turns takes no lock: each step on ``ready`` and ``on`` is atomic. Who puts a
-    runner into ``ready`` looks at ``on`` after that, and who takes himself out of ``on`` looks at ``ready`` after that: so
-    either wakes the next one. Both may, and one more than was meant runs for a moment.
+    ``_lock`` guards the tables of runners and of idle shared threads. It is a leaf, and re-entrant, because the garbage collector
+    may run while it is held. Turns take no lock: each operation on ``ready`` and ``on`` is atomic. A thread that adds a runner to
+    ``ready`` checks ``on`` afterwards, and a thread that removes its runner from ``on`` checks ``ready`` afterwards. Therefore at
+    least one of them wakes the next runner. If both do, one runner too many runs for a moment.
 
     Attributes:
-        ready: runners that have calls to run, and were not woken yet, in order.
-        on: the runners that were woken, and when; without those in a wait of ours, or stalled.
+        ready: runners that have calls to run and were not woken yet, in order.
+        on: the runners that have a turn, and since when; without runners that wait in actorrpc or have stalled.
     """
 
     def __init__(self, agent: Agent, most: int = MAX_RUNNERS) -> None:
         self.agent = agent
         self.ready: deque[Runner] = deque()
         self.on: dict[Runner, float] = {}
-        self._mean = 0.0  # how long a call takes, of late, in seconds; measured only where others are waiting
+        # Mean duration of recent calls, in seconds; only measured while other runners are ready.
+        self._mean = 0.0
         self._width = _AT_ONCE
         self._lock = _time.RLock()
         self._all: dict[Runner, None] = {}
-        self._owners = 0  # that have threads of their own
+        self._owners = 0  # runners that have their own thread
         self._most = most
         self._idle: dict[ActorThread, None] = {}
-        self._reading: set[int] = (
-            set()
-        )  # shared threads that sleep, or read; each checks ``ready`` afterwards
+        self._reading: set[int] = set()  # shared threads that sleep or read; each checks ``ready`` afterwards
         self._crowded = False
         self._burst = 1
         self._to_start: deque[Runner] = deque()
         self._closed = False
         self._tick = Tick(agent.clock, _STALLED_S, self._look)
 
-    # -- who there is ------------------------------------------------------------------------------
+    # -- the runners ------------------------------------------------------------------------------
 
     def add(self, runner: Runner) -> bool:
-        """Record a new runner; say whether it gets a thread of its own."""
+        """Add a runner; return whether it gets a thread of its own."""
         with self._lock:
             self._all[runner] = None
             own = self._owners < self._most
@@ -208,7 +207,7 @@ class ActorThreads:
             return own
 
     def remove(self, runner: Runner) -> bool:
-        """Record that a runner has ended; False if that is known."""
+        """Record that a runner has ended; return False if that was recorded before."""
         with self._lock:
             if runner not in self._all:
                 return False
@@ -218,9 +217,9 @@ class ActorThreads:
         return True
 
     def close(self) -> None:
-        """End the shared threads as soon as they have nothing to do; all runners have their turn at once, as no tick follows.
+        """End the shared threads when they are idle, and give all runners a turn now, because no tick follows.
 
-        A runner in ``ready`` is woken here; a runner that is added later is woken by the thread that adds it.
+        Runners in ``ready`` are woken here; a runner that is added later is woken by the thread that adds it.
         """
         with self._lock:
             self._closed = True
@@ -230,7 +229,7 @@ class ActorThreads:
         self.pass_on()
 
     def start(self, runner: Runner) -> None:
-        """Have a new runner started: on a pool thread, one after the other, where it is to have a thread of its own."""
+        """Start a new runner. If it gets a thread of its own, a pool thread starts it, one runner after the other."""
         runner.shared = not self.add(runner)
         if runner.shared:
             runner.start()
@@ -244,24 +243,24 @@ class ActorThreads:
 
     def _start_all(self) -> None:
         while True:
-            # The runner stays in the queue until it has started, so that other threads submit nothing meanwhile.
+            # The runner stays in the queue until it has started, so that other threads do not submit _start_all meanwhile.
             self._to_start[0].start()
             with self._lock:
                 self._to_start.popleft()
                 if not self._to_start:
                     return
 
-    # -- whose turn it is --------------------------------------------------------------------------
+    # -- turns --------------------------------------------------------------------------
 
     def call(self, runner: Runner) -> None:
-        """Have a runner that has been idle look for work, in its turn."""
+        """Queue an idle runner for a turn, in which it looks for work."""
         self.ready.append(runner)
         if runner.shared and threading.get_ident() in self._reading:
-            return  # this thread runs it itself in a moment
+            return  # this shared thread is reading, and will run it next
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Wake those whose turn it is."""
+        """Give turns to ready runners, as far as the limit allows."""
         ready, on, width = self.ready, self.on, self._width
         while ready and (len(on) < width or self._closed):
             try:
@@ -274,7 +273,7 @@ class ActorThreads:
 
     def _wake(self, runner: Runner) -> None:
         self.on[runner] = _time.now()
-        if runner not in self._all:  # it has ended, and takes itself out no more, unless it does so just now
+        if runner not in self._all:  # it has ended, so its thread will not remove it from `on`
             self.on.pop(runner, None)
             return
         if not runner.shared:
@@ -290,13 +289,13 @@ class ActorThreads:
             thread.wake()
 
     def took(self, seconds: float) -> None:
-        """Record how long a call took, where others were waiting."""
-        # One that was interrupted by other processes says nothing: it takes several to make a difference.
+        """Record the duration of a call, measured while other runners were ready."""
+        # Bounded, so that a single call that was preempted by other processes makes no difference.
         self._mean += 0.125 * (min(seconds, 4 * _SHORT_S) - self._mean)
         self._width = _WIDE if self._mean > _SHORT_S and not self._crowded else _AT_ONCE
 
     def _look(self) -> bool:
-        """See who has stalled. Runs on the clock's thread."""
+        """Find runners whose turn has stalled. Runs on the clock's thread."""
         self._crowded = self._tick.late > _COMPETED_S
         ready, on = self.ready, self.on
         long_ago = _time.now() - 0.75 * _STALLED_S
@@ -309,17 +308,17 @@ class ActorThreads:
                     self._wake(ready.popleft())
                 except IndexError:
                     break
-            # Where the clock is late as well, turns take long because of others, and one more makes that worse.
+            # If the clock is late, too, turns are long because threads compete for the GIL: do not add more.
             self._burst = 1 if self._crowded else min(2 * self._burst, _WIDE)
         else:
             self._burst = 1
         self.pass_on()
         return bool(ready) or len(on) > _AT_ONCE
 
-    # -- of shared threads -------------------------------------------------------------------------
+    # -- shared threads -------------------------------------------------------------------------
 
     def next_shared(self) -> Runner | None:
-        """Give a shared thread a runner whose turn it is; wake those with threads of their own that come before it."""
+        """Return the next shared runner, and give it a turn; wake ready runners with own threads that come before it."""
         ready, on = self.ready, self.on
         found: Runner | None = None
         while found is None and ready and len(on) < self._width:
@@ -337,7 +336,7 @@ class ActorThreads:
         return found
 
     def wait(self, thread: ActorThread) -> bool:
-        """Have a shared thread sleep until there may be something to do; False if it is to end."""
+        """Make a shared thread sleep until there may be work; return False if it has to end."""
         with self._lock:
             if self._closed or len(self._idle) >= _KEPT:
                 return False

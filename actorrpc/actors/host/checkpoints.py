@@ -1,15 +1,15 @@
-"""Checkpoints: the state that an actor's worker gives its supervisor, for the actor's next incarnation to start from.
+"""Checkpoints: the state that an actor's worker sends to the supervisor, and with which the actor's next incarnation starts.
 
-An answer leaves when the supervisor has the state of the actor after the call: what a caller has been told survives the death of
-the actor. That costs a call a round trip to the supervisor's worker, unless that is the actor's own worker. The
-answers of coroutines, and of calls behind which others wait for the actor's thread, are sent when the state is kept, and the
-thread runs the next call meanwhile (:meth:`Checkpoints.hold`). Otherwise the thread waits (:meth:`Checkpoints.save`).
+The answer of a call is sent after the supervisor has stored the actor's state after the call. So whatever a caller was told
+survives the death of the actor. That costs a call a round trip to the supervisor's worker, unless this is the actor's own worker.
+The answers of coroutines, and of calls behind which other calls wait for the actor's thread, are sent when the state is stored,
+and the thread runs the next call meanwhile (:meth:`Checkpoints.hold`). Otherwise the thread waits (:meth:`Checkpoints.save`).
 
-Checkpoints are numbered when they are begun, before the actor's ``checkpoint()`` is called: threads and coroutines of one actor
-make them at the same time, and the supervisor may receive them in any order. A checkpoint that was received confirms all lower
-numbers: their state is contained in it. Therefore at most ``_FLYING`` are sent at a time, and of the checkpoints that are made
-meanwhile only the last is sent: when an earlier one was received, when ``_GATHERED`` answers wait for it, when no call waits for
-the thread, or after a millisecond.
+A checkpoint gets its number before the actor's ``checkpoint()`` is called: threads and coroutines of one actor make checkpoints
+at the same time, and the supervisor may receive them in any order. A checkpoint that was received confirms all lower numbers,
+because it contains their state. Therefore at most ``_FLYING`` checkpoints are sent at a time, and of the checkpoints that are
+made meanwhile only the last is sent: when an earlier one was confirmed, when ``_GATHERED`` answers wait for it, when no call
+waits for the thread, or after a millisecond.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ __all__ = ["LAST", "Checkpoints"]
 _log = logging.getLogger("actorrpc.actors")
 _GATHERED: Final = 32
 _GATHER_S: Final = 1e-3
-_FLYING: Final = 2  # checkpoints of one actor that are on their way at a time
-LAST: Final = 1 << 62  # the number of a state behind which there is none: the actor has ended
+_FLYING: Final = 2  # checkpoints of one actor that are sent and not confirmed
+LAST: Final = 1 << 62  # the number of the last state of an actor that has ended
 
 
 class Checkpoints:
     """The checkpoints of one actor. Thread-safe.
 
-    An error that keeps the supervisor from having the state is only logged: then there is no next incarnation. Methods raise, and
-    callers get:
+    If the state cannot be sent to the supervisor, the error is only logged: then there is no next incarnation. Other errors are
+    raised by the methods, and sent to callers:
 
-        CheckpointError: ``checkpoint()`` failed. The supervisor keeps the state before it.
-        HostedActorGoneError: the supervisor has given this incarnation up meanwhile, and does not keep its state.
+        CheckpointError: ``checkpoint()`` failed. The supervisor keeps the state before the call.
+        HostedActorGoneError: the supervisor considers this incarnation dead, and does not store its state.
     """
 
     def __init__(self, hosted: HostedActor) -> None:
         self._hosted = hosted
-        self._numbers = itertools.count(1)  # of calls that have not raised
-        # Guards what follows; a leaf, and re-entrant, as the collector may run there.
+        self._numbers = itertools.count(1)  # for calls that have not raised
+        # Guards the attributes below; a leaf, and re-entrant, because the garbage collector may run while it is held.
         self._lock = threading.RLock()
         self._in_flight = 0  # checkpoints that were sent and not confirmed
-        self._next: tuple[int, Snapshot] | None = None  # the last one that was made, if it was not sent
+        self._next: tuple[int, Snapshot] | None = None  # the last checkpoint made, if it was not sent
         #: called when a checkpoint is confirmed, with None or the error of the calls that wait for it; returns the connection of
         #: the answer
         self.waiting: dict[int, Callable[[BaseException | None], Connection | None]] = {}
@@ -70,7 +70,7 @@ class Checkpoints:
 
     @property
     def _spec(self) -> ActorSpec | None:
-        """The actor's spec, if what it has now is of use to a next incarnation."""
+        """The actor's spec; None if its state is not needed, because there will be no next incarnation."""
         hosted = self._hosted
         spec = hosted.spec
         if spec is None or not spec.info.has_checkpoint:
@@ -79,18 +79,18 @@ class Checkpoints:
         return spec if alive else None
 
     def save(self) -> None:
-        """Save the state after a call that has not raised, if a checkpoint is due, and wait until it is kept."""
+        """Save the state after a call that has not raised, if a checkpoint is due, and wait until it is stored."""
         kept = self._begin()
         if kept is not None:
             kept.wait()
 
     def _begin(self) -> Future[None] | None:
-        """Make a checkpoint, if one is due; return a future that completes when it is kept."""
+        """Make a checkpoint, if one is due; return a future that completes when it is stored."""
         made = self._make()
         if made is None:
             return None
         kept: Future[None] = Future()
-        kept.cover()  # who waits may do so for the call that sends it
+        kept.cover()  # waiting threads may wait for the call that sends it
 
         def over(error: BaseException | None) -> None:
             _ = kept.try_complete(None) if error is None else kept.try_fail(error)
@@ -101,14 +101,14 @@ class Checkpoints:
         return kept
 
     def hold(self, entry: Envelope, answer: Callable[[], object], more: bool = False) -> bool:
-        """Save the state, if a checkpoint is due, and call ``answer()`` for a call when it is kept. Does not wait.
+        """Save the state, if a checkpoint is due, and call ``answer()`` when it is stored. Does not wait.
 
         Args:
-            answer: any thread calls it, unless the state is not kept: then the call fails.
+            answer: sends the answer; called in any thread. If the state cannot be stored, the call fails instead.
             more: other calls wait for the thread that has run this one.
 
         Returns:
-            False where no checkpoint is due; ``answer`` is not called then.
+            False if no checkpoint is due; then ``answer`` is not called.
         """
         made = self._make()
         if made is None:
@@ -127,7 +127,7 @@ class Checkpoints:
         return True
 
     def behind(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Return a generator that saves the state when this one has ended, before its consumer learns of the end."""
+        """Wrap a generator: the state is saved when it has ended, before its consumer is told of the end."""
         return generator if self._spec is None else self._behind(generator)
 
     def _behind(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
@@ -142,7 +142,7 @@ class Checkpoints:
         self.save()
 
     def behind_async(self, generator: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
-        """Do as :meth:`behind` does for an async generator."""
+        """Like :meth:`behind`, for an async generator."""
         return generator if self._spec is None else self._behind_async(generator)
 
     async def _behind_async(self, generator: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
@@ -157,7 +157,7 @@ class Checkpoints:
                 self._report(error)
             raise
         finally:
-            await generator.aclose()  # of one that was cancelled: it ends before its wrapper does
+            await generator.aclose()  # if the wrapper was cancelled, end the generator before it
         await self._save_from_loop()
 
     async def _save_from_loop(self) -> None:
@@ -167,7 +167,8 @@ class Checkpoints:
 
     def _make(self) -> tuple[int, Snapshot] | None:
         hosted = self._hosted
-        is_kept = hosted.state == "alive" and hosted.executor.keeps_state  # as of nearly all that come here
+        # Checked without the lock: nearly always true here.
+        is_kept = hosted.state == "alive" and hosted.executor.keeps_state
         spec = hosted.spec if is_kept else self._spec
         if spec is None:
             return None
@@ -179,7 +180,7 @@ class Checkpoints:
             return number, Snapshot.of(hosted.instance.checkpoint())
         except Exception as error:
             raise CheckpointError(
-                f"the method of actor {hosted.title} has run, and what it has done is not kept for a next incarnation: "
+                f"the method of actor {hosted.title} has run, but its effect is not saved for a next incarnation: "
                 f"checkpoint() failed: {line_of(error)}",
                 maybe_executed=True,
                 worker=hosted.agent.name,
@@ -195,7 +196,7 @@ class Checkpoints:
         over: Callable[[BaseException | None], Connection | None],
         more: bool,
     ) -> Future[bool] | None:
-        """Have a checkpoint sent, and ``over`` called when it is confirmed; return the call that sends it, if it is sent now."""
+        """Queue a checkpoint; ``over`` is called when it is confirmed. Return the call that sends it, if it is sent now."""
         with self._lock:
             self.waiting[made[0]] = over
             if self._next is not None and self._next[0] > made[0]:
@@ -210,7 +211,7 @@ class Checkpoints:
         return None
 
     def _gathered(self) -> bool:
-        """Have the last checkpoint sent, if it was not. Runs on the clock's thread."""
+        """Send the last checkpoint, if it was not sent. Runs on the clock's thread."""
         if self._next is not None:
             self._hosted.agent.submit(self._send_next)
         return False
@@ -219,7 +220,7 @@ class Checkpoints:
         with self._lock:
             made = self._next
             if made is None or self._in_flight >= _FLYING:
-                return  # it is sent when one of those is confirmed
+                return  # it is sent when an earlier checkpoint is confirmed
             self._next = None
             self._in_flight += 1
         _ = self._send(*made)
@@ -230,7 +231,7 @@ class Checkpoints:
         key, args = spec.descriptor.supervisor, (spec.actor_id, spec.epoch, number, state)
         kept: Future[bool] = Future()
         kept.add_done_callback(partial(self._confirmed, number))
-        # Not part of the call: it is not given up with the call, and the state is kept all the same.
+        # Not a nested call of the actor's call: if that is cancelled, the state is stored all the same.
         token = CURRENT.set(None)
         try:
             if key == here.references.me:
@@ -245,7 +246,7 @@ class Checkpoints:
         return kept
 
     def _confirmed(self, number: int, done: Future[bool]) -> None:
-        """Answer the calls that wait for a checkpoint, or for an earlier one: it is kept, or lost."""
+        """Answer the calls that wait for this checkpoint or an earlier one: the state is stored, or lost."""
         done.acknowledge()
         with self._lock:
             later, self._next = self._next, None
@@ -261,7 +262,7 @@ class Checkpoints:
         elif done.value_or_none:
             hooks.reach("actor.checkpointed")
         else:
-            gone = HostedActorGoneError(self._hosted.id, "its supervisor has given it up")
+            gone = HostedActorGoneError(self._hosted.id, "its supervisor considers it dead")
             gone.maybe_executed = True
         for conn in {each(gone) for each in over}:
             if conn is not None:
@@ -273,9 +274,9 @@ class Checkpoints:
 
 
 def _keep(actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:
-    """Keep a checkpoint; say whether that incarnation is the present one. Called by RPC on the supervisor's worker."""
+    """Store a checkpoint; return whether its incarnation is the present one. Called by RPC on the supervisor's worker."""
     found = current()
     if found is None:
-        raise ShutdownError("this worker has shut down: it looks after no actors", maybe_executed=False)
+        raise ShutdownError("this worker has shut down: it supervises no actors", maybe_executed=False)
     kept: bool = found.supervisor.note_checkpoint(actor_id, epoch, number, state)
     return kept

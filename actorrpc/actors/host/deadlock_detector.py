@@ -1,19 +1,22 @@
-"""Actors that wait for each other in a circle, found and broken.
+"""Find and break deadlocks: actors that wait for each other in a circle.
 
-Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
-call what *it* waits for, and so on. Only what is certain is followed: a method that waits for a call (or for all of
-several; a coroutine that awaits one, also where the method runs the event loop itself), and a call that waits for the one
-method that a serial actor runs, for an event loop that is blocked, for its arguments, or for an earlier call of its
-caller that waits for its arguments. If the question comes back to where it began, twice in a row, none of them can ever
-go on: the call that closes the circle fails with DeadlockError, which names all of it. (Edge chasing, after Chandy,
-Misra and Haas.)
+If calls wait for an actor, and the actor itself has waited for a call for a second, its worker asks the worker of that call what
+*that* call waits for, and so on (edge chasing, after Chandy, Misra and Haas). The search only follows waits that are certain:
 
-A stream is in the way where its generator pauses and holds its actor, as its reader has not taken what is there. Then a
-search begins with the pause, when calls wait for the actor and all of its places are held by calls that wait, or where the reader
-is below the generator on the same thread. It goes on with what the reader waits for: a thread or a coroutine (see
-``stalls.py``). If it comes to a call that waits for those places, and does so from each of them, that call fails; if it comes
-back to the generator itself, the stream does. A thread that has only made a stream may have given it to another, which is about
-to read it: where that cannot be excluded, the search goes on when nobody has asked for an item for ``PATIENCE_S``.
+* a method that waits for a call, or for all of several calls; a coroutine that awaits a call, also if the method runs the
+  event loop;
+* a call that waits for the running method of a serial actor, for a blocked event loop, for its arguments, or for an earlier call
+  of its caller that waits for its arguments.
+
+If the search comes back to its beginning twice in a row, none of the waits can ever end. The call that closes the circle then
+fails with a DeadlockError that names all of them.
+
+A stream can block an actor: its generator pauses because the reader has not taken the items, and holds a place of the actor. A
+search begins at a pause if calls wait for the actor and all of its places are held by waiting calls, or if the reader is below
+the generator on the same thread. It continues with what the reader, a thread or a coroutine, waits for (see ``stalls.py``). If it
+comes to a call that waits for those places, and does so from each of them, that call fails. If it comes back to the generator
+itself, the stream fails. A thread that has made a stream may have passed it to another thread, which has not read it yet. If that
+cannot be excluded, the search only continues after no thread has requested an item for ``PATIENCE_S``.
 
 The search runs on the clock's thread and on pool threads, and takes no lock of its own.
 """
@@ -55,16 +58,17 @@ __all__ = ["DeadlockDetector", "Probe", "Searched"]
 
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
-_BRANCHES: Final = 4  # of the calls that one waits for at a time, so many are followed
-_AGAIN_S: Final = 0.5  # a message on its way may undo a circle: it counts when it is seen twice, so far apart
+_BRANCHES: Final = 4  # of the calls for which a method waits at a time, at most so many are followed
+# A circle counts if it is seen twice, so far apart: a message on its way may have resolved the first.
+_AGAIN_S: Final = 0.5
 _MIB: Final = 1 << 20
-_KEPT: Final = 20  # errors of circles that were found here
+_KEPT: Final = 20  # errors of recent circles that are kept
 _TAKE_ITEMS: Final = (
     "Take the stream's items before you wait for the actor, close the stream, give it a larger max_buffered_items=, or the actor "
     "max_concurrency > 1"
 )
 
-#: What may be waited for; an Envelope stands for its arguments.
+#: The target of a wait; an Envelope stands for its arguments.
 _Target = Call | Stall | Envelope
 
 
@@ -74,7 +78,7 @@ class _Actors(Protocol):
 
 
 class Searched(Protocol):
-    """A worker as a search sees it: its Runtime."""
+    """The attributes of a Runtime that a search uses."""
 
     agent: Agent
     references: References
@@ -84,9 +88,9 @@ class Searched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question on its way: who asked it, and whom it has passed.
+    """A search message: where the search began, and its path.
 
-    ``execution`` is the execution that waits where it began; of a call that waits for its arguments, its number, negative.
+    ``execution`` is the waiting execution where it began; for a call that waits for its arguments, its negative number.
     """
 
     worker: WorkerKey
@@ -95,32 +99,33 @@ class Probe:
     trail: tuple[str, ...]
 
     def past(self, what: str) -> Probe:
-        """Return the question with one more entry in its trail."""
+        """Return the probe with one more entry in its trail."""
         return replace(self, trail=(*self.trail, what))
 
     def began(self, runtime: Searched, hosted: HostedActor, what: int) -> bool:
-        """Say whether it has come back to where it began."""
+        """Say whether the search has come back to where it began."""
         return (self.worker, self.instance_id, self.execution) == (runtime.references.me, hosted.id, what)
 
 
 class DeadlockDetector:
-    """Looks, once a second while there is reason to, for actors here that may be in a deadlock. Thread-safe."""
+    """Looks, once a second if needed, for actors here that may be in a deadlock. Thread-safe."""
 
     def __init__(self, runtime: Searched) -> None:
         self._runtime = runtime
         self.looks = Tick(runtime.agent.clock, _LOOK_S, self._look)
-        #: has the detector look soon: an actor for which calls wait waits itself
+        #: Call this when an actor waits for which calls wait: makes the detector look soon.
         self.wake = self.looks.wake
-        self._seen: dict[object, list[_Target]] = {}  # who waited, and for what, at the last look
-        #: the circles that were broken here last: when, by ``_time.now()``, and what the error said
+        # Waiting object -> the targets of its waits at the last look.
+        self._seen: dict[object, list[_Target]] = {}
+        #: The circles that were broken here recently: ``_time.now()``, and the text of the error.
         self.found: deque[tuple[float, str]] = deque(maxlen=_KEPT)
 
     def note(self, error: DeadlockError) -> None:
-        """Remember a circle that is broken now."""
+        """Record a circle that is being broken."""
         self.found.append((_time.now(), str(error)))
 
     def _look(self) -> bool:
-        """Begin a search for each wait that was there at the last look already; say whether to look again."""
+        """Start a search for each wait that also existed at the last look; return whether to look again."""
         runtime = self._runtime
         seen, self._seen = self._seen, {}
         ends = [each for each in list(runtime.streams.consumers.values()) if each.awaits_end]
@@ -131,7 +136,7 @@ class DeadlockDetector:
             busy = True
             who = hosted.id, token
             before = seen.get(who, ())
-            # The same wait may be found twice, as a coroutine that blocks its event loop and as a wait of the loop's thread.
+            # A wait may be found twice: as a coroutine that blocks its event loop, and as a wait of the loop's thread.
             self._seen[who] = [*self._seen.get(who, ()), *targets]
             begun = [each for each in targets[:_BRANCHES] if any(each is one for one in before)]
             if begun:
@@ -140,12 +145,12 @@ class DeadlockDetector:
         return busy
 
 
-#: An actor; the execution, argument or pause that waits, as in :class:`Probe`; how messages call it; what it waits for.
+#: An actor; the execution, argument or pause that waits, as in :class:`Probe`; its name in messages; the targets of its wait.
 _Wait = tuple["HostedActor", int, str, Sequence[_Target]]
 
 
 def _waiting_calls(runtime: Searched) -> Iterator[_Wait]:
-    """Yield what other calls wait for: calls whose arguments are missing, methods of serial actors, blocked event loops."""
+    """Yield waits that block other calls: of calls whose arguments are missing, methods of serial actors, and event loops."""
     for hosted in runtime.registry.all():
         for queue in (*hosted.mailbox.queues.values(), *hosted.mailbox.async_lanes.values()):
             for head in queue.heads():
@@ -156,7 +161,7 @@ def _waiting_calls(runtime: Searched) -> Iterator[_Wait]:
                 calls = [each for each in found if not isinstance(each, Producer)]
                 yield hosted, running.chain, running.title, calls
             else:
-                yield hosted, 0, "", ()  # an actor that is being made may make a call later
+                yield hosted, 0, "", ()  # a constructor runs, and may make a call later
 
 
 def _awaited_arguments(entry: Envelope) -> Sequence[_Target]:
@@ -171,7 +176,7 @@ def _awaited_arguments(entry: Envelope) -> Sequence[_Target]:
 
 
 def _blocked(hosted: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]]]:
-    """Return what calls wait for at an actor and waits itself, and for what: the method of a serial one, and event loops."""
+    """Return the serial methods and event loops of an actor that wait and for which calls wait, with the targets."""
     runners: list[Runner | EventLoop] = []
     queue = hosted.mailbox.queues[""]
     if _is_serial(queue) and queue.waiting:
@@ -187,7 +192,7 @@ def _blocked(hosted: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]
 
 
 def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
-    """Yield the streams whose generators pause, and, where calls wait for their places, what else holds those."""
+    """Yield the streams whose generators pause, and, if calls wait for their places, the other holders of these places."""
     looked: set[GroupQueue] = set()
     for producer in runtime.streams.pausing():
         entry, pause = producer.entry, producer.pause
@@ -208,10 +213,10 @@ def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
 def _holders(
     runtime: Searched, hosted: HostedActor, queue: GroupQueue
 ) -> dict[int, tuple[str, list[Call | Stall]]] | None:
-    """Return what the places of a queue are held by, and what that waits for; None unless all of it waits."""
+    """Return the executions that hold the places of a queue, and the targets of their waits; None unless all of them wait."""
     found: dict[int, tuple[str, list[Call | Stall]]] = {}
     if queue.yielding:
-        return None  # a call that waits holds no place
+        return None  # a waiting call holds no place
     if queue.is_async:
         for producer in runtime.streams.pausing():
             if producer.entry is not None and producer.entry.queue is queue:
@@ -232,7 +237,7 @@ def _holders(
 
 
 def _is_serial(queue: GroupQueue) -> bool:
-    """Say whether a call of the queue waits for the end of the one that runs."""
+    """Say whether a call of the queue has to wait for the end of the running one."""
     return queue.limit == 1 and not queue.yielding
 
 
@@ -244,13 +249,13 @@ def _coroutines(hosted: HostedActor, queue: GroupQueue) -> list[tuple[Envelope, 
 
 
 def _holder(entry: Envelope, hosted: HostedActor) -> Envelope | None:
-    """Return the call that has to go on before this one, which is its actor's, can; itself if it runs on a thread."""
+    """Return the call that has to continue before this call of its actor can; the call itself if it runs in a thread."""
     queue, loop = entry.queue, hosted.loop_of(entry.queue)
     if queue is not None and queue.is_async:
-        # On a loop: what blocks that, unless this one runs inside of the wait.
+        # On a loop: the call that blocks the loop, unless this call runs within that call's wait.
         held = loop.running if loop is not None else None
         if loop is None or held is None or (entry.begun and not loop.runs(entry.chain)):
-            return None  # the last: only its answer is missing
+            return None  # the loop is not blocked by another call
         if held is not entry and loop.may_run(entry, held):
             return None
         return held
@@ -272,16 +277,16 @@ def _say_pause(producer: Producer) -> str:
     )
 
 
-# -- from one to the next ---------------------------------------------------------------------------------------------------
+# -- following waits ---------------------------------------------------------------------------------------------------
 
 
 def _follow(runtime: Searched, targets: Sequence[Any], probe: Probe) -> None:
-    """Ask what each of the targets waits for; something of the probe's trail waits for all of them."""
+    """Continue at each of the targets; the last entry of the probe's trail waits for all of them."""
     for target in targets[:_BRANCHES]:
         if isinstance(target, Call):
             if target.done or len(probe.trail) > _MOST_HOPS:
                 continue
-            if isinstance(target.keep, RRef):  # it fetches a promised value
+            if isinstance(target.keep, RRef):  # the call fetches a promised value
                 _ask(runtime, target.peer, "promise", target.keep._handle.rref_id, probe)
             else:
                 _ask(runtime, target.peer, "call", target.id, probe)
@@ -291,7 +296,7 @@ def _follow(runtime: Searched, targets: Sequence[Any], probe: Probe) -> None:
             onwards = probe
             if (probe.worker, probe.execution) != (runtime.references.me, target.pause):
                 onwards = probe.past(_say_pause(target))
-            elif len(probe.trail) > 1:  # back where it began
+            elif len(probe.trail) > 1:  # the search has come back to the stream where it began
                 _end_stream(target, probe)
                 continue
             if target.peer is not None and target.pause:
@@ -306,11 +311,11 @@ def _follow(runtime: Searched, targets: Sequence[Any], probe: Probe) -> None:
 
 
 def _ask(runtime: Searched, peer: Peer, kind: str, key: Any, probe: Probe) -> None:
-    """Have a search go on on another worker; does not wait."""
+    """Continue a search on another worker; does not wait."""
     answer: Future[None] = Future()
 
     def over(done: Future[None]) -> None:
-        done.acknowledge()  # a call that has ended waits for nothing
+        done.acknowledge()  # an error means that the call has ended, and waits for nothing
 
     answer.add_done_callback(over)
     token = CURRENT.set(None)
@@ -324,7 +329,7 @@ def _ask(runtime: Searched, peer: Peer, kind: str, key: Any, probe: Probe) -> No
 
 
 def _arrive(kind: str, key: Any, probe: Probe) -> None:
-    """Go on with a search on the worker where it leads to. Called by RPC.
+    """Continue a search on this worker. Called by RPC.
 
     Args:
         kind: what ``key`` names: ``"call"``, a call of the asking worker; ``"arguments"``, a call of this worker whose arguments
@@ -354,7 +359,7 @@ def _arrive(kind: str, key: Any, probe: Probe) -> None:
 
 
 def _at_function(runtime: Searched, execution: Execution, probe: Probe) -> None:
-    """Go on for a plain function: it waits for a call if that is the only one that it has made."""
+    """Continue at a plain function: it waits for a call if that is the only call that it has made."""
     left = [call for call in list(execution.nested) if isinstance(call, Call) and not call.done]
     if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
         _follow(runtime, left, probe.past(f"a function on {runtime.agent.name!r}"))
@@ -392,7 +397,7 @@ def _at_call(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Pro
     slot: Any = hosted.loop_of(queue) or hosted.mailbox.slot_of(running.chain)
     if slot is None:
         return
-    # What runs within it, on the same thread, has to end before it.
+    # The innermost execution on this thread has to end first.
     inner = slot.running
     probe = probe.past(running.title)
     if inner is not running and isinstance(inner, Envelope):
@@ -401,17 +406,17 @@ def _at_call(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Pro
 
 
 def _at_task(runtime: Searched, entry: Envelope, probe: Probe) -> None:
-    """Go on with what the coroutine of a call awaits, if it is one."""
+    """Continue with what the coroutine of a call awaits, if it is a coroutine."""
     if entry.task is not None:
         _follow(runtime, awaited_by(entry.task), probe.past(entry.title))
 
 
 def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) -> None:
-    """Go on with what a stream's generator waits for."""
+    """Continue with what a stream's generator waits for."""
     entry = None if producer is None else producer.entry
     if (
         producer is None or entry is None or entry.hosted is None or producer.pause
-    ):  # where it pauses, it has items
+    ):  # a generator that pauses has produced items
         return
     _at_task(runtime, entry, probe)
     slot: Any = entry.hosted.mailbox.slot_of(entry.chain)
@@ -420,7 +425,7 @@ def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) ->
 
 
 def _at_reader(runtime: Searched, consumer: Any, probe: Probe) -> None:
-    """Go on with what a stream's reader waits for."""
+    """Continue with what a stream's reader waits for."""
     if consumer is None or consumer.over:
         return
     reader: StreamReader = consumer.reader
@@ -435,17 +440,17 @@ def _at_reader(runtime: Searched, consumer: Any, probe: Probe) -> None:
         _follow(runtime, reader.waits_for(), probe.past(f"its reader, {name} on {runtime.agent.name!r}"))
 
 
-# -- where it ends -----------------------------------------------------------------------------------------------------------
+# -- breaking circles -----------------------------------------------------------------------------------------------------------
 
 
 def _sighted(seen: dict[int, float], token: int) -> bool:
-    """Record that a circle was seen; say whether that was so before."""
+    """Record that a circle was seen; return whether it was also seen some time before."""
     now = _time.now()
     return now - seen.setdefault(token, now) >= _AGAIN_S
 
 
 def _closes(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Probe) -> bool:
-    """Say whether a call waits for the places from one of which the search began; break the circle if it is certain."""
+    """Say whether a call waits for the places from which the search began; break the circle if it is certain."""
     queue = entry.queue
     if queue is None or entry.state is not NEW or entry.slot is not None:
         return False
@@ -463,7 +468,7 @@ def _closes(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Prob
 
 
 def _end_stream(producer: Producer, probe: Probe) -> None:
-    """Break a circle whose generator pauses on top of its own consumer."""
+    """Break a circle whose generator pauses while it is nested on the thread of its own consumer."""
     entry = producer.entry
     if entry is not None and entry.hosted is not None and _sighted(producer.suspected, probe.execution):
         what = f"the stream of {entry.title} can never go on"
@@ -471,7 +476,7 @@ def _end_stream(producer: Producer, probe: Probe) -> None:
 
 
 def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelope | None = None) -> None:
-    """Break the circle, if it has been found for the second time: a message on its way may have undone the first.
+    """Break the circle if it was found for the second time: a message on its way may have resolved the first.
 
     ``behind``: the earlier call of the same caller that the entry waits for.
     """
@@ -481,14 +486,14 @@ def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelop
     on_loop = loop is not None and loop.waiting
     if behind is not None:
         advice = (
-            f"The last one stands behind {behind.title}, an earlier call of the same caller, whose argument is what it is to "
-            "help with. Give that actor allow_out_of_order_execution=True, or get() the argument before the earlier call"
+            f"The last call waits behind {behind.title}, an earlier call of the same caller, whose argument depends on "
+            "it. Give that actor allow_out_of_order_execution=True, or get() the argument before the earlier call"
         )
     elif on_loop:
         advice = f"get() blocks the event loop of {hosted.title}: await there"
     else:
         advice = (
-            "Let the first call go on without waiting (async def, or get() later), give the actor max_concurrency > 1, or "
+            "Let the first call continue without waiting (async def, or get() later), give the actor max_concurrency > 1, or "
             "leave it reentrant if the calls descend from each other"
         )
     what = f"{entry.title} can never {'run' if entry.state is NEW else 'end'}"

@@ -1,4 +1,4 @@
-"""A call in a mailbox: its message, and its state."""
+"""A call in a mailbox: its message and its state."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["GRACE_S", "Envelope"]
 
 GRACE_S: Final = 5.0
-"""How long a coroutine that is cancelled may take to clean up, and make calls for it."""
+"""How many seconds a coroutine may take to clean up, and make calls, after it was cancelled."""
 
 _UNUSUAL: Final = frozenset({"place", "priority", "unordered", "unresolved"})
-"""The fields of a header that say how a call is treated in its mailbox."""
+"""The fields of a header that change how a call is queued."""
 
 _CALLER: Final = (1 << MAILBOX_BIT - CALLER_BIT) - 1
 
@@ -36,11 +36,11 @@ class Envelope(Entry, Execution):
 
     Attributes:
         frame: the message; :meth:`claim_frame` removes the attribute.
-        whole: the whole message has arrived; otherwise its body, or its larger part, follows.
-        opened: ``(args, kwargs)`` where they had to be looked at before their turn, or the error of an argument.
+        whole: the whole message has arrived; if False, its body or the larger part of it follows.
+        opened: ``(args, kwargs)`` if they were decoded before the call's turn, or the error of an argument.
     """
 
-    # Class attributes are the defaults: most calls set few of these, and one envelope is made for each call.
+    # Class attributes are the defaults: an envelope is made for each call, and most calls set few of these.
     frame: Frame
     header: Header
     hosted: HostedActor | None = None
@@ -50,31 +50,31 @@ class Envelope(Entry, Execution):
     start_forbidden = False  # the call was cancelled before it began, and must not begin
     unwanted = False  # the caller has cancelled the call
     grace: Timer | None = None  # its coroutine was cancelled, and is cancelled again at the end of this time
-    sole = False  # nobody but us has the result
+    sole = False  # only this package refers to the result
     _circles: dict[int, float] | None = None
 
     @property
     def caller(self) -> object:
-        """Who called; calls of equal callers keep their order."""
+        """The caller; calls of equal callers keep their order."""
         return self.peer, self.chain >> CALLER_BIT & _CALLER
 
     @property
     def circles(self) -> dict[int, float]:
-        """When the search for deadlocks first found that an execution waits for this call, which waits for the execution."""
+        """execution -> when the search for deadlocks first found that it waits for this call, and this call for it."""
         if self._circles is None:
             self._circles = {}
         return self._circles
 
     @property
     def title(self) -> str:
-        """The actor and the method, as messages name the call."""
+        """The actor and the method, for messages."""
         method = f"{self.header.get('method', '__init__')}()"
         return method if self.hosted is None else f"{self.hosted.title}.{method}"
 
     @property
     def reserved(self) -> bool:
-        """Whether only the place is here: the caller sends the message when its arguments are complete."""
-        frame: Frame | None = self.__dict__.get("frame")  # another thread may take it out
+        """Whether the call only reserves its place: the caller sends the message when its arguments are complete."""
+        frame: Frame | None = self.__dict__.get("frame")  # another thread may remove it
         return not self.whole and frame is not None and frame.flags == MAIL
 
     def __init__(self, conn: Connection | None, peer: Peer, frame: Frame, header: Header) -> None:
@@ -93,7 +93,7 @@ class Envelope(Entry, Execution):
             self.apply_header(header)
 
     def apply_header(self, header: Header) -> None:
-        """Take the rare fields from the header: see :data:`_UNUSUAL`."""
+        """Set the rare fields from the header: see :data:`_UNUSUAL`."""
         self.ready = self.ready and "unresolved" not in header
         self.priority = int(header.get("priority", 0))
         self.loose = bool(header.get("unordered"))
@@ -101,15 +101,15 @@ class Envelope(Entry, Execution):
             self.place, self.again = int(header["place"]), True
 
     def claim_frame(self) -> Frame | None:
-        """Remove and return the message, to open or to discard it. Exactly one caller gets the message; all others get None."""
+        """Remove and return the message, to decode or discard it. Exactly one caller gets the message; others get None."""
         frame: Frame | None = self.__dict__.pop("frame", None)
         return frame
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
-        """Give the call up: its caller wants it no more. Runs on a pool thread.
+        """Cancel the call for its caller. Runs on a pool thread.
 
-        ``stop``: a method that runs is interrupted. It goes on where only its caller's time is over, or its caller is
-        gone: then nobody has asked for an actor in the middle of something.
+        ``stop``: a running method is interrupted. Without it, the method continues: if only the caller's time-out has passed
+        or the caller has ended, no user has asked for the method to be interrupted.
         """
         # Set before `running` is read: a stream that takes the place of the call later reads `unwanted`.
         self.unwanted = True

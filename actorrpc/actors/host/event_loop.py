@@ -1,13 +1,13 @@
 """The event loops of an actor that has ``async def`` methods.
 
-There is one for each concurrency group, the default group included: what blocks one loop does not block the others. The
+There is one loop for each concurrency group, including the default group, so that a blocked loop does not block other groups. The
 coroutines of the group run on it. The loop of the default group also runs the actor's plain methods, which block it. A watch
 logs the name of each method that holds the loop for longer than a second.
 
-A ``get()`` on the loop's thread blocks the loop, and with it all coroutines of its concurrency group. So that such a wait ends,
-the thread runs plain methods of the loop within it that descend from the call that waits, or that it waits for. A coroutine of
-the same loop that it waits for can never go on, and ends with DeadlockError. Circles that lead through other loops of the actor,
-or through other actors, are found by ``deadlock_detector.py``.
+A ``get()`` on the loop's thread blocks the loop, and so all coroutines of its concurrency group. So that such a wait can end,
+the thread runs, within the wait, plain methods of the loop that descend from the waiting call or that it waits for. If it waits
+for a coroutine of the same loop, that coroutine can never continue, and ends with DeadlockError. Circles through other loops of
+the actor, or through other actors, are found by ``deadlock_detector.py``.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _END_S: Final = 2.0  # how long coroutines may take to end with their actor
 class EventLoop:
     """An asyncio loop on a thread of its own, which runs the calls of one queue.
 
-    Any thread may call the methods whose docstrings do not say otherwise, and read the attributes: they change by single atomic
+    Any thread may call the methods, unless their docstring says otherwise, and read the attributes: they change by single atomic
     steps. :meth:`submit` starts the thread.
 
     Attributes:
         entries: the calls that run on the loop, by the number of their execution.
-        due: the plain methods whose turn on the loop has not come yet, in order. The thread that removes an entry runs it, or
+        due: the plain methods that wait for their turn on the loop, in order. The thread that removes an entry runs it or
             answers it; any thread may.
-        plain: the innermost plain method that runs now.
-        depth: how many plain methods run, one within the wait of another.
-        ident: the thread's; 0 before it has started.
+        plain: the innermost plain method that is running.
+        depth: how many plain methods are running, each within the wait of the one before.
+        ident: the thread's id; 0 before it has started.
     """
 
     def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
@@ -78,7 +78,7 @@ class EventLoop:
         self._context = Context()
         self._grad = True
         self._waits: list[tuple[Callable[[], None], object, Execution | None]] = []
-        self._look = False  # a call may have come that can run within a wait, or never
+        self._look = False  # there may be a new call that can run within a wait, or that can never run
         self._warned = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_complain)
@@ -91,7 +91,7 @@ class EventLoop:
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Start the thread, once. Not to be called under a lock."""
+        """Start the thread, once. Must not be called under a lock."""
         with self._lock:
             if self._thread is not None or self._closed:
                 return
@@ -134,7 +134,8 @@ class EventLoop:
                 continue
             if not self._closed:
                 _log.warning(
-                    "a method of %s stopped the event loop, which all of them need: it goes on", self._title
+                    "a method of %s stopped the event loop, which all of its methods need: the loop is started again",
+                    self._title,
                 )
 
     def _end_tasks(self) -> None:
@@ -149,11 +150,11 @@ class EventLoop:
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     def _stop(self) -> None:
-        if not self._over:  # otherwise it is waiting for the end of its tasks
+        if not self._over:  # else the loop is waiting for the end of its tasks
             self._loop.stop()
 
     def close(self) -> Future[None]:
-        """End the loop and its tasks; the future completes when its thread has ended."""
+        """End the loop and its tasks; the returned future completes when its thread has ended."""
         over: Future[None] = Future()
         with self._lock:
             self._closed = True
@@ -164,7 +165,7 @@ class EventLoop:
             return over
         try:
             self._loop.call_soon_threadsafe(self._stop)
-        except RuntimeError:  # closed already
+        except RuntimeError:  # the loop is closed
             pass
 
         def wait() -> None:
@@ -174,14 +175,14 @@ class EventLoop:
 
         try:
             Daemon(wait, "actorrpc-loop-end").start()
-        except NO_THREAD:  # it ends by itself
+        except NO_THREAD:  # the loop's thread ends without being waited for
             over.set_result(None)
         return over
 
     # -- running calls ---------------------------------------------------------------------------------------
 
     def submit(self, run: Callable[[], Any]) -> bool:
-        """Call ``run()`` on the loop soon; False if the loop has ended.
+        """Call ``run()`` on the loop soon; return False if the loop has ended.
 
         Raises:
             RuntimeError, MemoryError: the system has no thread for it.
@@ -204,16 +205,16 @@ class EventLoop:
         self._loop.call_soon(run, context=self.fresh_context())
 
     def fresh_context(self) -> Context:
-        """Return a context for a call: a copy of the thread's first one, not of the context that runs or waits now."""
+        """Return a context for a call: a copy of the thread's initial context, not of the one that is running or waiting."""
         return self._context.copy()
 
     def take_due(self) -> list[Envelope]:
-        """Remove and return the plain methods whose turn has not come; for the thread that ends the actor."""
+        """Remove and return the plain methods that wait for their turn; called by the thread that ends the actor."""
         return [each for each in list(self.due) if self.due.pop(each, each) is None]
 
     @property
     def current(self) -> Envelope | None:
-        """The call whose own code, and not that of a task it has started, the thread runs in this moment."""
+        """The call whose own code is running on the thread; None while a task that it has started runs."""
         if self.plain is not None:
             return self.plain
         task = asyncio.current_task(self._loop)
@@ -223,12 +224,12 @@ class EventLoop:
 
     @property
     def waiting(self) -> bool:
-        """Whether the thread is in one of our waits, which blocks the loop."""
+        """Whether the thread is in one of actorrpc's waits, which blocks the loop."""
         return bool(self._waits)
 
     @property
     def running(self) -> Envelope | None:
-        """The call that waits, and blocks the loop with that."""
+        """The waiting call, which blocks the loop."""
         try:
             execution = self._waits[-1][2]
         except IndexError:
@@ -237,7 +238,7 @@ class EventLoop:
 
     @property
     def waits_for(self) -> list[Call | Stall]:
-        """The calls and streams that the thread waits for, all of them; empty where they are not known."""
+        """All calls and streams that the thread waits for; empty if they are not known."""
         try:
             return awaited(self._waits[-1][1])
         except IndexError:
@@ -249,11 +250,11 @@ class EventLoop:
 
     @property
     def work(self) -> bool:
-        """Whether :meth:`serve` may have something to do."""
+        """Whether :meth:`serve` may have work."""
         return self._look
 
     def wake(self) -> None:
-        """Have the thread call :meth:`serve` if it waits."""
+        """Make the thread call :meth:`serve` if it waits."""
         self._look = True
         try:
             self._waits[-1][0]()
@@ -294,7 +295,7 @@ class EventLoop:
         """See futures.NestedRunner."""
 
     def serve(self) -> None:
-        """Run one plain method within the wait, or end the calls that the wait keeps from ever going on."""
+        """Run one plain method within the wait, or fail the calls that the wait blocks for ever."""
         self._look = False
         entry = self._next()
         if entry is not None:
@@ -305,7 +306,7 @@ class EventLoop:
             if each.begun:
                 never_ends = self.runs(
                     each.chain
-                )  # otherwise it has ended, and its answer waits for a checkpoint or a future
+                )  # else the method has returned, and only its answer waits for a checkpoint or a future
             else:  # a plain method whose arguments are not here yet may still run
                 never_ends = not (self._hosted.mailbox.reentrant and self._hosted.is_plain(each))
             if never_ends:
@@ -335,7 +336,7 @@ class EventLoop:
         return found if isinstance(found, Envelope) else None
 
     def _awaited(self) -> list[Envelope]:
-        """Return the calls of this loop's own queue that the thread waits for."""
+        """Return the calls of this loop's own queue for which the thread waits."""
         calls = [each for each in self.waits_for if isinstance(each, Call) and each.peer.is_self]
         found: list[Any] = [call.peer.running.get(call.id) for call in calls]
         return [
@@ -345,7 +346,7 @@ class EventLoop:
         ]
 
     def may_run(self, entry: Envelope, execution: Execution) -> bool:
-        """Whether a call is one that runs within the wait of ``execution``."""
+        """Whether a call may run within the wait of ``execution``."""
         return (
             self._hosted.mailbox.reentrant and self._hosted.is_plain(entry) and execution.chain in entry.path
         )
@@ -363,7 +364,7 @@ class EventLoop:
 
     def _run_within(self, entry: Envelope) -> None:
         waits, plain = self._waits, self.plain
-        # A new list: :meth:`wake` must not wake the outer wait while a call runs within it.
+        # A new list, so that wake() does not wake the outer wait while a call runs within it.
         self._waits = []
         grad = torch.is_grad_enabled()
         if grad is not self._grad:
@@ -377,7 +378,7 @@ class EventLoop:
 
 
 def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an exception that no code has retrieved, unless the exception has ended the actor."""
+    """Log an exception that was never retrieved, unless the exception has ended the actor."""
     if not is_a(context.get("exception"), (ActorExit, SystemExit)):
         loop.default_exception_handler(context)
 
@@ -385,8 +386,8 @@ def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 class _LoopWatch:
     """Logs the methods that hold the loop for longer than a second, each once.
 
-    It uses the loop's selector, which the loop calls when it sleeps: an idle loop costs nothing. A loop without a selector
-    (uvloop's) is not watched.
+    It wraps the loop's selector, which the loop calls when it sleeps, so that an idle loop costs nothing. A loop without a
+    selector (uvloop's) is not watched.
     """
 
     def __init__(self, owner: EventLoop, loop: asyncio.AbstractEventLoop, title: str, agent: Agent) -> None:
@@ -395,12 +396,12 @@ class _LoopWatch:
         self._title = title
         self._agent = agent
         self._tick = Tick(self._agent.clock, _HELD_S, self._look)
-        self._turn = 0  # of the loop
+        self._turn = 0  # counts the iterations of the loop
         self._sleeps = False
         self.over = False
-        # The loop's turn at the last look, what ran in it, and since when. A turn runs all callbacks that are ready: a thousand
-        # coroutines make it long although none of them holds the loop. Whatever runs in a turn existed when the turn began,
-        # so no two of them have the same id.
+        # The loop's iteration at the last look, the object that ran in it, and since when. An iteration runs all callbacks that
+        # are ready: with a thousand coroutines it is long although none of them holds the loop. Objects that run in an iteration
+        # existed when it began, so no two of them have the same id.
         self._seen: tuple[int, int] | None = None
         self._since = 0.0
         self._named: set[str] = set()
@@ -410,7 +411,7 @@ class _LoopWatch:
             selector.select = self._selected
 
     def _selected(self, timeout: float | None = None) -> Any:
-        """Select for the loop, and note that a new turn of it begins."""
+        """Select for the loop, and count an iteration."""
         self._sleeps = True
         try:
             return self._select(timeout)
@@ -422,7 +423,7 @@ class _LoopWatch:
     def _look(self) -> bool:
         if self._sleeps or self.over:
             return False
-        # In real time: a virtual clock may look twice within a moment.
+        # Real time: a virtual clock may call this twice within a moment.
         now = time.monotonic()
         present = self._present()
         if present != self._seen:
@@ -445,9 +446,9 @@ class _LoopWatch:
             return
         self._named.add(name)
         _log.warning(
-            "%s has held the event loop of actor %s for more than %.0f s: none of its coroutines goes on meanwhile. In an "
+            "%s has held the event loop of actor %s for more than %.0f s: its coroutines are blocked. In an "
             "async method, await what takes long (asyncio.to_thread() runs a function on a thread); a plain method is "
-            "taken off the loop by @method(thread=True). This is said once for each method. What it is doing:\n%s",
+            "taken off the loop by @method(thread=True). This is said once for each method. Its stack:\n%s",
             name,
             self._title,
             _HELD_S,

@@ -1,7 +1,7 @@
-"""How an actor's calls are run and answered: on its runners, and on its event loops.
+"""How an actor's calls are run and answered, in its runners and on its event loops.
 
-Answering is claimed by taking the entry out of its caller's table of running calls, one atomic step: a method that
-was given up on (killed, cancelled) may come to its end, and finds that it has been answered.
+A thread claims the right to answer a call by removing the entry from its caller's table of running calls, in one atomic step. A
+method whose call was killed or cancelled may still run to its end, and then finds that the call was answered.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ if TYPE_CHECKING:
 __all__ = ["ActorExecutor", "died"]
 
 INFINITE: Final = float("inf")
-_AT_ONCE: Final = 64  # calls are started in one callback of the event loop
-_MAX_DEPTH: Final = 60  # calls nested on one thread
+_AT_ONCE: Final = 64  # calls that are started in one callback of the event loop
+_MAX_DEPTH: Final = 60  # greatest number of calls that are nested on one thread
 _NOTHING: Final = object()
 _TEXTS: Final = frozenset({str, bytes})
 _FIXED: Final = frozenset({int, float, bool, str, bytes, type(None)})
 _OF_ACTOR: Final = 1 << MAILBOX_BIT
-_NUMBER: Final = (1 << CALLER_BIT) - 1  # of an execution
+_NUMBER: Final = (1 << CALLER_BIT) - 1  # mask of the number of an execution
 _use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def died(hosted: HostedActor, why: str) -> HostedActorGoneError:
-    """Return the error of a call that was running when its actor ended; its caller asks the supervisor what comes next."""
+    """Return the error of a call that was running when its actor ended; its caller asks the supervisor about the actor."""
     error = HostedActorGoneError(hosted.id, why)
     error.maybe_executed = True
     return error
 
 
 class ActorExecutor:
-    """Runs the calls of one actor. Thread-safe: what it keeps belongs to the actor."""
+    """Runs the calls of one actor. Thread-safe."""
 
     def __init__(self, hosted: HostedActor) -> None:
         self.hosted = hosted
@@ -74,7 +74,7 @@ class ActorExecutor:
         self._instance_rref: Any = None
         self._numbers = hosted.registry.executions
         self.keeps_state = False  # the actor has checkpoints
-        #: calls whose answer another thread or coroutine sends, not the thread that has run the method
+        #: Calls whose answer is sent by another thread or coroutine than the one that has run the method.
         self.answered_later: dict[Envelope, None] = {}
 
     def run(self, entry: Any, runner: Runner) -> None:
@@ -97,7 +97,8 @@ class ActorExecutor:
                             raise Interrupted
                         value = self._call(entry, runner)
                     finally:
-                        if agent.abandoned:  # before a lock that another thread held as this one forked
+                        # In a forked child: do not take locks that the parent's threads held.
+                        if agent.abandoned:
                             agent.end_fork(self.label(entry), sys.exc_info()[1])
                         found = runner.under_way.pop(entry, None)
                         if found is not RUNS or runner.inspected:
@@ -128,17 +129,17 @@ class ActorExecutor:
         thread, waiting = runner.thread, runner.queue.waiting
         if (waiting or hosted.actor_threads.ready) and len(conn.outbox) < agent.settings.cork_frames:
             if conn not in agent.scheduler.corked:
-                agent.scheduler.cork(conn)  # answers of a batch leave together
+                agent.scheduler.cork(conn)  # send the answers of a batch together
         elif runner.depth or waiting:
             conn.flush(True)
         else:
-            # Sent by the runner, when it sees that there is nothing else to do.
+            # The runner sends it when it has no other work.
             if thread.caller is not None and thread.caller is not conn and thread.caller.outbox:
                 thread.caller.flush()
             thread.caller = conn
 
     def _raised(self, entry: Envelope, error: BaseException) -> None:
-        """Answer a call whose method has raised, and end the actor if it has left with ``exit_actor()`` or ``sys.exit()``."""
+        """Answer a call whose method has raised; end the actor if the exception is that of ``exit_actor()`` or ``sys.exit()``."""
         if self.agent.abandoned:
             self.agent.end_fork(self.label(entry), error)
         spec = self.hosted.spec
@@ -149,7 +150,8 @@ class ActorExecutor:
             _explain_missing_name(error)
         if is_a(error, ActorExit):
             self.hosted.exited(entry, str(error))
-        elif is_a(error, SystemExit) and "method" in entry.header:  # otherwise it is the constructor's
+        # Without "method", it is the constructor's.
+        elif is_a(error, SystemExit) and "method" in entry.header:
             self.hosted.exited(entry, exit_text(error), "sys.exit")
         elif is_a(error, Interrupted):
             self.fail(entry, CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled"))
@@ -162,11 +164,11 @@ class ActorExecutor:
         )
 
     def _begin(self, entry: Envelope, runner: Runner | None) -> None:
-        """Begin the execution of a call: what descends from it may run within it from now on."""
+        """Begin the execution of a call: calls that descend from it may run within it from now on."""
         caller = self.hosted.caller
         if caller is None:
             caller = self.hosted.registry.new_caller()
-        id = _OF_ACTOR | caller << CALLER_BIT | next(self._numbers) & _NUMBER  # no other worker has it
+        id = _OF_ACTOR | caller << CALLER_BIT | next(self._numbers) & _NUMBER  # unique among all workers
         entry.path = (*entry.path, id)
         entry.chain = id
         entry.actor = self.hosted
@@ -186,12 +188,12 @@ class ActorExecutor:
         return f"the call of {entry.title}"
 
     def arguments(self, entry: Envelope) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the ``args`` and ``kwargs`` of a call, opening its message if that was not opened before its turn."""
+        """Return the ``args`` and ``kwargs`` of a call, decoding its message if that was not done before its turn."""
         opened, entry.opened = entry.opened, None
         if opened is None:
             frame = entry.claim_frame()
             if frame is None:
-                raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
+                raise CancelledError(f"{self.label(entry)} was cancelled", maybe_executed=False)
             try:
                 opened = outbound.opened(self.agent, entry.conn, frame, entry.peer, entry.header, entry)
             except LimitError as error:
@@ -201,10 +203,10 @@ class ActorExecutor:
         return opened  # type: ignore[no-any-return]
 
     def _call(self, entry: Envelope, runner: Runner | None = None) -> Any:
-        """Run the method; return its result, or ``_NOTHING`` where the answer comes later or has been given.
+        """Run the method; return its result, or ``_NOTHING`` if the answer is sent later or was sent.
 
         Args:
-            runner: where the method runs; None: on an event loop.
+            runner: the runner that runs the method; None: an event loop does.
         """
         header = entry.header
         name = header.get("method")
@@ -233,7 +235,7 @@ class ActorExecutor:
                 produce(self.checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
             return _NOTHING
         if kind.startswith("async"):
-            # The actor has no event loop, so its async method is run by a thread.
+            # The actor has no event loop, because its class has no async methods.
             raise TypeError(f"{self.hosted.title}.{name} is async and cannot be run here")
         return self._returned(entry, method, call(*args, **kwargs), runner)
 
@@ -244,17 +246,17 @@ class ActorExecutor:
         return method(*args, **kwargs)
 
     def _returned(self, entry: Envelope, method: Any, value: Any, runner: Runner | None) -> Any:
-        """Return the result of a call; ``_NOTHING``: the answer comes later.
+        """Return the result of a call; ``_NOTHING``: the answer is sent later.
 
         Args:
-            value: what the method has returned.
-            runner: where it has run; None: on an event loop.
+            value: the return value of the method.
+            runner: the runner that has run it; None: an event loop.
         """
         if type(value) is Deferred:
             self._answer_later(entry, value.future)
             return _NOTHING
         if getattr(method, ASYNC_MARK, None) is not None:
-            # The state is taken now: the future may complete on any thread, while the next call runs.
+            # Save the state now: the future may complete in any thread, while the next call runs.
             self._when_kept(entry, partial(self._answer_later, entry, future_of(value, method)))
             return _NOTHING
         if self.keeps_state:
@@ -264,12 +266,12 @@ class ActorExecutor:
             ):
                 self._when_kept(entry, partial(self.answer, entry, value), more)
                 return _NOTHING
-            # An object that can change is not held back: the calls that run meanwhile might change it.
+            # Wait before answering with a mutable object: calls that run meanwhile might change it.
             self.checkpoints.save()
         return value
 
     def _when_kept(self, entry: Envelope, answer: Callable[[], object], more: bool = False) -> None:
-        """Call ``answer()`` when the actor's state is kept, where it is; see :meth:`Checkpoints.hold`."""
+        """Call ``answer()`` when the actor's state is stored, if it has checkpoints; see :meth:`Checkpoints.hold`."""
         if not self.checkpoints.hold(entry, answer, more):
             answer()
 
@@ -281,9 +283,7 @@ class ActorExecutor:
         info = self.hosted.spec.info.methods.get(name)
         if info is not None:
             method = getattr(instance, name)
-            if not callable(
-                method
-            ):  # an attribute of the instance stands for a method only where it can be called
+            if not callable(method):  # an attribute of the instance replaces a method only if it is callable
                 method = inspect.getattr_static(type(instance), name).__get__(instance, type(instance))
             return method, info.kind
         if name == "<call>":
@@ -306,7 +306,7 @@ class ActorExecutor:
         return self._instance_rref
 
     def _open_stream(self, entry: Envelope) -> Producer | None:
-        """Answer a call with a stream; return its producer, or None if the call has been answered."""
+        """Answer a call with a stream; return its producer, or None if the call was answered before."""
         producer: Producer = self.runtime.streams.open(
             int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
         )
@@ -314,14 +314,14 @@ class ActorExecutor:
             producer.close()
             return None
         producer.serves(entry.id)
-        if entry.unwanted:  # the call was given up before it was a stream
+        if entry.unwanted:  # the call was cancelled before the stream existed
             producer.close()
         if entry.conn is not None:
             entry.conn.flush(True)
         return producer
 
     def _end_of_stream(self, entry: Envelope, error: BaseException) -> BaseException:
-        """Say what the consumer of a stream gets for what the generator has raised."""
+        """Return the exception that the consumer of a stream gets for the exception that the generator has raised."""
         if is_a(error, ActorExit):
             return died(self.hosted, str(error) or "exit_actor() was called in it")
         if is_a(error, SystemExit):
@@ -342,14 +342,14 @@ class ActorExecutor:
 
     def _start(self, entry: Envelope, queue: GroupQueue) -> None:
         loop = self.hosted.loop_of(queue)
-        if loop is None:  # its actor has ended in this moment
+        if loop is None:  # the actor has just ended
             self.refuse(entry, HostedActorGoneError(self.hosted.id, self.hosted.why))
         if loop is None or not self._may_start(entry):
             self.hosted.finished(self.mailbox.done(queue))
             return
         if self.hosted.is_plain(entry):
             loop.turn(entry, partial(self._turn, entry, loop))
-            if self.mailbox.closed:  # the thread that ends the actor may have looked before that
+            if self.mailbox.closed:  # the thread that ends the actor may have taken the due methods before
                 self.hosted.refuse_due(loop)
             return
         self._begin(entry, None)
@@ -357,7 +357,7 @@ class ActorExecutor:
         context = loop.fresh_context()
         context.run(CURRENT.set, entry)
         task = entry.task = loop.task(self._run_async(entry), context)
-        if entry.start_forbidden:  # the coroutine begins nevertheless: only it can answer
+        if entry.start_forbidden:  # the coroutine must begin nevertheless, because only it can answer
             loop.submit(partial(self.stop, entry, False))
 
         def over(_: Any) -> None:
@@ -367,7 +367,7 @@ class ActorExecutor:
         task.add_done_callback(over)
 
     def _over(self, entry: Envelope, queue: GroupQueue, loop: EventLoop) -> None:
-        """Go on after a call that has run on the loop."""
+        """Start further work after a call that has run on the loop."""
         entry.opened = None
         if entry.grace is not None:
             entry.grace.cancel()
@@ -383,9 +383,9 @@ class ActorExecutor:
         self.pump(queue)
 
     def stop(self, entry: Envelope, stop: bool) -> None:
-        """Cancel the coroutine of a call that was given up (``stop``: see Execution.give_up). Runs on the loop.
+        """Cancel the coroutine of a call that was cancelled (``stop``: see Execution.give_up). Runs on the loop.
 
-        Its handlers may make calls, which the grace bounds. The call is answered when they have ended, or the grace has.
+        Its handlers may make calls until the grace period ends. The call is answered when they have ended, or the period has.
         """
         task = entry.task
         if task is None or entry.grace is not None:
@@ -393,7 +393,8 @@ class ActorExecutor:
         over = partial(self._grace_over, entry, task, stop)
         entry.grace = self.agent.clock.after(GRACE_S, lambda: self.agent.submit(over))
         task.cancel()
-        # First the bound of the calls that are made from now on, by its threads too: each call has it or is given up.
+        # Set the deadline first: it bounds all calls that the coroutine and its threads make from now on. Calls made before are
+        # cancelled.
         entry.deadline = _time.now() + GRACE_S
         entry.give_up_nested(stop)  # before the coroutine resumes and makes other calls
 
@@ -414,15 +415,15 @@ class ActorExecutor:
             loop.submit(task.cancel)
 
     def _turn(self, entry: Envelope, loop: EventLoop) -> None:
-        """Run a plain method on the loop, unless something else has: it may have run where its caller waits for it."""
+        """Run a plain method on the loop, unless it has run already, within the wait of its caller."""
         if loop.due.pop(entry, entry) is None:
             self.hosted.guard(partial(self.run_plain, entry, loop, within=False), entry)
 
     def run_plain(self, entry: Envelope, loop: EventLoop, *, within: bool) -> None:
-        """Run a plain method on the loop's thread, and answer it. Does not raise what the method raises.
+        """Run a plain method on the loop's thread, and answer it. Exceptions of the method are not raised here.
 
         Args:
-            within: it runs inside of a wait, which blocks the loop.
+            within: it runs within a wait, which blocks the loop.
         """
         queue = entry.queue
         assert queue is not None
@@ -456,7 +457,7 @@ class ActorExecutor:
 
     async def _run_async(self, entry: Envelope) -> None:
         try:
-            if self.mailbox.closed:  # it was started in the moment in which its actor has ended
+            if self.mailbox.closed:  # the actor has ended after the call was started
                 raise HostedActorGoneError(self.hosted.id, self.hosted.why)
             args, kwargs = self.arguments(entry)
             self.hosted.calls += 1
@@ -472,10 +473,10 @@ class ActorExecutor:
                     await aproduce(kept, producer, partial(self._end_of_stream, entry))
                 return
             value = await self._run_hooked(entry, method, *args, **kwargs)
-            if self.agent.abandoned:  # before its state is kept, which is the parent's
+            if self.agent.abandoned:  # in a forked child, which must not save the parent's state
                 self.agent.end_fork(self.label(entry), None)
             answer: Callable[[], object] = partial(self.answer, entry, value)
-            if entry.grace is not None:  # it has caught the cancellation; the result has no use
+            if entry.grace is not None:  # it has caught the cancellation; its result is not needed
                 answer = partial(self.fail, entry, CancelledError(f"{self.label(entry)} was cancelled"))
             self._when_kept(entry, answer)
         except BaseException as error:
@@ -484,18 +485,18 @@ class ActorExecutor:
     def _raised_async(self, entry: Envelope, error: BaseException) -> None:
         if not is_a(error, asyncio.CancelledError):
             self._raised(entry, error)
-        elif self.hosted.ended:  # it ended with the loop
+        elif self.hosted.ended:  # the coroutine has ended with the loop
             self.fail(entry, died(self.hosted, self.hosted.why))
         else:
             self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
 
     def answer(self, entry: Envelope, value: Any, *, keep: bool = True) -> bool:
-        """Send a result back, once; say whether it was still wanted."""
+        """Send a result, once; return whether the call was still waiting for it."""
         if not self._claim(entry):
             return False
         header = entry.header
         if "num_returns" in header and header["num_returns"] != 1:
-            keep = False  # each part is kept by itself
+            keep = False  # each part is kept separately
             try:
                 if "rref" in header:
                     self.runtime.references.keep(header["rref"], entry.peer.key, value)
@@ -510,7 +511,7 @@ class ActorExecutor:
         return True
 
     def _split(self, entry: Envelope, value: Any, count: int) -> list[Any]:
-        """Return the parts of a result, each packed by itself: the caller's references share no object."""
+        """Return the parts of a result, each packed separately, so that the caller's references share no object."""
         name = entry.label
         try:
             values = list(value)
@@ -528,16 +529,16 @@ class ActorExecutor:
         return values
 
     def fail(self, entry: Envelope, error: BaseException) -> None:
-        if not self._claim(entry):  # it was answered already
+        if not self._claim(entry):  # it was answered before
             let_frames_go(error)
             return
         frame = entry.claim_frame()
-        if frame is not None:  # it never came to its arguments
+        if frame is not None:  # its arguments were never decoded
             self.agent.inbox.discard(entry.conn, frame)
         if self.hosted.on_error is not None:
             try:
                 error = self.hosted.on_error(error)
-            except BaseException as failure:  # what explains it asks the error for its text
+            except BaseException as failure:  # on_error asks the user's exception for its text
                 error = failure
         cut_frames(error, __file__)
         self.agent.executor.fail(entry, error)
@@ -557,12 +558,12 @@ class ActorExecutor:
             self.answered_later.pop(entry, None)
         running = entry.peer.running
         if running.get(entry.id) is not entry:
-            # Answered. A stream may be in its place, and stays there, so that a cancellation finds the stream.
+            # It was answered. Leave a stream that is in its place, so that a cancellation finds the stream.
             return False
         return running.pop(entry.id, None) is entry
 
     def pump(self, queue: GroupQueue) -> None:
-        """Start what the queue has, in portions, between which the loop runs other callbacks. Runs on the loop."""
+        """Start the entries of the queue, in portions, so that the loop runs other callbacks in between. Runs on the loop."""
         for _ in range(_AT_ONCE):
             entry, _todo = self.mailbox.take(queue)
             if entry is None:
@@ -578,7 +579,7 @@ class ActorExecutor:
 
 
 def _explain_missing_name(error: NameError) -> None:
-    """Add a note to the error of code that came by value: its globals are copies, made when the code was sent."""
+    """Add a note to a NameError of code that was sent by value: its globals are copies, made when the code was sent."""
     spaces = [frame.f_globals for frame, _ in walk_tb(error.__traceback__)]
     module = sys.modules.get(spaces[-1].get("__name__", "")) if spaces else None
     if spaces and (module is None or vars(module) is not spaces[-1]):
@@ -602,16 +603,16 @@ async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
 
 
 def _keep_itself(value: Any, size: int, peer: Peer) -> Any:
-    """Do ``keep_large`` for a result that is referred to by nothing else: for other hosts, the object itself stays here."""
+    """Like ``keep_large``, for a result to which no other object refers: the object itself is kept, without a copy."""
     if size <= SMALL or runtime().agent.shares_memory(peer):
         return keep_large(value, size, peer)
     return StoredResult(RRef(value))
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:
-    """Say whether nothing but this tensor object uses its memory, for certain."""
+    """Say whether certainly no other object uses the memory of this tensor."""
     if tensor.device.type != "cpu" or tensor.requires_grad or tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
-    # Two: the tensor and ``storage``. Memory that came from elsewhere (numpy, shared memory) cannot be resized.
+    # Two: the tensor and ``storage``. Memory from elsewhere (numpy, shared memory) cannot be resized.
     return storage.resizable() and _use_count is not None and _use_count(storage._cdata) == 2

@@ -1,22 +1,22 @@
-"""The mailbox: which call of an actor runs next, and where. A state machine that runs nothing itself.
+"""The mailbox: decides which call of an actor runs next, and where. A state machine that runs no calls itself.
 
 A :class:`Mailbox` has a :class:`GroupQueue` for each concurrency group, and one more for each group's ``async def`` methods;
-that of the default group has the plain methods of an actor that has async ones, too, which run on its event loop.
+the async queue of the default group also has the plain methods of an actor that has async ones, which run on its event loop.
 A queue hands out its entries in order:
 
 * higher priority first; within a priority, in the order of arrival;
-* the calls of one caller (of one priority) never overtake each other, also where the arguments of one are still on
-  their way: then only that caller's calls wait. In a queue that runs several at a time, whatever is ready runs;
-* a call that is sent again goes before the later calls of its caller;
-* at most ``limit`` at a time. In a yielding queue each wait, of whichever thread, makes room for one more.
+* the calls of one caller with one priority never overtake each other. If the arguments of one are not complete, only the later
+  calls of that caller wait. In a queue that runs several calls at a time, all ready calls may run;
+* a call that is sent again comes before the later calls of its caller;
+* at most ``limit`` at a time. In a yielding queue, each wait of any thread makes room for one more.
 
 **Descendants.** An entry that descends from an execution which is under way here (its id is in the entry's path)
-does not queue: it goes to the runner that runs that execution, which runs it nested while it waits. What is left
-there when the execution ends comes back into its queue, in order.
+does not wait in the queue: it is passed to the runner of that execution, which runs it nested while it waits. Entries that the
+runner has not run when the execution ends return to the queue, in order.
 
-Each method that changes something returns :class:`Wakeups`: which runners to wake and which queues need one more, after the
-lock was released. The lock guards everything here; it is re-entrant, because the garbage
-collector may run a finaliser that makes a call to this very actor at any allocation, and it is a leaf.
+Each method that changes the state returns :class:`Wakeups`: the runners to wake, and the queues that need a further runner, after
+the lock was released. The lock guards everything here. It is re-entrant, because the garbage collector may run a finaliser that
+calls this very actor at any allocation, and it is a leaf.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from typing import Any, Final, Protocol
 __all__ = ["NEW", "NOTHING", "TAKEN", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
 
 NEW: Final = "new"  # in a queue
-TAKEN: Final = "taken"  # handed out
+TAKEN: Final = "taken"  # dequeued
 OVER: Final = "over"  # cancelled, or finished
 _LOOKED_AT: Final = 1000
 
 
 class ThreadSlot(Protocol):
-    """Where executions of a queue run: a runner (a thread), as far as the mailbox knows it."""
+    """The attributes of a runner that the mailbox uses."""
 
     work: deque[Entry]
 
 
 class WaitingBystanders(Protocol):
-    """Threads that serve no runner, as far as the mailbox knows them."""
+    """The attributes of Bystanders that the mailbox uses."""
 
     waiting: int
 
 
 class Entry:
-    """One call in a mailbox, as far as that goes.
+    """One call in a mailbox.
 
     Attributes:
-        place: grows with each call of a caller.
-        again: it is the repetition of the call that had its ``place``, and goes before its caller's later calls.
+        place: increases with each call of a caller.
+        again: it repeats the call that had its ``place``, and comes before its caller's later calls.
         path: the executions that it descends from.
-        ready: its arguments are here.
-        loose: it may overtake, and be overtaken by, other calls of its caller while its arguments are on their way.
+        ready: its arguments are complete.
+        loose: while its arguments are not complete, it may overtake, and be overtaken by, other calls of its caller.
     """
 
-    # Of the class, as one is made for each call, and most differ in few things.
+    # Class attributes are the defaults: an entry is made for each call, and most set few of these.
     path: tuple[int, ...] = ()
     priority = 0
     ready = True
@@ -75,7 +75,7 @@ class Entry:
 
     @property
     def caller(self) -> object:
-        """Who called; calls of equal callers keep their order."""
+        """The caller; calls of equal callers keep their order."""
         return None
 
     def __lt__(self, other: Entry) -> bool:
@@ -85,18 +85,18 @@ class Entry:
 
 
 class Wakeups:
-    """What the caller does after a step, without the lock: wake runners, and start one more for each of some queues."""
+    """Tasks of the caller after an operation, when the lock was released: wake runners, and start one more for some queues."""
 
-    # Of the class, as most steps leave nothing: an object of its own costs no call.
+    # Class attributes are the defaults, so that an object for "nothing to do" costs no call.
     wake: Sequence[Any] = ()
     start: Sequence[GroupQueue] = ()
 
 
-NOTHING: Final = Wakeups()  # most steps leave nothing to be done; never changed
+NOTHING: Final = Wakeups()  # shared by most operations; never changed
 
 
 def _hold(held: deque[Entry], entry: Entry) -> None:
-    """Insert an entry into the held entries of its caller, in order. Only the entry of a repeated call is not the last."""
+    """Insert an entry into the held entries of its caller, in order. Only a repeated call is not appended at the end."""
     if not held or held[-1] < entry:
         held.append(entry)
     else:
@@ -108,8 +108,8 @@ class GroupQueue:
 
     Args:
         limit: how many of its calls run at a time.
-        yielding: calls in one of our waits do not count.
-        loose: whatever is ready runs; calls of one caller are kept in order where it has several that are.
+        yielding: calls that are in one of actorrpc's waits do not count.
+        loose: all ready entries may run; calls of one caller keep their order among the ready ones.
     """
 
     def __init__(
@@ -123,33 +123,33 @@ class GroupQueue:
         self.running = 0
         self.resting = 0  # threads and coroutines that wait, in a yielding queue
         self.bystanders: WaitingBystanders | None = None
-        self.slots = 0  # runners that exist, or are being started
+        self.slots = 0  # runners that exist or are being started
         self.idle: list[Any] = []
         self.fresh: deque[Entry] = deque()  # entries in the order of arrival; Mailbox.put adds to it
-        self._heap: list[Entry] = []  # entries whose order is another one
-        # By caller and priority, in order: an entry that is not ready comes first, and holds the caller's later ones.
+        self._heap: list[Entry] = []  # entries that are not in the order of arrival
+        # By caller and priority, in order: the first entry is not ready, and holds back the caller's later ones.
         self._held: dict[tuple[object, int], deque[Entry]] = {}
         self._parked: set[Entry] = set()
-        self.waiting = 0  # entries in here that have neither been handed out nor cancelled
+        self.waiting = 0  # entries here that were neither dequeued nor cancelled
         self._of_chain: dict[
             int, dict[Entry, None]
         ] = {}  # the waiting entries, by each execution they descend from
 
     @property
     def has_ready(self) -> bool:
-        """Whether there may be one that can be handed out: one that waits for its arguments, or behind another one, cannot."""
+        """Whether there may be an entry that can be dequeued: entries that wait for arguments, or behind another, cannot."""
         return self.waiting > 0 and bool(self.fresh or self._heap)
 
     @property
     def full(self) -> bool:
-        """Whether as many run as may run at a time."""
+        """Whether as many entries run as the limit allows."""
         running = self.running - self.resting
         if self.bystanders is not None:
             running -= self.bystanders.waiting
         return running >= self.limit
 
     def _put_before(self, entry: Entry) -> None:
-        """Give an entry that came again the number of the first of its caller's later ones."""
+        """Give a repeated entry the number of the first of its caller's later entries."""
         for each in self.entries():
             if (
                 each.caller == entry.caller
@@ -161,7 +161,7 @@ class GroupQueue:
                 return
 
     def put_back(self, entry: Entry) -> None:
-        """Put in an entry that came earlier than others which are here, or does not take the place behind all others."""
+        """Put in an entry that arrived before others here, or for another reason does not belong at the end."""
         if entry.again:
             self._put_before(entry)
         entry.queue = self
@@ -174,7 +174,7 @@ class GroupQueue:
             self._of_chain.setdefault(execution, {})[entry] = None
 
     def left(self, entry: Entry) -> None:
-        """Record that an entry was handed out or cancelled."""
+        """Record that an entry was dequeued or cancelled."""
         self.waiting -= 1
         for execution in entry.path:
             rest = self._of_chain.get(execution)
@@ -184,7 +184,7 @@ class GroupQueue:
                     del self._of_chain[execution]
 
     def descendant(self, running: Mapping[int, object]) -> Entry | None:
-        """Return the first entry that is ready and descends from one of some executions."""
+        """Return the first ready entry that descends from one of these executions."""
         return min(
             (
                 entry
@@ -196,7 +196,7 @@ class GroupQueue:
         )
 
     def next(self) -> Entry | None:
-        """Take out the next entry that can run; None if there is none."""
+        """Dequeue the next entry that can run; None if there is none."""
         fresh, heap = self.fresh, self._heap
         while True:
             if heap and (not fresh or heap[0] < fresh[0]):
@@ -220,16 +220,16 @@ class GroupQueue:
                     self.waiting -= 1
                 return entry
             if entry.loose:
-                entry.parked = True  # comes back when it is ready
+                entry.parked = True  # it is queued again when it is ready
                 self._parked.add(entry)
             else:
-                # An entry that comes again may go before one that is held already, and holds that.
+                # A repeated entry may come before one that is held already, and then holds that one back.
                 _hold(self._held.setdefault((entry.caller, entry.priority), deque()), entry)
 
     def release(self, entry: Entry) -> None:
         """Record that an entry whose arguments were missing is ready, or was cancelled.
 
-        The entries that it held are released, up to the next one that is not ready and holds the others.
+        The entries that it held back are released, up to the next one that is not ready.
         """
         key = (entry.caller, entry.priority)
         held = self._held.get(key)
@@ -247,22 +247,22 @@ class GroupQueue:
                 heapq.heappush(self._heap, entry)
 
     def held_behind(self, entry: Entry) -> Entry | None:
-        """Return the earlier call of its caller that an entry waits for, whose arguments are not here."""
+        """Return the earlier call of its caller for which an entry waits because that call's arguments are not complete."""
         held = self._held.get((entry.caller, entry.priority))
         return held[0] if held and held[0] < entry and not entry.loose else None
 
     def heads(self) -> list[Entry]:
-        """Return the entries that are not ready, for which later calls of their callers wait."""
+        """Return the entries that are not ready and hold back later calls of their callers."""
         return [held[0] for held in list(self._held.values()) if len(held) > 1 and not held[0].ready]
 
     def entries(self) -> list[Entry]:
-        """Return the entries that wait here, in order."""
+        """Return the waiting entries, in order."""
         everything = itertools.chain(self.fresh, self._heap, *self._held.values(), self._parked)
-        # A set: an entry that came back from a runner may be here twice.
+        # A set, because an entry that returned from a runner may be here twice.
         return sorted({entry for entry in everything if entry.state is NEW and entry.slot is None})
 
     def oldest(self) -> Entry | None:
-        """Return the entry that has waited longest. Of very many that came out of order, only some are compared."""
+        """Return the entry that has waited longest. Of very many out-of-order entries, only some are compared."""
         fresh = next((entry for entry in self.fresh if entry.state is NEW and entry.slot is None), None)
         others = itertools.chain(self._heap, *self._held.values(), self._parked)
         waiting = (
@@ -291,9 +291,9 @@ class Mailbox:
 
     Attributes:
         queues: by concurrency group; ``""`` is the default group.
-        async_lanes: the same for ``async def`` methods; empty for an actor that has none.
+        async_lanes: the queues for ``async def`` methods; empty for an actor that has none.
         reentrant: calls that descend from a running one run within it.
-        running: the runner of each execution; None: it runs on an event loop. Single steps are atomic and need no lock.
+        running: execution -> its runner; None: it runs on an event loop. Single operations are atomic and need no lock.
     """
 
     def __init__(self) -> None:
@@ -319,8 +319,8 @@ class Mailbox:
         Args:
             limits: concurrency group -> how many of its calls run at a time.
             async_limits: the same for ``async def`` methods.
-            yielding: calls that wait do not count against the limits.
-            loose: whether calls may overtake others whose arguments are missing; None: in queues that run several at a time.
+            yielding: waiting calls do not count against the limits.
+            loose: whether calls may overtake others whose arguments are missing; None: only in queues that run several at a time.
         """
         with self._lock:
             self.reentrant = reentrant
@@ -331,14 +331,14 @@ class Mailbox:
             for name, limit in async_limits.items():
                 self.async_lanes[name] = GroupQueue(name, limit, is_async=True, loose=loose is not False)
 
-    # -- putting in --------------------------------------------------------------------------------
+    # -- queueing --------------------------------------------------------------------------------
 
     def put(self, entry: Entry, queue: GroupQueue) -> Wakeups | None:
-        """Put an entry in. Returns None if the mailbox is closed: it is then the caller's to refuse."""
+        """Queue an entry. Returns None if the mailbox is closed; then the caller has to refuse the entry."""
         with self._lock:
             if self.closed:
                 return None
-            if entry.state is not NEW:  # cancelled while its actor was being made
+            if entry.state is not NEW:  # it was cancelled while its actor was being constructed
                 return NOTHING
             if not entry.number:
                 entry.number = next(self._numbers)
@@ -367,15 +367,15 @@ class Mailbox:
                     todo.wake = (queue.idle.pop(),)
                     return todo
                 if queue.slots >= queue.limit and not queue.yielding:
-                    return NOTHING  # one of its runners is about to look for itself
+                    return NOTHING  # a runner that is neither idle nor running will check the queue itself
             todo = Wakeups()
             self._look(queue, todo)
             return todo
 
     def _slot_of(self, entry: Entry, queue: GroupQueue) -> ThreadSlot | None:
-        """Return the runner that runs what the entry descends from."""
+        """Return the runner of an execution from which the entry descends."""
         if queue.is_async or (queue.running + queue.waiting < queue.limit):
-            return None  # another thread of the actor is free for it
+            return None  # another thread of the actor can run it
         for execution in reversed(entry.path):
             slot = self.running.get(execution)
             if slot is not None:
@@ -383,7 +383,7 @@ class Mailbox:
         return None
 
     def ready(self, entry: Entry) -> Wakeups:
-        """Record that an entry's arguments have arrived."""
+        """Record that an entry's arguments are complete."""
         todo = Wakeups()
         with self._lock:
             if entry.ready or entry.state is not NEW:
@@ -403,7 +403,7 @@ class Mailbox:
         return todo
 
     def cancel(self, entry: Entry) -> Wakeups | None:
-        """Take an entry out that has not been handed out; None if it is too late for that."""
+        """Remove an entry that was not dequeued; None if it is too late for that."""
         todo = Wakeups()
         with self._lock:
             if entry.state is not NEW:
@@ -417,7 +417,7 @@ class Mailbox:
                 self._look(queue, todo)
         return todo
 
-    # -- handing out -------------------------------------------------------------------------------
+    # -- dequeueing -------------------------------------------------------------------------------
 
     def _look(self, queue: GroupQueue, todo: Wakeups) -> None:
         """If the queue can run one more entry, add the runner to wake, or the queue to start one for, to ``todo``."""
@@ -428,14 +428,14 @@ class Mailbox:
         elif queue.idle:
             todo.wake = (*todo.wake, queue.idle.pop())
         elif queue.yielding or (queue.slots < queue.limit and queue.slots <= queue.running):
-            # Otherwise a runner that is neither idle nor running is about to look for itself.
+            # If there are more runners than running entries, one of them is not idle and will check the queue itself.
             queue.slots += 1
             todo.start = (*todo.start, queue)
 
     def take(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
-        """Hand out the queue's next entry to a runner (or to the event loop); None: no entry can run now.
+        """Dequeue the next entry for a runner (or for the event loop); None: no entry can run now.
 
-        A runner that gets None is idle from then on, and is named in a later ``Wakeups.wake``.
+        A runner that gets None is idle from then on, and a later ``Wakeups.wake`` names it.
         """
         with self._lock:
             if queue.waiting and (queue.running < queue.limit or (queue.yielding and not queue.full)):
@@ -456,7 +456,7 @@ class Mailbox:
             return None, None
 
     def turn(self, queue: GroupQueue, slot: ThreadSlot) -> tuple[Entry | None, Wakeups | None]:
-        """Do :meth:`done` and then :meth:`take` in one step, for a runner that has run an entry."""
+        """Call :meth:`done` and :meth:`take` in one step, for a runner that has run an entry."""
         with self._lock:
             left: Wakeups | None = None
             if slot.work:
@@ -475,7 +475,7 @@ class Mailbox:
             return None, left
 
     def take_descendant(self, queue: GroupQueue) -> Entry | None:
-        """Hand out an entry of an async queue that descends from a running execution, over the limit."""
+        """Dequeue an entry of an async queue that descends from a running execution, ignoring the limit."""
         with self._lock:
             if not self.reentrant or not self.running:
                 return None
@@ -487,7 +487,7 @@ class Mailbox:
             return entry
 
     def take_within(self, queue: GroupQueue, fits: Callable[[Entry], bool]) -> Entry | None:
-        """Hand out an entry of an async queue that may run within what blocks its event loop, over the limit.
+        """Dequeue an entry of an async queue that may run within the call that blocks its event loop, ignoring the limit.
 
         ``fits`` is called under the lock, and takes no other lock.
         """
@@ -501,7 +501,7 @@ class Mailbox:
         return None
 
     def take_nested(self, slot: ThreadSlot) -> Entry | None:
-        """Hand out to a runner that waits an entry that may run within what it runs."""
+        """Dequeue, for a waiting runner, an entry that may run nested within its execution."""
         with self._lock:
             while slot.work:
                 entry = slot.work.popleft()
@@ -511,11 +511,11 @@ class Mailbox:
         return None
 
     def slot_of(self, execution: int) -> ThreadSlot | None:
-        """Return the runner that runs an execution, or runs something else within it; None where none does."""
+        """Return the runner of an execution, which may be running another execution nested; None if there is none."""
         return self.running.get(execution)
 
     def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
-        """Record the end of an entry that :meth:`take` handed out. Entries that waited to run within it are queued again."""
+        """Record the end of an entry that :meth:`take` returned. Entries that waited to run within it are queued again."""
         with self._lock:
             queue.running -= 1
             if slot is None or not slot.work:
@@ -532,7 +532,7 @@ class Mailbox:
             return todo
 
     def rest(self, queue: GroupQueue) -> Wakeups:
-        """Record that a thread or coroutine of an entry in a yielding queue waits: another entry may run."""
+        """Record that a thread or coroutine of an entry in a yielding queue has begun to wait: another entry may run."""
         todo = Wakeups()
         with self._lock:
             queue.resting += 1
@@ -541,7 +541,7 @@ class Mailbox:
         return todo
 
     def look(self) -> Wakeups:
-        """Record that there may be room for another entry: a thread that serves no runner waits."""
+        """Record that there may be room for another entry, because a thread without a runner has begun to wait."""
         todo = Wakeups()
         with self._lock:
             for queue in self.queues.values():
@@ -555,7 +555,7 @@ class Mailbox:
             queue.resting -= 1
 
     def leave(self, queue: GroupQueue, slot: Any) -> bool:
-        """Let an idle runner end; False if it is wanted."""
+        """Let an idle runner end; return False if it is needed."""
         with self._lock:
             if slot not in queue.idle:
                 return False
@@ -566,7 +566,7 @@ class Mailbox:
     def understaffed(self, queue: GroupQueue) -> list[Entry]:
         """Record that no runner could be started for a queue; return the entries that must not wait for one.
 
-        If the queue has other runners, that is the first entry alone: they run the rest, and may be waiting for the first.
+        If the queue has other runners, this is only the first entry: they run the others, and may be waiting for the first.
         """
         with self._lock:
             queue.slots -= 1
@@ -576,7 +576,7 @@ class Mailbox:
                 entries.append(entry)
             return entries
 
-    # -- looking and ending ------------------------------------------------------------------------
+    # -- counting and closing ------------------------------------------------------------------------
 
     def counts(self) -> tuple[int, int]:
         """Return how many entries wait and how many run."""
@@ -592,14 +592,14 @@ class Mailbox:
             return [(queue, queue.waiting, queue.running, queue.oldest()) for queue in queues]
 
     def close_if_idle(self) -> bool:
-        """Take no more if nothing waits or runs; say whether that is so. One step: nothing can come in between."""
+        """Close the mailbox if no entry waits or runs; return whether it was closed. Atomic: no entry can come in between."""
         with self._lock:
             idle = not any(self.counts())
             self.closed = self.closed or idle
             return idle
 
     def close(self) -> tuple[list[Entry], list[Any]]:
-        """Take no more entries. Return the waiting entries, in order, and the idle runners."""
+        """Close the mailbox. Return the waiting entries, in order, and the idle runners."""
         with self._lock:
             self.closed = True
             entries: list[Entry] = []

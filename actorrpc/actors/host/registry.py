@@ -1,7 +1,7 @@
-"""The registry of a worker: the actors that live here, and the router that drops messages into their mailboxes.
+"""The registry of a worker: the actors that live here, and the router that puts messages into their mailboxes.
 
-The router runs under the read lock of the connection that brings a message: it reads the header, never the
-pickle, and hands everything else to the pool. ``_lock`` guards the table of actors, and is a leaf.
+The router runs under the read lock of the connection that has received a message. It decodes the header, but never the pickle,
+and leaves all other work to the pool. ``_lock`` guards the table of actors, and is a leaf.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _AT_LEAST_S: Final = 0.25
 
 _CALLERS: Final = (1 << MAILBOX_BIT - CALLER_BIT) - 1
 _HEADERS = 16384
-_SHORT = 128  # bytes; longer headers have something of their own
-_REMEMBERED = 1000  # ended actors, with the reason
+_SHORT = 128  # bytes; longer headers are probably unique, and are not cached
+_REMEMBERED = 1000  # ended actors whose reason is kept
 
 
 @dataclass(frozen=True, slots=True)
 class HostedActorState:
-    """What a worker says of an actor that lives there."""
+    """The state of an actor, as reported by the worker where it lives."""
 
     actor_id: int
     instance_id: int
@@ -70,7 +70,7 @@ class ActorRegistry:
         self.deadlocks = DeadlockDetector(runtime)
         self._closed = False
         self._headers: dict[bytes, Header] = {}
-        # Not at import: processes that were forked from one another would all begin with the same number.
+        # Random, and not made at import, because processes that were forked from one another would start with the same number.
         self.executions = itertools.count(int.from_bytes(os.urandom(5), "little"))
         self._callers = itertools.count()
         self._agent.inbox.mail_router = self
@@ -92,7 +92,7 @@ class ActorRegistry:
         else:
             self._create_or_refuse(entry)
         flags = peer.cancelled.get(frame.id)
-        if flags is not None:  # its cancellation came first, or while this thread entered it
+        if flags is not None:  # its cancellation was received before it, or while this thread was entering it
             peer.on_cancel(frame.id, flags, self._agent.submit)
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
@@ -105,7 +105,7 @@ class ActorRegistry:
         entry = peer.running.get(frame.id)
         if frame.flags & RESERVED:
             frame = frame._replace(flags=frame.flags & ~RESERVED)
-            if entry is None:  # it was given up or refused
+            if entry is None:  # it was cancelled or refused
                 self._agent.submit(partial(self._agent.inbox.discard, conn, frame))
         if type(entry) is Envelope and entry.hosted is not None and not entry.whole:
             entry.header = self._headers.get(frame.extra) or self._new_header(frame)
@@ -129,7 +129,7 @@ class ActorRegistry:
         return header
 
     def _create_or_refuse(self, entry: Envelope) -> None:
-        """Handle a message whose actor is not here."""
+        """Handle a message whose actor is not in the table."""
         header = entry.header
         instance_id: int = header["mailbox"]
         hosted: HostedActor | None = None
@@ -143,7 +143,7 @@ class ActorRegistry:
             hosted.construct(entry)
         elif entry.whole or entry.reserved:
             error = HostedActorGoneError(instance_id, self._ended.get(instance_id, ""))
-            # A worker that is to leave when nothing runs answers it before.
+            # Register the call as running: a worker that leaves when nothing runs then answers it first.
             entry.peer.running[entry.id] = entry
             self._agent.submit(partial(self._refuse, entry, error))
 
@@ -157,20 +157,20 @@ class ActorRegistry:
             entry.peer.running.pop(entry.id, None)
 
     def new_caller(self) -> int:
-        """Return a number for one of those here who make calls, which are kept in order for each: an actor, or a task.
+        """Return a number for a caller here, an actor or a task: calls of one caller keep their order.
 
-        What runs in no execution of them is the process's; an actor that the embedded cluster has started the process for is
-        the same one, so that its own threads keep the order as well.
+        Code outside of actors and tasks has the number of the process. An actor for which the embedded cluster has started the
+        process has the same number, so that calls of its own threads keep the order as well.
         """
         number = next(self._callers)
         agent = self._agent
         if number == 0 and self._runtime.spawner is not None and agent.record.rank != 0:
             return agent.next_chain() >> CALLER_BIT
-        return (2 * number + 1) & _CALLERS  # the processes' are even
+        return (2 * number + 1) & _CALLERS  # numbers of processes are even
 
     def tell_threads_apart(self) -> None:
-        """Give each thread a caller number of its own, as it is not known to which task a thread belongs."""
-        # Not a `threading.local`: a call that another thread sends later is sent in its own context.
+        """Give each thread a caller number of its own, because it is not known to which task a thread belongs."""
+        # Not a `threading.local`: a call that another thread sends later is sent in the caller's context.
         caller: ContextVar[int] = ContextVar("actorrpc_caller", default=0)
         numbers = itertools.count()
 
@@ -183,7 +183,7 @@ class ActorRegistry:
 
         self._agent.next_chain = next_chain
 
-    # -- who is here -------------------------------------------------------------------------------
+    # -- the table of actors -------------------------------------------------------------------------------
 
     def get(self, instance_id: int) -> HostedActor | None:
         """Return the actor of this incarnation; None if it is not here."""
@@ -203,7 +203,7 @@ class ActorRegistry:
                     self._ended.pop(next(iter(self._ended)))
 
     def states(self) -> list[HostedActorState]:
-        """Return what there is to say of the actors here."""
+        """Return the states of the actors here."""
         found = []
         now = _time.now()
         for hosted in self.all():
@@ -231,10 +231,10 @@ class ActorRegistry:
         for hosted in self.all():
             spec = hosted.spec
             if spec is not None and spec.descriptor.supervisor == key and spec.options.lifetime != "detached":
-                _ = hosted.end("now", f"its creator, worker {peer.name!r}, is gone")
+                _ = hosted.end("now", f"its creator, worker {peer.name!r}, has ended")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
-        """End all actors here; waits for their last hooks: 5 s or ``patience``, 0.25 s if not ``graceful``."""
+        """End all actors here, and wait for their last hooks: 5 s or ``patience``; 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [

@@ -1,13 +1,13 @@
 """The runners of an actor, which run its sync methods, and what they do while they wait.
 
-A serial actor has one :class:`Runner`, which runs everything, its constructor included: renderers, database connections and event
-loops are used from the thread that made them. A runner in one of our waits runs the calls that descend from its own meanwhile,
-nested on the same thread. So does a runner whose method runs an event loop of its own (``asyncio.run()``): the loop runs them
-between the steps of its coroutines, whatever those await.
+A serial actor has one :class:`Runner`, which runs all its calls and its constructor, because renderers, database connections and
+event loops must be used in the thread that made them. While a runner is in one of actorrpc's waits, it runs calls that descend
+from its own call, nested on the same thread. So does a runner whose method runs an event loop of its own (``asyncio.run()``): the
+loop runs them between the steps of its coroutines, whatever those await.
 
-Which thread serves a runner, where it sleeps, and when it is woken, is in ``carriers.py``: the first ``MAX_RUNNERS`` of a worker
-have one each, the runners beyond share threads. Such a runner keeps, between two calls, its context variables and the mode of
-autograd; it finds other things that belong to a thread as another actor has left them.
+``carriers.py`` decides which thread serves a runner, where it sleeps, and when it is woken: the first ``MAX_RUNNERS`` runners of
+a worker have their own threads, further ones share threads. Between two calls, a runner without its own thread keeps its context
+variables and the mode of autograd; other thread-local state is as another actor has left it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ __all__ = [
     "bears_interruption",
 ]
 
-_AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
-# How far the interruption of a running call has come.
+# An interruption of a thread that is in this package's code is retried after this time.
+_AGAIN_S: Final = 0.02
+# The progress of the interruption of a running call.
 RUNS: Final = "runs"
 _WANTED: Final = "will be interrupted"
 _RAISED: Final = "was interrupted where it called us"
@@ -61,7 +62,7 @@ _set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _place_of: Final = attrgetter("f_code", "f_lasti", "f_back")
 _IMPORT: Final = "<frozen importlib."  # the file of the frames of a running import
 _PACKAGE: Final = __name__.partition(".")[0] + "."
-# What makes a task of a coroutine that it was given or has made, and then runs it.
+# Functions that make a task of a coroutine, and then run it.
 _STARTS_LOOP: Final = frozenset(
     each.__code__
     for each in (
@@ -77,9 +78,9 @@ _RUN_FOREVER: Final = asyncio.BaseEventLoop.run_forever.__code__
 class Interrupted(KeyboardInterrupt):
     """Raised in a running method whose call was cancelled.
 
-    No Exception, so that ``except Exception`` lets it pass; and of the kind that Ctrl-C raises, as libraries are prepared for
-    that: an event loop that the method runs itself lets it pass, and swallows all others in its callbacks.
-    Like a signal handler's exception, it is no failure of the code that it arrives in.
+    It is not an Exception, so that ``except Exception`` does not catch it. It is a KeyboardInterrupt, because libraries are
+    prepared for that: an event loop that the method runs itself lets it pass, but swallows all other exceptions in callbacks.
+    Like the exception of a signal handler, it does not mean that the code in which it is raised has failed.
     """
 
     def __init__(self, *args: object) -> None:
@@ -100,10 +101,10 @@ def bears_interruption(frame: FrameType | None) -> bool:
       the interpreter would print a warning.
     """
     while frame is not None and _module(frame).startswith("namedtuple_"):
-        frame = frame.f_back  # its constructor is made by `collections`: it belongs to the code that calls it
+        frame = frame.f_back  # `collections` generates its constructor: it belongs to the code that calls it
     if frame is None or _module(frame).startswith(_PACKAGE):
         return False
-    runs = False  # a loop runs, and its task has begun
+    runs = False  # True: an event loop runs, and its task has begun
     while frame is not None:
         code = frame.f_code
         runs = runs or (code is _RUN_FOREVER and _has_begun(loop_on(frame)[1]))
@@ -141,11 +142,12 @@ def _interrupt_at(ident: int, place: object) -> bool:
 
 
 def _may_raise(frame: FrameType) -> bool:
-    """Tell whether an interruption may be raised where this code of ours runs, which a method has called."""
+    """Tell whether an interruption may be raised in this frame of this package, which a method has called."""
     found: FrameType | None = frame
     while found is not None and _module(found).startswith(_PACKAGE):
         if found.f_code in (Runner.run_on.__code__, Runner.serve.__code__) or is_protected(found):
-            return False  # it does its own work, before a method or behind it; or it must not be cut in two
+            # The runner's own work before or after a method, or code that must not be interrupted.
+            return False
         found = found.f_back
     return bears_interruption(found)
 
@@ -175,14 +177,14 @@ def _note_unraisable(previous: Callable[[Any], Any], unraisable: Any, /) -> Any:
 
 
 class Runner:
-    """Runs the calls of one queue of an actor, on a thread. Ends when it is told to.
+    """Runs the calls of one queue of an actor, in a thread, until the actor ends.
 
     Attributes:
-        thread: serves it now, or has served it last.
+        thread: the thread that serves it now, or has served it last.
         shared: it has no thread of its own.
-        under_way: the calls that run here, the innermost last, and how far the interruption of each has come. Calls are added and
+        under_way: the calls that run here, the innermost last, and the progress of the interruption of each. Calls are added and
             removed in single steps, without a lock; ``_interrupts`` guards the rest, and the delivery of an interruption against
-            the end of its call. It is a leaf, and re-entrant, as the collector may run finalisers under it that call us.
+            the end of its call. It is a leaf, and re-entrant, because finalisers may call this package while it is held.
         inspected: set before another thread inspects this one to interrupt a call. The thread that has removed a call from
             ``under_way`` reads it after that, and takes the lock if it is set (:meth:`leave`). Therefore either the other thread
             finds no call to interrupt, or this thread sees that it was inspected.
@@ -202,7 +204,7 @@ class Runner:
         self._threads = hosted.actor_threads
         self._grad = True  # the mode of autograd that the actor has between its calls
         self._wakers: list[tuple[Callable[[], None], object]] = []
-        # The event loops on which coroutines of its methods await something of ours, one for each of those.
+        # The event loops on which coroutines of its methods await something of actorrpc, one entry per coroutine.
         self._awaits: list[asyncio.AbstractEventLoop] = []
         self._context = Context()
         self._enters: Callable[[], None] | None = None
@@ -214,7 +216,7 @@ class Runner:
         return self._hosted.title
 
     def start(self) -> None:
-        """Begin to run calls. If the system has no thread, the calls that wait for one are refused."""
+        """Begin to run calls. If the system cannot start a thread, the calls that wait for it are refused."""
         self._hosted.runners.append(self)
         if self.shared:
             self._threads.call(self)
@@ -222,7 +224,7 @@ class Runner:
             self.thread.start()
 
     def understaffed(self) -> None:
-        """End before it has begun, as the system has no thread for it."""
+        """End before running any call, because the system cannot start a thread."""
         hosted = self._hosted
         if self._threads.remove(self):
             hosted.understaffed(self.queue)
@@ -230,17 +232,17 @@ class Runner:
 
     @property
     def waiting(self) -> bool:
-        """Whether the thread is in one of our waits."""
+        """Whether the thread is in one of actorrpc's waits."""
         return bool(self._wakers)
 
     @property
     def waits(self) -> bool:
-        """Whether the thread is in one of our waits, or a coroutine is, on an event loop that a method runs itself."""
+        """Whether the thread is in one of actorrpc's waits, or a coroutine is, on an event loop that a method runs itself."""
         return bool(self._wakers or self._awaits)
 
     @property
     def waits_for(self) -> list[Call | Stall]:
-        """What the thread waits for, all of it; nothing where it does not wait, or for something else."""
+        """All calls and streams that the thread waits for; empty if it does not wait, or waits for something else."""
         try:
             return awaited(self._wakers[-1][1])
         except IndexError:
@@ -249,13 +251,13 @@ class Runner:
     def _own_loop(self) -> tuple[asyncio.AbstractEventLoop | None, Any]:
         """Return the event loop that the method runs itself, if it is asyncio's, and the task for whose end it runs.
 
-        The thread's stack tells, because a library may run the loop. Any thread may call this.
+        The thread's stack is searched, because a library may run the loop. Any thread may call this.
         """
         return loop_on(_stacks.top_frame(self.ident), Runner.serve.__code__)
 
     @property
     def entered(self) -> list[Entry]:
-        """The calls that run here, the innermost last. Any thread may look."""
+        """The calls that run here, the innermost last. Thread-safe."""
         return list(self.under_way)
 
     def runs(self, execution: int) -> bool:
@@ -263,11 +265,11 @@ class Runner:
         return self._hosted.mailbox.slot_of(execution) is self
 
     def wake(self) -> None:
-        """Have the runner look for work: one that is idle, or, with ``work`` to do, one that waits for something."""
+        """Make the runner look for work: an idle runner, or, if it has ``work``, one that waits."""
         if not self.work:
             if self.shared or threading.get_ident() != self.ident:
                 self._threads.call(self)
-            return  # the thread has read its own message, and is about to look
+            return  # this is the runner's thread: it has read the message, and checks the queue next
         if threading.get_ident() == self.ident:
             if not self._wakers:
                 self._serve_on(asyncio._get_running_loop())
@@ -278,20 +280,20 @@ class Runner:
         except IndexError:
             pass
         self.thread.wake()
-        # It runs a method. One that is about to run a loop sees the work when it first awaits something of ours.
+        # It runs a method. A method that has not started its loop yet finds the work when it first awaits something of actorrpc.
         loop, _ = self._own_loop()
         awaits = self._awaits[-1:]
         self._serve_on(awaits[0] if loop is None and awaits else loop)
 
     def end(self) -> None:
-        """End the runner, which is idle, as its mailbox is closed. One that is not finds that out by itself."""
+        """End the runner if it is idle, because its mailbox is closed. A busy runner finds that out by itself."""
         self._threads.call(self)
 
     def run_on(self, thread: ActorThread) -> bool:
-        """Run the calls that wait, on a thread; False if the runner has ended.
+        """Run the waiting calls, in a thread; return False if the runner has ended.
 
-        Another thread may serve a shared runner as soon as the mailbox has no more calls for it: from then on this thread does
-        not change it.
+        As soon as the mailbox has no more calls for a shared runner, another thread may serve it; from then on this thread
+        must not change it.
         """
         hosted, queue, threads, shared = self._hosted, self.queue, self._threads, self.shared
         mailbox, run = hosted.mailbox, hosted.executor.run
@@ -330,7 +332,7 @@ class Runner:
             hosted.broken(error, entry)
         thread.flush()  # before the actor's last hooks
         mailbox.leave(queue, self)
-        if threads.remove(self):  # if several threads come here, the first ends it
+        if threads.remove(self):  # False if another thread has ended it
             hosted.left(self)
         return False
 
@@ -351,7 +353,7 @@ class Runner:
         self._wakers.pop()
         if not self._wakers:
             self._resume()
-            if self.depth:  # and not in the actor's last hooks
+            if self.depth:  # not in the actor's last hooks
                 self._threads.on[self] = _time.now()
 
     def begin_await(self) -> None:
@@ -365,7 +367,7 @@ class Runner:
         self._rest()
 
     def end_await(self) -> None:
-        """See futures.NestedRunner. For a coroutine that was dropped, the collector calls it, on any thread."""
+        """See futures.NestedRunner. If a coroutine was dropped, the garbage collector calls this, in any thread."""
         self._resume()
         try:
             self._awaits.pop()
@@ -381,11 +383,11 @@ class Runner:
             self._hosted.mailbox.resume(self.queue)
 
     def _serve_on(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Have the event loop that the method runs itself, if any, run :attr:`work` between the steps of its coroutines."""
+        """Make the event loop that the method runs itself, if any, run :attr:`work` between the steps of its coroutines."""
         if loop is not None:
             try:
                 loop.call_soon_threadsafe(self._serve_between, loop, context=self._context.copy())
-            except RuntimeError:  # it has ended: the thread looks in its next wait
+            except RuntimeError:  # the loop has ended: the thread finds the work in its next wait
                 pass
 
     def _serve_between(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -399,12 +401,12 @@ class Runner:
         if entry is None:
             return
         outer, wakers = self.running, self._wakers
-        # A wait below is not stirred by calls that run above it; a wait up there brings its own.
+        # Calls that run nested must not wake the outer wait; their own waits add their own wakers.
         self._wakers = []
-        # Nor is an event loop below theirs: they may run one of their own.
+        # Hide the outer event loop: nested calls may run an event loop of their own.
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
-        # Nor does a `with torch.no_grad():` below that waits mean the calls that run within it.
+        # A `with torch.no_grad():` of the outer call must not apply to nested calls.
         grad = torch.is_grad_enabled()
         if grad is not self._grad:
             torch._C._set_grad_enabled(self._grad)
@@ -419,13 +421,13 @@ class Runner:
     # -- interruption ------------------------------------------------------------------------------
 
     def interrupt(self, entry: Entry) -> None:
-        """Raise :class:`Interrupted` in the method that runs ``entry``, if it (still) does, once.
+        """Raise :class:`Interrupted` in the method that runs ``entry``, once, if it is still running.
 
-        Not while the thread is in our own code, which must not be cut in two, nor where it would be lost
-        (:func:`bears_interruption`): then it is tried again a little later, for as long as the entry runs. A method that is
-        hardly ever in code of its own is interrupted when it next calls us, or in its wait.
+        Not while the thread is in code of this package, which must not be interrupted, nor where the exception would be lost
+        (:func:`bears_interruption`): then it is retried a little later, as long as the entry runs. A method that is hardly ever
+        in its own code is interrupted when it next calls this package, or in its wait.
         """
-        # Start with a fresh turn of the interpreter, so that the thread hardly ever moves on while it is inspected.
+        # Yield first, so that the GIL is hardly ever handed over while the thread is inspected.
         _time.pause(0)
         with self._interrupts:
             self.inspected = True  # before the stack is read
@@ -448,7 +450,7 @@ class Runner:
         agent.clock.after(_AGAIN_S, partial(agent.submit, partial(self.interrupt, entry)))
 
     def raise_interruption(self) -> None:
-        """Raise the interruption of the call that runs here, if it has one. On this thread: see futures.interruption_point."""
+        """Raise the interruption of the call that runs here, if any. On the runner's thread: see futures.interruption_point."""
         enters = self._enters
         if enters is not None and _may_raise(sys._getframe(2)):
             self._enters = None
@@ -463,7 +465,7 @@ class Runner:
         raise Interrupted
 
     def enter(self, run: Callable[[], None]) -> None:
-        """Have the thread call ``run()`` in its present or next wait of ours, where it could be interrupted."""
+        """Make the thread call ``run()`` in its present or next wait in actorrpc, where it could be interrupted."""
         with self._interrupts:
             self._enters = run
             INTERRUPTED.add(self)
@@ -473,7 +475,7 @@ class Runner:
             pass
 
     def interruption_lost(self) -> None:
-        """Have the interruption that has just been lost come again. On this thread, at any point of it."""
+        """Retry an interruption that was raised where the interpreter ignores exceptions. Runs on the runner's thread."""
         agent = self._hosted.agent
         with self._interrupts:
             for entry, state in self.under_way.items():
@@ -487,19 +489,19 @@ class Runner:
         self._unwanted()
 
     def leave(self, entry: Entry, found: str | None) -> None:
-        """Take back the interruption of a call that has ended, if there is one: it is raised here or never.
+        """Withdraw the interruption of a call that has ended, if there is one: it is raised here or never.
 
         Args:
-            found: how far it had come when the call was removed from ``under_way``.
+            found: its progress when the call was removed from ``under_way``.
         """
         try:
             with self._interrupts:
                 self.inspected = False
                 found = self.under_way.pop(entry, found)
                 if found == _STRUCK:
-                    # Not raised yet, or just now: it is raised here. If it were replaced by none, CPython 3.11 would check for
-                    # exceptions at every step of every thread from then on, and a traced function (a debugger, coverage)
-                    # would never leave its first step.
+                    # It is pending, or was raised just now: raise it here. If it were replaced by no exception, CPython 3.11
+                    # would check for exceptions at every step of every thread from then on, and a traced function (a debugger,
+                    # coverage) would never leave its first step.
                     if _set_async_exc(threading.get_ident(), Interrupted):
                         while True:
                             _time.pause(0)
@@ -514,16 +516,16 @@ class Runner:
             INTERRUPTED.discard(self)
 
     def stack(self) -> str:
-        """Return what the thread is doing, as a traceback."""
+        """Return the thread's stack as a traceback."""
         frame = _stacks.top_frame(self.ident)
-        return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread is gone)"
+        return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread has ended)"
 
 
 class Bystanders:
-    """The threads of this process that serve no runner, in a worker that executes tasks: tasks may have started them.
+    """The threads without a runner in a worker that executes tasks. Tasks may have started them.
 
-    Each of these threads that waits makes room for one more task, as a waiting task does: it is not known to which task the
-    thread belongs. ``_lock`` guards the number and the table; it is a leaf, and re-entrant, as the collector may run under it.
+    While such a thread waits, one more task may run, as while a task waits: it is not known to which task the thread belongs.
+    ``_lock`` guards the number and the table. It is a leaf, and re-entrant, because the garbage collector may run under it.
     """
 
     work: Any = ()
@@ -534,7 +536,7 @@ class Bystanders:
         self._hosted_actors: weakref.WeakSet[HostedActor] = weakref.WeakSet()
 
     def make_room_in(self, hosted: HostedActor) -> None:
-        """Have them make room in an actor that executes tasks."""
+        """Count waits for an actor that executes tasks."""
         with self._lock:
             self._hosted_actors.add(hosted)
             for queue in hosted.mailbox.queues.values():
@@ -542,7 +544,7 @@ class Bystanders:
             stand_by(self)
 
     def leave(self, hosted: HostedActor) -> None:
-        """Forget an actor that has ended. Without such actors, waits are not counted."""
+        """Remove an actor that has ended. Without such actors, waits are not counted."""
         with self._lock:
             self._hosted_actors.discard(hosted)
             if not self._hosted_actors:

@@ -1,3 +1,3 @@
-"""What is made of actors: pools, queues, tasks."""
+"""Pools, queues and tasks, which are made of actors."""
 
 __all__: list[str] = []

@@ -4,8 +4,8 @@
     for result in pool.map(lambda actor, value: actor.double.remote(value), range(100)):
         ...
 
-The callbacks of a task's futures only append to a deque and wake the thread that waits. Everything else happens on the
-thread, or in the coroutine, that uses the pool.
+Callbacks of a task's futures only append to a deque and wake the waiting thread. All other work is done by the thread or
+coroutine that uses the pool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ V = TypeVar("V")
 
 
 class _Task:
-    """One call of the function: its arguments, the actor that works at it, and how far it is."""
+    """One call of the function: its arguments, the actor that executes it, and its state."""
 
     __slots__ = ("actor", "done", "error", "fn", "futures", "index", "is_list", "value")
 
@@ -41,13 +41,13 @@ class _Task:
         self.fn = fn
         self.value = value
         self.actor: Any = None  # None before the task is started, and after the actor is free again
-        self.futures: list[Future[Any]] = []  # of the result, or of each result in a list of results
+        self.futures: list[Future[Any]] = []  # the future of the result, or of each result in a list
         self.is_list = False
-        self.error: BaseException | None = None  # what the function raised
+        self.error: BaseException | None = None  # the exception that the function has raised
         self.done = False
 
     def start(self, actor: Any) -> Future[list[Any]]:
-        """Call the function; return a future that completes when its results are there.
+        """Call the function; return a future that completes when its results are available.
 
         Raises:
             WrongTypeError: the function has not returned an ObjectRef, a future, or a list of them.
@@ -59,18 +59,18 @@ class _Task:
             if not isinstance(part, (ObjectRef, torch.futures.Future)):
                 raise WrongTypeError(
                     "the function given to an ActorPool must return an ObjectRef (or a list of them): "
-                    f"what actor.method.remote(...) gives; it returned a {type(part).__name__}"
+                    f"the result of actor.method.remote(...); it returned a {type(part).__name__}"
                 )
         self.futures = [future_of(part, "an ActorPool") for part in parts]
         return collect_all(self.futures)
 
 
 class ActorPool(Generic[A]):
-    """Shares tasks out to actors, each of which works at one at a time.
+    """Distributes tasks to actors, each of which executes one at a time.
 
-    A task is a function that is given an actor and a value and returns the ObjectRef of the call it makes. The actor
-    is busy until that call has ended; an actor that has died does not come back. Tasks beyond
-    the number of actors wait; they are started, on the thread that waits for a result, as actors become free.
+    A task is a function that is called with an actor and a value, and returns the ObjectRef of the call that it makes. The actor
+    is busy until that call has ended; an actor that has died leaves the pool. If there are more tasks than actors, the others
+    wait; the thread that waits for a result starts them as actors become free.
 
     For one thread (or one task of an event loop) at a time, like an iterator.
 
@@ -80,25 +80,25 @@ class ActorPool(Generic[A]):
 
     def __init__(self, actors: Iterable[A]) -> None:
         self._idle: list[A] = list(actors)
-        self._tasks: dict[int, _Task] = {}  # whose results were not fetched, by number
+        self._tasks: dict[int, _Task] = {}  # tasks whose results were not fetched, by number
         self._waiting: deque[_Task] = deque()
-        self._busy: dict[int, _Task] = {}  # that occupy an actor, also abandoned ones
-        self._over: deque[_Task] = deque()  # ended, in that order; callbacks append to it
-        self._ready: dict[int, _Task] = {}  # the ended ones of _tasks, in the order in which they ended
+        self._busy: dict[int, _Task] = {}  # tasks that occupy an actor, including abandoned ones
+        self._over: deque[_Task] = deque()  # ended tasks, in that order; callbacks append to it
+        self._ready: dict[int, _Task] = {}  # the ended tasks of _tasks, in the order in which they ended
         self._next_task = 0
         self._next_return = 0
         self._dead = 0
-        # A callback completes it to wake the thread that waits. That thread replaces it before it waits again.
+        # A callback completes it to wake the waiting thread, which replaces it before it waits again.
         self._change: Future[None] = Future()
 
-    # -- giving tasks ------------------------------------------------------------------------------
+    # -- submitting tasks ------------------------------------------------------------------------------
 
     def submit(self, fn: Callable[[A, V], Any], value: V) -> None:
-        """Have ``fn(actor, value)`` called: at once if an actor is free, else when one is.
+        """Call ``fn(actor, value)``: at once if an actor is free, otherwise when one is.
 
         Raises:
-            WrongTypeError: it was called at once and returned no ObjectRef.
-            Exception: it was called at once and raised. (Later on, the task's result raises it.)
+            WrongTypeError: it was called at once and did not return an ObjectRef.
+            Exception: it was called at once and raised. (If it is called later, fetching the task's result raises.)
         """
         if not callable(fn):
             raise WrongTypeError(f"fn must be a function of an actor and a value, not {fn!r}")
@@ -116,15 +116,15 @@ class ActorPool(Generic[A]):
     def map(self, fn: Callable[[A, V], Any], values: Iterable[V]) -> PoolResults:
         """Call ``fn(actor, value)`` for each value and return an iterator over the results, in order.
 
-        Results of earlier tasks that were not fetched are dropped. All values are taken at once. The iterator works with
+        Results of earlier tasks that were not fetched are discarded. All values are read at once. The iterator works with
         ``for`` and ``async for``; it raises the error of a call that failed, and can be continued after that.
         """
         return self._map(fn, values, ordered=True)
 
     def map_unordered(self, fn: Callable[[A, V], Any], values: Iterable[V]) -> PoolResults:
-        """Call ``fn(actor, value)`` for each value and return an iterator over the results as they come.
+        """Call ``fn(actor, value)`` for each value and return an iterator over the results in the order in which calls end.
 
-        As :meth:`map` in everything else.
+        In all other respects like :meth:`map`.
         """
         return self._map(fn, values, ordered=False)
 
@@ -138,13 +138,14 @@ class ActorPool(Generic[A]):
         return PoolResults(self, ordered)
 
     def _start(self, task: _Task) -> None:
-        """Have a free actor work at a task. What the function raises becomes the task's error."""
+        """Start a task on a free actor. An exception of the function becomes the task's error."""
         actor = self._idle.pop()
         try:
             everything = task.start(actor)
         except BaseException as error:
             self._idle.append(actor)
-            if not isinstance(error, Exception) or is_of_handler(error):  # Ctrl-C is no outcome of a task
+            # Ctrl-C is not an outcome of the task.
+            if not isinstance(error, Exception) or is_of_handler(error):
                 raise
             task.error = error
             task.done = True
@@ -158,13 +159,13 @@ class ActorPool(Generic[A]):
 
         everything.add_done_callback(over)
 
-    # -- the state of things -----------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------
 
     def _collect(self, free: bool = False) -> None:
-        """Handle the tasks that have ended, and start others.
+        """Process the tasks that have ended, and start others.
 
         Args:
-            free: actors of ended tasks are free even if the results were not fetched.
+            free: actors of ended tasks become free even if the results were not fetched.
         """
         while self._over:
             task = self._over.popleft()
@@ -172,7 +173,7 @@ class ActorPool(Generic[A]):
             if task.index in self._tasks:
                 self._ready[task.index] = task
             else:
-                self._free(task)  # it was abandoned
+                self._free(task)  # the task was abandoned
         if free and self._waiting:
             for task in list(self._busy.values()):
                 if task.done:
@@ -193,7 +194,7 @@ class ActorPool(Generic[A]):
             self._idle.append(actor)
 
     def _fail_if_alone(self) -> None:
-        """Fail the first task that waits if there is no actor left that could ever start it."""
+        """Fail the first waiting task if the pool has no actor left that could start it."""
         if self._waiting and not self._busy and not self._idle:
             task = self._waiting.popleft()
             why = f"all of its actors have died ({self._dead})" if self._dead else "it has no actors"
@@ -204,16 +205,16 @@ class ActorPool(Generic[A]):
             self._ready[task.index] = task
 
     def has_next(self) -> bool:
-        """Say whether there are tasks, in any state, whose results were not fetched."""
+        """Say whether there are tasks whose results were not fetched."""
         return bool(self._tasks)
 
     def has_free(self) -> bool:
-        """Say whether an actor is free and no task waits for one."""
+        """Say whether an actor is free and no task waits."""
         self._collect()
         return bool(self._idle) and not self._waiting
 
     def pop_idle(self) -> A | None:
-        """Take a free actor out of the pool and return it; None if there is none, or tasks wait for one."""
+        """Remove a free actor from the pool and return it; None if no actor is free, or tasks wait."""
         return self._idle.pop() if self.has_free() else None
 
     def push(self, actor: A) -> None:
@@ -233,26 +234,26 @@ class ActorPool(Generic[A]):
         """Return the result of the next task, in the order in which they were submitted; waits for it.
 
         Args:
-            timeout: seconds to wait at most; None: as long as the call takes.
-            ignore_if_timedout: abandon the task after the time-out. Its actor is free when the call ends.
+            timeout: seconds to wait at most; None: without limit.
+            ignore_if_timedout: abandon the task after the time-out. Its actor becomes free when the call ends.
 
         Raises:
             StopIteration: there is no task left.
-            TimeoutError: the task is not over in time.
-            ConfigError: :meth:`get_next_unordered` has gone past the tasks that are left (a ValueError); or no
-                actor is left for them.
-            Exception: what the call ended with.
+            TimeoutError: the task has not ended in time.
+            ConfigError: :meth:`get_next_unordered` has already returned results of later tasks (a ValueError); or no
+                actor is left to start the task.
+            Exception: the error of the call.
         """
         return self._get(True, timeout, ignore_if_timedout)
 
     def get_next_unordered(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
-        """Return the result of the task that ends first; waits for one. Otherwise as :meth:`get_next`."""
+        """Return the result of the task that ends first; waits for it. Otherwise as :meth:`get_next`."""
         return self._get(False, timeout, ignore_if_timedout)
 
     async def get_next_async(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
         """Return the result of the next task, as :meth:`get_next`, without blocking the event loop.
 
-        Raises: as :meth:`get_next`, but StopAsyncIteration where no task is left.
+        Raises: as :meth:`get_next`, but StopAsyncIteration if no task is left.
         """
         return await self._get_async(True, timeout, ignore_if_timedout)
 
@@ -263,7 +264,7 @@ class ActorPool(Generic[A]):
         return await self._get_async(False, timeout, ignore_if_timedout)
 
     def _find(self, ordered: bool) -> _Task | None:
-        """Return the next task; None if it has not ended: then wait for ``_change`` and call this again."""
+        """Return the next task if it has ended; otherwise None: the caller waits for ``_change`` and calls this again."""
         if ordered and self._next_return >= self._next_task:
             raise ConfigError("get_next() is not possible after get_next_unordered() has gone past its task")
         self._change = Future()  # made before the tasks are checked, so that later changes complete it
@@ -275,7 +276,7 @@ class ActorPool(Generic[A]):
         return next(iter(self._ready.values()), None)
 
     def _take(self, task: _Task) -> None:
-        """Count a task as fetched: its actor is free."""
+        """Remove a task whose result is fetched; its actor becomes free."""
         self._tasks.pop(task.index, None)
         self._ready.pop(task.index, None)
         self._next_return = max(self._next_return, task.index + 1)
@@ -290,7 +291,7 @@ class ActorPool(Generic[A]):
             if task in self._waiting:
                 self._waiting.remove(task)
             self._take(task)
-            text += f"; task {task.index} was given up"
+            text += f"; task {task.index} was abandoned"
         return RpcTimeoutError(text, maybe_executed=None)
 
     def _get(self, ordered: bool, timeout: float | None, ignore: bool) -> Any:

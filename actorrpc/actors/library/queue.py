@@ -1,12 +1,12 @@
 """A first-in, first-out queue that lives in an actor and that any number of processes may use.
 
-The interface of ``ray.util.queue.Queue``. The actor is an asyncio one, so any number of callers may wait in it, and
-their deadlines live there: an item is given to one caller that still wants it, or it stays in the queue.
+The interface of ``ray.util.queue.Queue``. The actor is an asyncio one, so any number of callers may wait in it. The actor also
+handles their deadlines: an item is given to a caller that still waits, or it stays in the queue.
 
-What makes that exact: each ``get`` has a ticket. A caller that gives up (asyncio cancellation, Ctrl-C, the deadline or
-the end of the call that it is nested in) withdraws its ticket, and if the item was already on its way to it, it goes
-back to its old place. The actor keeps what it has handed out until the caller's next ``get`` says that it has come, at
-most :data:`_KEEP_S` seconds. (A caller whose process dies loses what it was handed, as with every queue.)
+No item is lost when a caller gives up. Each ``get`` has a ticket. A caller that gives up (asyncio cancellation, Ctrl-C, the
+deadline or the end of the call in which it runs) withdraws its ticket. If the actor has already sent an item to it, the item
+returns to its old place in the queue. The actor keeps a sent item until the caller's next ``get`` confirms it, for at most
+:data:`_KEEP_S` seconds. (If the caller's process dies, the item is lost, as with every queue.)
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ if TYPE_CHECKING:
 __all__ = ["Empty", "Full", "Queue"]
 
 T = TypeVar("T")
-Ticket = tuple[int, int]  # the client's number, and one for each of its calls
-
-# How long items that were handed out are kept for a withdrawal, if their receiver does not call again.
+Ticket = tuple[int, int]  # the client's number, and the number of its call
+# How long sent items are kept for a withdrawal, if their receiver does not call again.
 _KEEP_S: Final = 30.0
-# Waiting callers are calls in execution: a limit on those would keep the one out that would wake the others.
+# Each waiting caller is a running call. With a limit, waiting callers would block the call that would wake them.
 _MAX_WAITING: Final = 1_000_000
 
 
 class Empty(standard.Empty):
-    """There was no item within the time, or there were not as many as asked for."""
+    """No item came in time, or the queue has fewer items than requested."""
 
 
 class Full(standard.Full):
-    """There was no room within the time, or not for that many items."""
+    """There was no room in time, or not enough room for the items."""
 
 
 # -- inside the actor ---------------------------------------------------------------------------------------
 
 
 class _Waiter:
-    """A caller that waits. Its future gets the item (of a getter) or None (of a putter, when its item is in)."""
+    """A waiting caller. Its future gets the item (for a getter), or None when its item was put in (for a putter)."""
 
     __slots__ = ("entry", "future", "line", "withdrawn")
 
@@ -70,9 +69,9 @@ class _Waiter:
 
 
 class QueueActor:
-    """What runs in the queue's actor. All methods are coroutines, so they run on one thread, one step at a time.
+    """The class of the queue's actor. All methods are coroutines, so they run on one thread, one step at a time.
 
-    Items have numbers, in the order in which they came in, so that one that comes back finds its place.
+    Items have numbers in the order in which they were put in, so that a returned item goes to its old place.
     """
 
     def __init__(self, maxsize: int) -> None:
@@ -85,7 +84,7 @@ class QueueActor:
         self._handed: dict[Ticket, tuple[list[tuple[int, Any]], asyncio.TimerHandle]] = {}
 
     def _settle(self) -> None:
-        """Serve the callers that can be served: after it, no caller waits for an item, or for room, while there is some."""
+        """Serve waiting callers. After that, no getter waits while there is an item, and no putter while there is room."""
         while True:
             if self._items and self._getters:
                 self._getters.popleft().future.set_result(self._items.popleft())
@@ -101,11 +100,11 @@ class QueueActor:
         return self._maxsize <= 0 or len(self._items) < self._maxsize
 
     async def _wait(self, waiter: _Waiter, ticket: Ticket, timeout: float | None) -> bool:
-        """Wait in line; say whether the waiter was served. It is out of the line afterwards in any case."""
+        """Wait in line; return whether the waiter was served. It is removed from the line in any case."""
         waiter.line.append(waiter)
         self._waiting[ticket] = waiter
         try:
-            # Does not cancel the future: it is either served or not, whatever happens at the same time.
+            # asyncio.wait() does not cancel the future, so that it is clear whether the waiter was served.
             await asyncio.wait((waiter.future,), timeout=timeout)
         except asyncio.CancelledError:
             self._withdraw(waiter)
@@ -127,7 +126,7 @@ class QueueActor:
             self._take_back([waiter.future.result()])
 
     def _take_back(self, entries: list[tuple[int, Any]]) -> None:
-        """Put items that were handed out, but not received, back in their places."""
+        """Return items that were sent, but not received, to their places."""
         for entry in entries:
             place = 0
             while place < len(self._items) and self._items[place][0] < entry[0]:
@@ -146,7 +145,7 @@ class QueueActor:
                 handed[1].cancel()
 
     async def put(self, item: Any, ticket: Ticket, timeout: float | None) -> bool:
-        """Put an item in; False if there was no room in time."""
+        """Put an item in; return False if there was no room in time."""
         if self._room() and not self._putters:
             self._items.append((next(self._numbers), item))
             self._settle()
@@ -158,7 +157,7 @@ class QueueActor:
     async def get(
         self, ticket: Ticket, timeout: float | None, received: tuple[Ticket, ...]
     ) -> tuple[Any] | None:
-        """Take an item out, in a tuple; None if there was none in time."""
+        """Remove an item and return it in a tuple; None if there was none in time."""
         self._forget(received)
         if self._items:
             entry = self._items.popleft()
@@ -175,7 +174,7 @@ class QueueActor:
         return (entry[1],)
 
     async def put_batch(self, items: list[Any]) -> int | None:
-        """Put all of the items in, or say how many there are and put none in."""
+        """Put all items in and return None; if there is not enough room, return the number of items in the queue."""
         if self._maxsize > 0 and len(self._items) + len(items) > self._maxsize:
             return len(self._items)
         self._items.extend((next(self._numbers), item) for item in items)
@@ -183,7 +182,7 @@ class QueueActor:
         return None
 
     async def get_batch(self, count: int, ticket: Ticket, received: tuple[Ticket, ...]) -> list[Any] | int:
-        """Take that many items out, or say how many there are and take none."""
+        """Remove and return ``count`` items; if there are fewer, return the number of items in the queue."""
         self._forget(received)
         if count > len(self._items):
             return len(self._items)
@@ -193,7 +192,7 @@ class QueueActor:
         return [item for _, item in entries]
 
     async def withdraw(self, ticket: Ticket) -> None:
-        """End a call that its caller has given up; what it was handed goes back."""
+        """End a call whose caller has given up; items that were sent to it return to the queue."""
         waiter = self._waiting.get(ticket)
         if waiter is not None:
             self._withdraw(waiter)
@@ -203,7 +202,7 @@ class QueueActor:
             self._take_back(handed[0])
 
     async def qsize(self) -> int:
-        """Return how many items there are."""
+        """Return the number of items."""
         return len(self._items)
 
     async def full(self) -> bool:
@@ -215,18 +214,18 @@ class QueueActor:
         return len(self._getters), len(self._putters)
 
     async def handed(self) -> int:
-        """Return how many calls hold what they were handed and have not said that it came."""
+        """Return how many calls were sent items and have not confirmed them."""
         return len(self._handed)
 
     async def drain(self) -> None:
         """Return after the earlier calls of the same caller were started: they are started in order."""
 
 
-# -- outside ------------------------------------------------------------------------------------------------
+# -- outside of the actor ------------------------------------------------------------------------------------------------
 
 
 def _check_timeout(block: bool, timeout: Any) -> float | None:
-    """Return the time-out as the actor takes it: 0 means not to wait."""
+    """Return the time-out for the actor: 0 means not to wait."""
     if not block:
         return 0
     if timeout is None:
@@ -240,11 +239,11 @@ class Queue(Generic[T]):
     It lives in an actor of its own and ends with the last Queue object that refers to it. Queue objects can be sent
     in arguments and results; thread-safe. Waiting callers are served in the order in which they came.
 
-    An item that a caller was too late for, or that came when its caller had been cancelled, stays in the queue. As
-    with every call, an ObjectRef put into the queue arrives as its value.
+    If a caller gives up or is cancelled, no item is lost: an item that was meant for it stays in the queue. As
+    in every call, an ObjectRef that is put into the queue arrives as its value.
 
     Args:
-        maxsize: how many items there is room for; 0 or less: no limit.
+        maxsize: the greatest number of items; 0 or less: no limit.
         actor_options: options of the actor, as for ``Cls.options(...)``: ``{"name": ..., "worker": ...}``.
 
     Raises:
@@ -280,7 +279,7 @@ class Queue(Generic[T]):
         actor = self.actor
         if actor is None:
             raise ShutdownError("this queue was shut down", maybe_executed=False)
-        # Without a time-out: the actor looks after the time, and a call nested in another ends with that.
+        # Without a time-out: the actor handles it. A call nested in another ends with that call.
         return cast("ObjectRef[Any]", getattr(actor, name).remote(*args))
 
     def _ticket(self) -> Ticket:
@@ -292,13 +291,13 @@ class Queue(Generic[T]):
         while self._received:
             try:
                 found.append(self._received.popleft())
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread has removed the last ticket
                 break
         return tuple(found)
 
     def _give_up(self, ref: ObjectRef[Any], ticket: Ticket) -> None:
-        """Withdraw a call that its caller does not wait for any longer. Never raises."""
-        # Not as a nested call: the call that this code runs in may have ended or may be cancelled.
+        """Withdraw a call for which its caller no longer waits. Never raises."""
+        # Not as a nested call: the surrounding call may have ended or may be cancelled.
         token = CURRENT.set(None)
         try:
             cover([ref, self._call("withdraw", ticket)])
@@ -334,15 +333,15 @@ class Queue(Generic[T]):
         self._check_put(self._wait(self._call("put", item, ticket, seconds), ticket))
 
     async def put_async(self, item: T, block: bool = True, timeout: float | None = None) -> None:
-        """Put an item in, as :meth:`put` does; if it is cancelled while it waits, the item is not put in."""
+        """Put an item in, like :meth:`put`; if cancelled while waiting, the item is not put in."""
         seconds, ticket = _check_timeout(block, timeout), self._ticket()
         self._check_put(await self._wait_async(self._call("put", item, ticket, seconds), ticket))
 
     def get(self, block: bool = True, timeout: float | None = None) -> T:
-        """Take an item out.
+        """Remove an item and return it.
 
         Args:
-            block: wait for one.
+            block: wait for an item.
             timeout: seconds to wait at most; None: no limit.
 
         Raises:
@@ -356,7 +355,7 @@ class Queue(Generic[T]):
         )
 
     async def get_async(self, block: bool = True, timeout: float | None = None) -> T:
-        """Take an item out, as :meth:`get` does; if it is cancelled while it waits, no item is lost."""
+        """Remove an item and return it, like :meth:`get`; if cancelled while waiting, no item is lost."""
         seconds, ticket = _check_timeout(block, timeout), self._ticket()
         ref = self._call("get", ticket, seconds, self._arrived())
         return self._check_got(await self._wait_async(ref, ticket), ticket)
@@ -375,22 +374,22 @@ class Queue(Generic[T]):
         """Put an item in if there is room. The same as ``put(item, block=False)``.
 
         Raises:
-            Full: there is none.
+            Full: there is no room.
         """
         self.put(item, block=False)
 
     def get_nowait(self) -> T:
-        """Take an item out if there is one. The same as ``get(block=False)``.
+        """Remove an item and return it, if there is one. The same as ``get(block=False)``.
 
         Raises:
-            Empty: there is none.
+            Empty: there is no item.
         """
         return self.get(block=False)
 
-    # -- several -----------------------------------------------------------------------------------
+    # -- several items -----------------------------------------------------------------------------------
 
     def put_nowait_batch(self, items: Iterable[T]) -> None:
-        """Put several items in, one behind the other, in one call.
+        """Put several items in, in order, in one call.
 
         Raises:
             Full: there is no room for all of them; no item was put in.
@@ -404,11 +403,11 @@ class Queue(Generic[T]):
             raise Full(f"cannot add {len(batch)} items to a queue of size {held} and maxsize {self.maxsize}")
 
     def get_nowait_batch(self, num_items: int) -> list[T]:
-        """Take several items out in one call, in their order.
+        """Remove several items in one call, and return them in order.
 
         Raises:
-            Empty: there are fewer; no item was taken out.
-            ConfigError: ``num_items`` is negative (a ValueError), or no int (a TypeError).
+            Empty: there are fewer; no item was removed.
+            ConfigError: ``num_items`` is negative (a ValueError), or not an int (a TypeError).
         """
         num_items = integer("num_items", num_items, least=0)
         ticket = self._ticket()
@@ -418,7 +417,7 @@ class Queue(Generic[T]):
         self._received.append(ticket)
         return cast("list[T]", found)
 
-    # -- looking and ending ------------------------------------------------------------------------
+    # -- size and end ------------------------------------------------------------------------
 
     def qsize(self) -> int:
         """Return how many items are in the queue now."""
@@ -434,19 +433,19 @@ class Queue(Generic[T]):
         return True
 
     def empty(self) -> bool:
-        """Say whether there is no item now."""
+        """Say whether the queue has no item now."""
         return self.qsize() == 0
 
     def full(self) -> bool:
-        """Say whether there is no room now."""
+        """Say whether the queue has no room now."""
         return cast(bool, get(self._call("full")))
 
     def shutdown(self, force: bool = False, grace_period_s: float = 5) -> None:
-        """End the queue for all processes. Its items are lost; a caller that waits in it gets ActorDiedError.
+        """End the queue for all processes. Its items are lost; waiting callers get ActorDiedError.
 
         Args:
             force: at once; otherwise earlier calls are finished first.
-            grace_period_s: how long that may take at most, in seconds.
+            grace_period_s: how many seconds finishing them may take.
         """
         seconds = _check_timeout(True, grace_period_s)
         actor = self.actor
@@ -457,7 +456,7 @@ class Queue(Generic[T]):
                 drained = self._call("drain")
                 cover([drained])
                 wait([drained], timeout=seconds)
-            except RpcError:  # it has ended already
+            except RpcError:  # the actor has already ended
                 pass
         self.actor = None
         kill(actor)

@@ -1,9 +1,9 @@
-"""Tasks: what ``@remote`` makes of a function. ``f.remote(...)`` runs it in another process.
+"""Tasks: the result of ``@remote`` above a function. ``f.remote(...)`` runs it in another process.
 
-Tasks are executed by internal actors, the runners. In an embedded cluster, a runner is a process, made when it is needed. There
-are as many as CPUs, and all workers share the runners of rank 0. In a group made by ``init_rpc``, each other worker has a
-runner; after the end of such a worker, its runner moves to another one. While a task waits for others, its runner executes other
-tasks: nested tasks cannot block each other.
+Tasks are executed by internal actors, the runners. In an embedded cluster, a runner is a process, started when it is needed;
+there are at most as many as CPUs, and all workers share the runners of rank 0. In a group made by ``init_rpc``, each other worker
+has a runner; after the end of such a worker, its runner moves to another one. While a task waits for others, its runner executes
+other tasks, so nested tasks cannot block each other.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = ["RemoteFunction", "RunnerPools", "TaskFuture", "TaskRunner"]
 P = ParamSpec("P")
 Out = TypeVar("Out")
 _LEASE_S: Final = 60.0  # how long rank 0 may take to give this process a runner
-_THREADS: Final = 8  # tasks at a time on a worker that is not ours alone
+_THREADS: Final = 8  # concurrent tasks on a worker that also does other work
 
 
 # -- where tasks run -------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ _THREADS: Final = 8  # tasks at a time on a worker that is not ours alone
 class TaskRunner:
     """The actor that executes tasks, one at a time, not counting tasks that wait for others."""
 
-    __actorrpc_name__ = TASKS  # the name that users read
+    __actorrpc_name__ = TASKS  # its name in messages
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Execute a function; a coroutine is run to its end."""
@@ -70,14 +70,14 @@ class TaskRunner:
         return asyncio.run(_await(result)) if isinstance(result, Coroutine) else result
 
     def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Execute a generator function, also an asynchronous one, and pass on what it yields."""
+        """Execute a generator function, also an asynchronous one, and yield its items."""
         _say(function)
         found = function(*args, **kwargs)
         yield from _steps(found) if hasattr(found, "__aiter__") else found
 
 
 def _say(function: Callable[..., Any]) -> None:
-    """Have errors about the result name the function."""
+    """Set the function's name in errors about the result."""
     current = CURRENT.get()
     if current is not None:
         current.what = function
@@ -110,7 +110,7 @@ _STREAM: Final = _INFO.methods["stream"]
 
 
 class _Runner:
-    """A runner, and how many of this process's tasks are with it."""
+    """A runner, and how many of this process's tasks it has."""
 
     __slots__ = ("busy", "handle", "route")
 
@@ -121,10 +121,10 @@ class _Runner:
 
 
 class _RunnerPool:
-    """The runners for tasks of one kind, as this process uses them. Guarded by the lock of :class:`RunnerPools`.
+    """The runners for one kind of tasks, as this process uses them. Guarded by the lock of :class:`RunnerPools`.
 
     Attributes:
-        leases: the requests to rank 0 for one more runner that are not answered.
+        leases: the unanswered requests to rank 0 for one more runner.
     """
 
     def __init__(self, limit: int) -> None:
@@ -133,7 +133,7 @@ class _RunnerPool:
         self.leases: list[Future[None]] = []
 
     def choose(self) -> _Runner | None:
-        """Return the runner that has the least to do; None if there should be one more."""
+        """Return the least busy runner; None if there should be one more."""
         least = min(self.runners, key=lambda each: each.busy, default=None)
         if least is None or (least.busy and len(self.runners) + len(self.leases) < self.limit):
             return None
@@ -143,8 +143,8 @@ class _RunnerPool:
 class RunnerPools:
     """All the runners that this process uses. Thread-safe.
 
-    ``_lock`` guards ``_pools``, and the numbers in them. Runners are made under it, which calls no user code. It is re-entrant,
-    because the garbage collector may run there.
+    ``_lock`` guards ``_pools`` and the numbers in it. Runners are made under it, which calls no user code. It is re-entrant,
+    because the garbage collector may run while it is held.
     """
 
     def __init__(self, in_force: Runtime) -> None:
@@ -163,7 +163,7 @@ class RunnerPools:
         return runner
 
     def give_back(self, runner: _Runner, dead: bool = False) -> None:
-        """Record that a task has ended, and with ``dead`` that its runner has ended for good."""
+        """Record that a task has ended and, with ``dead``, that its runner has ended for good."""
         with self._lock:
             runner.busy -= 1
             if dead:
@@ -217,7 +217,7 @@ class RunnerPools:
     # -- the runners of rank 0, for all workers of an embedded cluster ----------------------------------------
 
     def share(self, options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
-        """Return the runners there are for tasks of a kind, after making some if there are less than ``count``."""
+        """Return the runners for a kind of tasks, after making some if there are fewer than ``count``."""
         with self._lock:
             pool = self._pool(options)
             while len(pool.runners) < min(count, pool.limit):
@@ -227,11 +227,11 @@ class RunnerPools:
     def lease(self, options: TaskOptions) -> Future[None] | None:
         """Request one more runner from rank 0 if all runners that this process knows are busy, and the limit allows one more.
 
-        Does not block. Rank 0, processes without an embedded cluster, and tasks that name a worker request nothing: there,
+        Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` need no request: there,
         :meth:`take` makes the runners.
 
         Returns:
-            None if :meth:`take` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails as
+            None if :meth:`take` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
             the request does. If ``limit`` requests are under way already, it is the future of the last one.
         """
         if self.runtime.spawner is None or options.worker is not None or self._is_first:
@@ -246,10 +246,10 @@ class RunnerPools:
             pool.leases.append(lease)
             count = len(pool.runners) + len(pool.leases)
         lease.label = "a process for tasks"
-        lease.cover()  # the tasks that wait for it fail with its error
+        lease.cover()  # its error is reported by the tasks that wait for it
         agent = self.runtime.agent
         plain = replace(options, name=None, retry_exceptions=False)
-        token = CURRENT.set(None)  # other calls may wait for it, too
+        token = CURRENT.set(None)  # not a nested call: other calls may wait for it, too
         try:
             asked = call_quietly(agent, lambda: agent.peer(0), _share, (plain, count), _LEASE_S)
         finally:
@@ -271,20 +271,20 @@ class RunnerPools:
 
 
 def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
-    """Called by other workers on rank 0."""
+    """Call :meth:`RunnerPools.share`. Called by RPC on rank 0."""
     pools: RunnerPools = runtime().task_pools
     return pools.share(options, count)
 
 
 def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
     given: dict[str, Any] = {}
-    if "worker" not in how:  # there it would keep for good what it had booked, as runners stay
+    if "worker" not in how:  # on a given worker, a runner, which stays, would never release booked resources
         given = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
     if options.env:
         given["env"] = options.env
     if options.working_dir is not None:
         given["working_dir"] = options.working_dir
-    # Each task has a thread of its own: a task that ran within another one, which waits, would keep that from going on.
+    # Each task has a thread of its own: a task that ran nested in a waiting task would keep the latter from continuing.
     internal = {"movable": how.pop("movable", False), "yielding": True, "reentrant": False}
     made = with_internal_options(
         _RUNNER.options(max_restarts=-1, **given, **how), **internal, allow_out_of_order_execution=True
@@ -297,7 +297,7 @@ def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
 
 
 def _is_of(route: Route | None, error: BaseException | None) -> bool:
-    """Say whether an error is about the actor of a task, and not about an argument or from the task's own code."""
+    """Say whether an error is about the actor of a task, and not from an argument or the task's own code."""
     return (
         isinstance(error, (ActorDiedError, ActorUnavailableError))
         and not isinstance(error, RemoteError)
@@ -306,17 +306,17 @@ def _is_of(route: Route | None, error: BaseException | None) -> bool:
 
 
 def _told(label: object, error: Any, route: Route | None) -> BaseException:
-    """Return the error of a task, in place of the error of the actor that executed it."""
+    """Return the error of a task for the error of the actor that executed it."""
     if not _is_of(route, error):
         return cast(BaseException, error)
     if (
         type(error.__cause__) is ConfigError
-    ):  # no process can be started for any task, as of a wrong init(preload=)
+    ):  # no task can start a process, for example after a wrong init(preload=)
         return ConfigError(str(error.__cause__))
-    # Whatever it died of is in the text; that it can be called again later is no comfort to the task.
+    # The cause of death is in the text. The advice to call the actor again does not apply to a task.
     cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
     told = PeerDiedError(
-        f"{label} was not finished, and is not run (again): max_retries= says how often. {cause.partition('. Call again')[0]}",
+        f"{label} was not finished, and is not run (again), see max_retries=. {cause.partition('. Call again')[0]}",
         maybe_executed=error.maybe_executed,
         worker=error.worker,
     )
@@ -325,7 +325,7 @@ def _told(label: object, error: Any, route: Route | None) -> BaseException:
 
 
 class _AwaitsRunner(Progress):
-    """The source of a task's future until there is a runner for it."""
+    """The source of a task's future while the task waits for a runner."""
 
     __slots__ = ("task", "unwanted")
 
@@ -334,7 +334,7 @@ class _AwaitsRunner(Progress):
         self.unwanted = False
 
     def cancel(self) -> bool:
-        """Have the task fail with CancelledError, instead of being sent, when its lease completes.
+        """Make the task fail with CancelledError, instead of being sent, when its lease completes.
 
         If another thread has just sent the task, its call is cancelled.
 
@@ -343,12 +343,12 @@ class _AwaitsRunner(Progress):
         """
         self.unwanted = True
         source = self.task.source
-        # It may have been started in this moment.
+        # Another thread may just have started it.
         return not self.task.completed if source is self or source is None else source.cancel()
 
 
 class TaskFuture(InnerFuture[Any]):
-    """The result of a task. Its errors speak of the task and not of the actor that executes it."""
+    """The result of a task. Its errors name the task, and not the actor that executes it."""
 
     __slots__ = ("_again", "_call", "_method", "_options", "_pools", "_route", "_runner")
 
@@ -366,7 +366,7 @@ class TaskFuture(InnerFuture[Any]):
         self._again: Again | None = None
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have a runner execute the task.
+        """Pass the task to a runner.
 
         Raises:
             SerializationError: the function, or an argument, cannot be sent.
@@ -381,7 +381,7 @@ class TaskFuture(InnerFuture[Any]):
         call.add_done_callback(self._ended)
 
     def start_after(self, lease: Future[None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have a runner execute the task when there is one, with the arguments as they are now. No thread waits.
+        """Pass the task to a runner when ``lease`` completes, with the arguments as they are now. No thread waits.
 
         Raises:
             SerializationError: the function, or an argument, cannot be sent.
@@ -417,14 +417,14 @@ class TaskFuture(InnerFuture[Any]):
         if runner is not None:
             dead = isinstance(error, ActorDiedError) and _is_of(runner.route, error)
             self._pools.give_back(runner, dead=dead)
-        call.acknowledge()  # the task's future has it now
+        call.acknowledge()  # the task's future reports the error
         if self.claim():
             self.conclude(
                 call.value_or_none, None if error is None else _told(self.label, error, self._route)
             )
 
     def kill(self) -> Future[None] | None:
-        """End the process that executes the task; None if no process does."""
+        """End the process that executes the task; return None if no process does."""
         runner = self._runner
         return None if runner is None else runner.route.kill(False)
 
@@ -437,9 +437,9 @@ class TaskFuture(InnerFuture[Any]):
     def explain(
         self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
     ) -> BaseException | Future[Any]:
-        """Say what it means that the stream has broken off with an error. As :meth:`Route.explain`."""
+        """Return the error to raise for a stream that has ended with ``error``. As :meth:`Route.explain`."""
         route = self._route
-        if route is None:  # it has not begun
+        if route is None:  # the task was not sent
             return error
         meaning = route.explain(method, options, error, peer)
         if not isinstance(meaning, Future):
@@ -448,7 +448,7 @@ class TaskFuture(InnerFuture[Any]):
         told.label = meaning.label
 
         def known(done: Future[Any]) -> None:
-            done.acknowledge()  # the task's future has it now
+            done.acknowledge()  # the task's future reports the error
             told.set_exception(_told(self.label, done.error or error, route))
 
         meaning.add_done_callback(known)
@@ -466,14 +466,14 @@ def _intern(options: CallOptions) -> CallOptions:
 
 
 class RemoteFunction(Generic[P, Out]):
-    """A function that runs elsewhere: ``f.remote(...)``. Immutable and thread-safe.
+    """A function that runs in another process: ``f.remote(...)``. Immutable and thread-safe.
 
-    Generator functions give streams, ``async def`` functions are run to their end. The function itself is
-    ``f.__wrapped__``. Typed by what it takes, and by what ``remote`` returns.
+    Generator functions return streams; ``async def`` functions are run to their end. The function itself is
+    ``f.__wrapped__``. Its type has the function's parameters and the return type of ``remote``.
 
     Args:
         function: the function.
-        options: how its tasks are run.
+        options: the options of its tasks.
     """
 
     def __init__(self, function: Callable[P, Any], options: TaskOptions | None = None) -> None:
@@ -494,7 +494,7 @@ class RemoteFunction(Generic[P, Out]):
         self._call = _intern(call if call.num_returns else replace(call, num_returns=1))
 
     def _name_as(self, first: RemoteFunction[..., Any]) -> None:
-        """Record which remote function may have the name of the function in its module."""
+        """Record which remote function may have the function's name in its module."""
         self._first = first
         self._travels: object = Itself(self.__wrapped__, first, "__wrapped__")
 
@@ -502,14 +502,14 @@ class RemoteFunction(Generic[P, Out]):
 
         @property
         def remote(self) -> RemoteCall[Callable[P, Out]]:
-            """Run the function elsewhere."""
+            """Run the function in another process."""
             raise AssertionError
     else:
 
         def remote(self, *args, **kwargs):
             """Run the function in another process; return an ObjectRef to its result at once.
 
-            ObjectRefs among the arguments are replaced by their values first. Starts the embedded cluster if nothing runs.
+            ObjectRefs among the arguments are replaced by their values first. Starts the embedded cluster if in no group.
 
             Returns:
                 ObjectRef, a list of them with ``num_returns`` above 1, None with 0, or an ObjectRefGenerator of a
@@ -547,7 +547,7 @@ class RemoteFunction(Generic[P, Out]):
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: tasks are run with ``remote``.
+        """Raise TypeError: tasks are run with ``remote``.
 
         Raises:
             TypeError: always.

@@ -1,3 +1,3 @@
-"""References to objects, and waiting for them."""
+"""References to objects, and functions that wait for them."""
 
 __all__: list[str] = []

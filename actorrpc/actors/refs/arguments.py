@@ -19,20 +19,20 @@ __all__ = ["awaited", "has_refs", "pack_arguments", "resolve"]
 
 
 def has_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether there are ObjectRefs at top level."""
+    """Say whether one of the arguments is an ObjectRef."""
     return ObjectRef in map(type, args) or ObjectRef in map(type, kwargs.values())
 
 
 def pack_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return the arguments with values in place of the ObjectRefs whose values are here.
+    """Return the arguments, with values in place of the ObjectRefs whose values are here.
 
     Returns:
-        The arguments, and whether there are ObjectRefs left among them: the called side has to :func:`resolve` them.
+        The arguments, and whether ObjectRefs are left among them, which the called side has to :func:`resolve`.
 
     Raises:
-        BaseException: the error of an ObjectRef at top level; the call then fails with it and is not sent. As with ``get``,
+        BaseException: the error of one of the ObjectRefs; the call then fails with it and is not sent. As with ``get``,
             the failures of other ObjectRefs are not logged.
     """
     left = False
@@ -49,7 +49,8 @@ def pack_arguments(
                 if value.stored is None:
                     return value.open()
             elif type(value) is not StoredResult:
-                if template is not None:  # it came with the reply; it should have stayed with its actor
+                # The value came with the reply, although it should have stayed with its actor.
+                if template is not None:
                     template.handed_on()
                 return each._value(value)
         left = True
@@ -67,7 +68,7 @@ def pack_arguments(
 
 
 def awaited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[Any]]:
-    """Return the pending futures behind the ObjectRefs at top level."""
+    """Return the pending futures of ObjectRefs among the arguments."""
     futures = [each._future for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
     return [each for each in futures if each is not None and not each.done()]
 
@@ -75,11 +76,11 @@ def awaited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[Any]]:
 def resolve(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Future[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-    """Start to fetch the results that ObjectRefs at top level stand for, all at once; no thread waits.
+    """Start to fetch the results of all ObjectRefs among the arguments; no thread waits.
 
     Returns:
         A Future of the arguments with values in place of ObjectRefs, which fails as soon as one of them does; None if
-        there are none.
+        there are no ObjectRefs.
     """
     if not has_refs(args, kwargs):
         return None

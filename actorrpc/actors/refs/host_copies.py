@@ -1,8 +1,9 @@
-"""One copy for a host: a large object of another host is fetched from there once, and shared by all who want it here.
+"""One copy per host: a large object of another host is fetched from there once, and shared by all workers of this host.
 
-The worker that has the object sends its bytes to the first who asks from a host, and tells the others from there who that was
-(:class:`CopyOnHost`): they ask that one, in whose process the copy goes into memory that the host shares, once. Nobody is told
-when a copy is let go of: who asks in vain, or asks a worker that has ended, asks the object's worker anew, and gets the bytes.
+The worker that has the object sends its bytes to the first worker of a host that requests it. Later requests from that host are
+answered with a :class:`CopyOnHost`, which names that worker. They fetch the copy from it; it moves its copy once into shared
+memory. Freed copies are not reported: if the named worker has ended or has no copy any more, the request is sent to the object's
+worker again, which then sends the bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["CopyOnHost", "HostCopies", "place_of"]
 
-_ASK_S: Final = 30.0  # who has a copy, or is fetching it, may take so long; then its owner is asked again
+_ASK_S: Final = 30.0  # how long a worker that has or fetches a copy may take; then the owner is asked again
 
 
 class CopyOnHost(NamedTuple):
-    """Stands for an object in an answer: another worker of the host that asks has a copy.
+    """An answer in place of an object: another worker of the requesting host has a copy.
 
     Attributes:
-        worker: who.
-        value: which one, as that worker has asked for it.
+        worker: the name of that worker.
+        value: the id under which that worker has requested the object.
     """
 
     worker: WorkerKey
@@ -44,7 +45,7 @@ class CopyOnHost(NamedTuple):
 
 
 class HostCopies:
-    """What this process has fetched from other workers, or is fetching, for as long as an ObjectRef has it. Thread-safe."""
+    """The values that this process has fetched from other workers, or is fetching, while ObjectRefs use them. Thread-safe."""
 
     __slots__ = ("_fetched", "_references")
 
@@ -53,7 +54,7 @@ class HostCopies:
         self._fetched: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
 
     def share(self, value: RRefId) -> Any:
-        """Return the copy that this worker has fetched; None after the copy was freed."""
+        """Return the copy that this worker has fetched; None if the copy was freed."""
         agent, future = self._references.agent, self._fetched.get(value)
         if future is None:
             return None
@@ -61,16 +62,16 @@ class HostCopies:
             return _shared(agent, future)
         answer: Future[Any] = Future()
         answer.label = future.label
-        # It may be long to copy: not on the thread that reads.
+        # Copying may take long, so the thread that reads replies does not do it.
         future.add_done_callback(lambda done: agent.submit(lambda: answer.set_result(_shared(agent, done))))
         return Deferred(answer)
 
     def fetch(self, rref: RRef[Any], future: Future[Any], anew: bool) -> Future[Any]:
-        """Return what completes with an object, or with :class:`CopyOnHost`. Never raises.
+        """Return a future of the object or a :class:`CopyOnHost`. Never raises.
 
         Args:
-            future: completes with the object in the end, wherever that is had from: others of this host are given it.
-            anew: the copy on this host that was told of could not be had.
+            future: the future of the object itself, wherever it is fetched from; other workers of this host get its value.
+            anew: the copy that an earlier answer named is not available.
         """
         value = rref._handle.rref_id
         if not anew and not rref.is_owner():
@@ -81,31 +82,31 @@ class HostCopies:
         return rref._to_future(fetch=_lend, more=(anew,))
 
     def ask(self, copy: CopyOnHost) -> Future[Any]:
-        """Return what completes with the copy of another worker of this host, or with None where that has none any more."""
+        """Return a future of another worker's copy on this host; its value is None if that worker has no copy any more."""
         future: Future[Any] = Future()
         references = self._references
         try:
             peer = references.peer_of(copy.worker)
             references.agent.call(peer, _share, (copy.value,), {}, _ASK_S, future=future)
-        except RpcError as error:  # it has ended
+        except RpcError as error:  # the worker has ended
             future.set_exception(error)
         references.agent.flush()
         return future
 
 
 def place_of(agent: Agent, worker: str) -> str:
-    """Return what is the same for all workers that share the memory of one copy: their host, or just the worker."""
+    """Return a key that is equal for all workers that can share the memory of one copy: their host, or just the worker."""
     try:
         peer = agent.peer(worker)
         host = peer.record.host
         shares = agent.shares_memory(peer) if host == agent.record.host else peer.record.unix_path is not None
-    except RpcError:  # it has died since
+    except RpcError:  # the worker has died
         return worker
     return host if shares else worker
 
 
 def _lend(named: tuple[int, int, str], anew: bool) -> Any:
-    """Answer with an object of this worker. Runs where it is."""
+    """Answer a request for an object of this worker. Called by RPC on the worker that has it."""
     value = RRefId(*named)
     execution = CURRENT.get()
     assert execution is not None
@@ -117,13 +118,13 @@ def _lend(named: tuple[int, int, str], anew: bool) -> Any:
 
 
 def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, found: Any) -> Any:
-    """Return what the answer carries: the object itself, or who on the asker's host has it."""
+    """Return the content of the answer: the object itself, or the worker on the requesting host that has a copy."""
     found = of_promise(found)
     if type(found) is not Snapshot or found.nbytes < LARGE or agent.shares_memory(peer):
         return found
     place, lent = place_of(agent, peer.name), found.lent
     if lent is None:
-        lent = found.lent = {}  # of two who are the first at once, each gets the bytes
+        lent = found.lent = {}  # if two threads do this at once, both requests get the bytes
     if anew:
         lent[place] = peer.key, value
     worker, known_as = lent.setdefault(place, (peer.key, value))
@@ -140,7 +141,7 @@ def _shared(agent: Agent, done: Future[Any]) -> Snapshot | None:
         return None
     try:
         copy.share(agent)
-    except Exception as error:  # no room: who asks gets bytes
+    except Exception as error:  # there is no room in shared memory: the bytes are sent
         if is_of_handler(error):
             raise
     return copy

@@ -48,21 +48,21 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 SMALL: Final = 64 << 10
-"""Results up to this many bytes are sent with the reply; larger ones stay where they were made, or in memory of their host."""
+"""Results up to this many bytes are sent with the reply; larger ones stay in memory of the host where they were made."""
 
 SOLE: Final = 2 if sys.version_info < (3, 14) else -1
 """The reference count that a function finds for its argument if no other variable has the object.
 
-Then no other code can ask an ObjectRef for its result. From Python 3.14 on, the count does not tell that.
+No other code can read an ObjectRef with this count. From Python 3.14 on, the count is not reliable.
 """
 
 _TEXTS: Final = frozenset({str, bytes})
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_MAX_HOPS: Final = 8  # a promise of a promise of a kept result is three
+_MAX_HOPS: Final = 8  # a promise of a promise of a stored result needs three
 
 
 def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
-    """Return the object that the reply to ``peer`` carries for a result of ``nbytes`` packed bytes: a small result itself.
+    """Return the object to send in the reply to ``peer`` for a result of ``nbytes`` packed bytes: a small result itself.
 
     A large result is copied once. Later changes of the object by its actor do not change the copy.
 
@@ -83,20 +83,20 @@ def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
 
 
 def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
-    """Return the error of a result whose worker, which had kept it, has ended."""
+    """Return the error of a result whose worker has ended before the result was fetched."""
     what = str(label).removeprefix("the result of ").removeprefix("the call of ")
     return _explained(
         f"the result of {what} is lost: the call was executed, and its large result stayed on worker {error.worker!r}, "
-        "which has ended before it was fetched. Call again, and fetch such results, or hand them on, while their actor lives",
+        "which has ended before it was fetched. Call again, and fetch such results, or pass them on, while their actor lives",
         error,
         maybe_executed=True,
     )
 
 
 def _out_of_reach(label: object, error: PeerDiedError) -> PeerDiedError:
-    """Return the error of a value whose worker, which had handed on the reference to it, has ended."""
+    """Return the error of a value that was to come from the worker that has sent the reference, and that has ended."""
     return _explained(
-        f"the value of {label} is lost: it was to come from worker {error.worker!r}, which has ended before it was fetched. "
+        f"the value of {label} is lost: its source, worker {error.worker!r}, has ended before it was fetched. "
         "Fetch such values while that worker lives",
         error,
         maybe_executed=error.maybe_executed,
@@ -116,7 +116,7 @@ class _Pursuit(Progress):
     waiting thread or by a callback, whichever pops the step from the list ``_claim``.
 
     Args:
-        stays: a :class:`StoredResult` is not followed: the future gets it.
+        stays: a :class:`StoredResult` is not followed: it becomes the value of the future.
     """
 
     __slots__ = ("_claim", "_copies", "_hops", "_is_nearby", "_rref", "_stays", "future")
@@ -130,7 +130,7 @@ class _Pursuit(Progress):
     ) -> None:
         self.future = future
         self._stays = stays
-        self._is_nearby = False  # whether the step asks another worker of this host for its copy
+        self._is_nearby = False  # whether the current step requests another worker's copy on this host
         self.future.label = label
         self.future.source = self
         self._rref: RRef[Any] | None = None
@@ -151,14 +151,14 @@ class _Pursuit(Progress):
             return
         error, value = step.error, of_promise(step.value_or_none)
         if self._is_nearby and type(value) is not Snapshot and type(error) is not CancelledError:
-            step.acknowledge()  # the other worker has ended, has freed its copy, or did not get one
+            step.acknowledge()  # the other worker has ended, has freed its copy, or never got one
             assert self._rref is not None
             self.pursue(self._rref, anew=True)
         elif error is not None:
             if type(error) is PeerDiedError and self._rref is not None:
                 if not self._stays:
                     error = _lost(self.future.label, error)
-                elif error.worker == self._rref.owner_name():  # and not the error of the call itself
+                elif error.worker == self._rref.owner_name():  # not the error of the call itself
                     error = _out_of_reach(self.future.label, error)
             self.future.follow(step, error)
         elif type(value) is CopyOnHost:
@@ -169,7 +169,7 @@ class _Pursuit(Progress):
             self._hop(value.rref)
         else:
             try:
-                # All readers share an object that lives here. An object from another worker has this reader only.
+                # All readers share an object that lives here. An object from another worker has only this reader.
                 owned = self._rref is not None and self._rref.is_owner() and not self._stays
                 if owned and type(value) is not Snapshot:
                     value = Snapshot.of(value)
@@ -181,7 +181,7 @@ class _Pursuit(Progress):
     def _hop(self, rref: RRef[Any]) -> None:
         self._hops += 1
         if self._hops > _MAX_HOPS:
-            self.future.try_fail(RRefError(f"{self.future.label} leads from worker to worker without an end"))
+            self.future.try_fail(RRefError(f"{self.future.label} leads from worker to worker without end"))
             return
         self.pursue(rref)
 
@@ -189,18 +189,18 @@ class _Pursuit(Progress):
         """Fetch a value from its worker, or from a worker of this host that has a copy.
 
         Args:
-            anew: only from its worker.
+            anew: only from its worker, not from a copy.
         """
         self._rref, self._is_nearby = rref, False
         found = current()
-        if found is None:  # this worker has left its group, as the error says
+        if found is None:  # this worker has left its group; the error says so
             self.follow(rref._to_future())
             return
         self._copies = found.host_copies
         self.follow(self._copies.fetch(rref, self.future, anew))
         found.agent.flush()
 
-    # -- as the source of a future -----------------------------------------------------------------
+    # -- the source of a future -----------------------------------------------------------------
 
     @property
     def behind(self) -> Future[Any] | None:
@@ -210,7 +210,7 @@ class _Pursuit(Progress):
             step = claim[0]
         except IndexError:
             return None
-        if rref is not None and rref.is_owner():  # this worker has promised the value
+        if rref is not None and rref.is_owner():  # a value that this worker has promised
             return rrefs.promised(rref) or step
         return step
 
@@ -238,12 +238,12 @@ class _Pursuit(Progress):
             return False
 
 
-# Guards the slots ``_future``, ``_fetched`` and ``_promise`` of all ObjectRefs while they are filled, so that no value is
-# fetched twice. No code is called under it. Re-entrant, as the garbage collector may run finalisers that use ObjectRefs.
+# Guards the attributes ``_future``, ``_fetched`` and ``_promise`` of all ObjectRefs while they are set, so that no value is
+# fetched twice. No code is called under it. Re-entrant, because the garbage collector may run finalisers that use ObjectRefs.
 _lock = threading.RLock()
 
 
-# Identities start with random bytes of this process. A system call for each ObjectRef would take longer than its call.
+# An identity starts with random bytes of this process. A system call for each ObjectRef would take longer than creating it.
 _origin = b""
 _numbers = itertools.count()
 
@@ -258,17 +258,17 @@ os.register_at_fork(after_in_child=_draw_origin)
 
 
 class ObjectRef(Generic[T_co]):
-    """A reference to the result of a call to an actor or a task; :func:`actorrpc.get` gives the result.
+    """A reference to the result of a call to an actor or a task; :func:`actorrpc.get` returns the result.
 
-    It can be awaited, on any event loop. As an argument of another call it is replaced by its result before
-    the method runs; inside of containers it arrives as an ObjectRef. It can be sent in all messages of the
+    It can be awaited, on any event loop. As an argument of another call, it is replaced by its result before
+    the method runs; inside of containers it is passed as an ObjectRef. It can be sent in all messages of the
     group, complete or not. ObjectRefs of the same result are equal. Thread-safe.
 
     All workers of the group can load its pickles (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does not keep the
     result: keep the ObjectRef until it was loaded. Loading waits for the worker that pickled it.
 
     Args:
-        future: completes with the result, with :class:`StoredResult`, or with the error; None: ``promise`` is asked.
+        future: completes with the result, with :class:`StoredResult`, or with the error; None: ``promise`` has the result.
         label: the name of the result in messages.
         promise: refers to the result at the worker that sent the ObjectRef.
         ref_id: identifies the result; by default it is made when it is needed.
@@ -305,13 +305,13 @@ class ObjectRef(Generic[T_co]):
         """Return an ObjectRef of a call that failed with an error."""
         future: Future[Any] = InnerFuture()
         future.set_exception(error)
-        future.acknowledge()  # it was raised, or logged, where it comes from
+        future.acknowledge()  # the error was raised or logged at its origin
         return cls(future, label=label, ref_id=ref_id)
 
     # -- the result ----------------------------------------------------------------------------------
 
     def _ask(self) -> Future[Any]:
-        """Return the future of the result, which may be a :class:`StoredResult`. A promise is asked for the result."""
+        """Return the future of the result, which may be a :class:`StoredResult`. Requests the result of a promise."""
         future = self._future
         if future is None:
             made: Future[Any] = InnerFuture()
@@ -361,14 +361,15 @@ class ObjectRef(Generic[T_co]):
                 pursuit.follow(future)
         if (
             future.covered
-        ):  # read after `_fetched` is set: covered here, or by the thread that covers the call
+            # Read after setting `_fetched`: either this thread sees the flag, or the thread that covers the call sees `_fetched`.
+        ):
             found.cover()
         return found
 
     def future(self) -> ConcurrentFuture[T_co]:
-        """Return a Future of the value itself, which ``concurrent.futures`` and ``asyncio.wrap_future`` take, too.
+        """Return a Future of the value itself, which ``concurrent.futures`` and ``asyncio.wrap_future`` also accept.
 
-        A value that stayed elsewhere is fetched.
+        A value that is on another worker is fetched.
         """
         return self._final(ConcurrentFuture)  # type: ignore[no-any-return]
 
@@ -377,9 +378,9 @@ class ObjectRef(Generic[T_co]):
         return self._ask().completed
 
     def cancel(self) -> bool:
-        """Cancel the call: it ends with :class:`CancelledError`, and its actor is notified; False if it has ended already.
+        """Cancel the call: it ends with :class:`CancelledError`, and its actor is notified; False if it has already ended.
 
-        For an ObjectRef from another worker, only the wait here is cancelled.
+        For an ObjectRef from another worker, only the wait in this process is cancelled.
         """
         return self._ask().cancel()
 
@@ -398,7 +399,7 @@ class ObjectRef(Generic[T_co]):
 
         Args:
             found: the value of the future that :meth:`_settled` returned.
-            sole: only the caller has this ObjectRef.
+            sole: only the caller refers to this ObjectRef.
         """
         kind = type(found)
         if kind in ATOMS:
@@ -409,17 +410,17 @@ class ObjectRef(Generic[T_co]):
                 template.fetched()
             return found.open(copy)
         if sole and self._id is None and copy is not False:
-            return found  # no other reader can ask for it
+            return found  # no other reader can get the value
         kept, mine = replace(found, self._futures())
         if type(kept) is not Snapshot:
             return kept
         return found if mine and copy is not False else kept.open(copy)
 
     def _futures(self) -> list[Future[Any]]:
-        """Return the futures that may have the result's value: of the call, and of a fetch that began before the call ended."""
+        """Return the futures that may have the result as value: of the call, and of a fetch that began before the call ended."""
         return [each for each in (self._future, self._fetched) if each is not None]
 
-    # -- travelling ----------------------------------------------------------------------------------
+    # -- sending ObjectRefs ----------------------------------------------------------------------------------
 
     def _identity(self) -> bytes:
         found = self._id
@@ -458,12 +459,12 @@ class ObjectRef(Generic[T_co]):
         if future is None or not future.completed:
             if lost is None:
                 return _arrive_promise, (*known, self._as_promise())
-            # The worker that sent this ObjectRef can no longer be asked for the value.
+            # The worker that sent this ObjectRef cannot provide the value any longer.
             return _as_failed(
                 *known, _out_of_reach(known[1], lost) if type(lost) is PeerDiedError else lost, context
             )
         if lost is not None:
-            self._promise = None  # this worker promises what it has
+            self._promise = None  # from now on, this worker is the source of the value
         error = future.error
         value = future.value_or_none
         if error is None and type(value) is StoredResult:
@@ -485,7 +486,7 @@ class ObjectRef(Generic[T_co]):
         if is_fetched:
             return _arrive_promise, (*known, self._as_promise())
         if error is not None:
-            future.acknowledge()  # the receiver's get() raises it
+            future.acknowledge()  # the receiver's get() raises the error
             return _as_failed(*known, error, context)
         return _arrive, (*known, value)
 
@@ -531,7 +532,7 @@ class ObjectRef(Generic[T_co]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In a pickle of the program's own; messages have _reduce().
+        # For pickles made by the program; messages use _reduce().
         return _load, (pickles.address_of(self._as_promise()), self._identity(), self._name())
 
     def _not_a_value(self, what: str) -> NoReturn:
@@ -555,7 +556,7 @@ class ObjectRef(Generic[T_co]):
 
 
 def _worth_another_try(fetched: Future[Any]) -> bool:
-    """Whether a fetch failed only because its reader had no more time, or cancelled it."""
+    """Whether a fetch failed only because its reader had no time left, or cancelled it."""
     return fetched.completed and isinstance(fetched.error, (RpcTimeoutError, CancelledError))
 
 
@@ -598,7 +599,7 @@ def put(value: T) -> ObjectRef[T]:
     """Return an ObjectRef for a copy of a value. Changes of the object, or of values that ``get()`` returns, do not affect it.
 
     The tensors, arrays and buffers of a large value (from 256 KiB) are copied once, into memory that all processes of this host
-    share. The memory is freed when the last ObjectRef and the last value made from it have been freed, in all processes. Other
+    share. The memory is freed when the last ObjectRef and the last value made from it were freed, in all processes. Other
     hosts fetch the value from here.
 
     Raises:

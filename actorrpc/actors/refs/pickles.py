@@ -1,8 +1,8 @@
 """References in pickles that a program makes itself, as with ``pickle.dumps(handle)``.
 
-Such a pickle does not keep the value alive, as it may be loaded any number of times, or never. It has the address of the value:
-one value of one incarnation of one worker. The process that loads it asks that worker for a reference, which is counted as all
-others. Therefore a program has to keep a reference until its pickle was loaded.
+Such a pickle does not keep the value alive, because it may be loaded any number of times, or never. It contains the address of
+the value: the incarnation of a worker and the id of the value. The process that loads it requests a reference from that worker,
+which is counted like all others. Therefore a program has to keep a reference until its pickle was loaded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["Address", "GroupIdentity", "address_of", "enter", "find", "here"]
 
-_FIND_S: Final = 30.0  # how long the worker that has a value may take to lend it
+_FIND_S: Final = 30.0  # how long the worker that has a value may take to answer
 
 
 class GroupIdentity(NamedTuple):
-    """The group that a reference is of: by its rank 0, which is one life of one worker.
+    """Identifies the group of a reference by the incarnation of its rank 0.
 
     Attributes:
-        first: its incarnation; empty if it was not known.
-        name, pid: its name and process id, for messages.
+        first: the incarnation of rank 0; empty if it was not known.
+        name, pid: the name and process id of rank 0, for messages.
     """
 
     first: str
@@ -44,7 +44,7 @@ class GroupIdentity(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where a value is.
+    """The address of a value.
 
     Attributes:
         worker, name: the worker that has the value.
@@ -58,10 +58,10 @@ class Address(NamedTuple):
 
 
 def here() -> GroupIdentity:
-    """Return the group that this process is in.
+    """Return the group of this process.
 
     Raises:
-        NotInitializedError: it is in none.
+        NotInitializedError: it is in no group.
     """
     agent = rrefs.runtime().agent
     for record in (agent.record, *agent.members()):
@@ -74,15 +74,15 @@ def enter(group: GroupIdentity, what: str) -> References:
     """Return the references of this process, if it is in the group in which an object was pickled.
 
     Raises:
-        NotInitializedError: it is in none.
-        SerializationError: it is in another one.
+        NotInitializedError: it is in no group.
+        SerializationError: it is in another group.
     """
     try:
         references, mine = rrefs.runtime(), here()
     except NotInitializedError:
         raise NotInitializedError(
             f"{what} was pickled in {group}, and can only be loaded by workers of that group: this process is in none. Load it "
-            "in an actor or a task, or join the group first; a process that was forked from a worker is none"
+            "in an actor or a task, or join the group first; a process that was forked from a worker is not a worker"
         ) from None
     if group.first and mine.first and group.first != mine.first:
         raise SerializationError(
@@ -102,13 +102,13 @@ def address_of(rref: RRef[Any]) -> Address:
 
 
 def find(address: Address, what: str) -> RRef[Any]:
-    """Return a reference to the value at an address. Waits for the answer of the worker that has the value.
+    """Return a reference to the value at an address. Blocks until the worker that has the value answers.
 
     Raises:
         NotInitializedError, SerializationError: this process is not in its group.
         PeerDiedError: the worker that had it has ended.
-        RRefError: the value was freed, as no process kept a reference.
-        RpcTimeoutError: that worker does not answer.
+        RRefError: the value was freed because no process kept a reference.
+        RpcTimeoutError: the worker does not answer.
     """
     references = enter(address.group, what)
     if address.worker == references.me:
@@ -128,12 +128,12 @@ def find(address: Address, what: str) -> RRef[Any]:
             ) from None
     if found is None:
         raise RRefError(
-            f"{what} cannot be loaded from its pickle: it is no more, as nobody has kept it. A pickle keeps nothing alive: keep "
-            "the reference itself until the pickle was loaded"
+            f"{what} cannot be loaded from its pickle: it was freed, because no process kept it. A pickle keeps nothing "
+            "alive: keep the reference itself until the pickle was loaded"
         )
     return found
 
 
 def _lend(value: RRefId) -> RRef[Any] | None:
-    """Return a reference to a value of this worker, if it is still there. Called by RPC."""
+    """Return a reference to a value of this worker, or None if it was freed. Called by RPC."""
     return rrefs.lend(value)

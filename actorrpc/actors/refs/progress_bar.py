@@ -1,4 +1,4 @@
-"""The bars of :func:`actorrpc.progress` and ``as_completed(progress=True)``: tqdm's, which is imported for the first one."""
+"""The bars of :func:`actorrpc.progress` and ``as_completed(progress=True)``, made by tqdm, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["progress_bar"]
 
 
 def progress_bar(total: int | None, description: str | None) -> Any:
-    """Return a new bar, tqdm's own for what it is shown on: a terminal, a file or a notebook.
+    """Return a new bar of the tqdm class for the output: a terminal, a file or a notebook.
 
     Args:
-        total: how many there will be; None: nobody knows.
+        total: the number of items; None: unknown.
 
     Raises:
         ConfigError: tqdm is not installed.

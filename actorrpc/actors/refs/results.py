@@ -1,8 +1,8 @@
-"""The values that the future of a result may have, and how several readers get values of their own from one future.
+"""The possible values of a result's future, and how several readers get values of their own from one future.
 
 The value is an object of a class in :data:`ATOMS`, a Snapshot, a :class:`StoredResult`, or an object that came with the reply.
-Readers may share the first three. The object that came with the reply is given to one reader only: before that, a Snapshot takes
-its place in the future, and all other readers get values that are made from the Snapshot.
+Readers may share the first three. An object that came with the reply is given to one reader only. Before that, a Snapshot
+replaces it in the future, and all other readers get values that are made from the Snapshot.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class ResultPolicy(Protocol):
     """Decides whether the large results of a method are sent with the reply, or kept where they are made."""
 
     def fetched(self) -> None:
-        """Record that the caller read the result itself."""
+        """Record that the caller has read the result itself."""
 
     def handed_on(self) -> None:
-        """Record that the caller passed the reference on."""
+        """Record that the caller has passed the reference on."""
 
 
 class StoredResult:
-    """Stands for a result that stayed where it was made.
+    """Stands for a result that stayed on the worker where it was made.
 
     Attributes:
-        rref: refers to the result, or to a Snapshot of it. It is never changed.
+        rref: refers to the result, or to a Snapshot of it. Never changed.
         policy: is notified when the caller fetches the result or passes it on.
     """
 
@@ -55,20 +55,20 @@ class StoredResult:
 
 _SHARED: Final = ATOMS | {Snapshot, StoredResult}
 
-# Guards the values of completed futures while Snapshots replace them. No code is called under it. Re-entrant, as the garbage
+# Guards the values of completed futures while Snapshots replace them. No code is called under it. Re-entrant, because the garbage
 # collector may run finalisers that use ObjectRefs.
 _lock = threading.RLock()
 
 
 def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
-    """Put a Snapshot in the place of an object that came with a reply.
+    """Replace an object that came with a reply by a Snapshot.
 
     Args:
         futures: the completed futures that may have the object as their value.
 
     Returns:
-        What the futures hold now: the Snapshot, or the object itself where it cannot be copied or has a gradient history; all
-        readers share it then. And whether this call has put the Snapshot there: the object is then the caller's alone.
+        The value that the futures have now: the Snapshot, or the object itself if it cannot be copied or has a gradient history;
+        all readers then share it. And whether this call has replaced the object: then only the caller has the object.
     """
     try:
         snapshot = Snapshot.of(value, recorded=False)
@@ -77,7 +77,7 @@ def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
     with _lock:
         having = [each for each in futures if each.value_or_none is value]
         if not having:
-            # Another thread was faster. Its reader may have changed the object while it was copied above.
+            # Another thread has replaced it. Its reader may have changed the object while it was copied above.
             return next(
                 (each.value_or_none for each in futures if type(each.value_or_none) is Snapshot), value
             ), False
@@ -95,5 +95,5 @@ def readable(value: Any, futures: Iterable[Future[Any]]) -> Any:
 
 def of_promise(found: Any) -> Any:
     """Return the object to send to readers of a value of this worker. The value of a promise is its future."""
-    # Not isinstance(): that asks the object for its class, and runs code of the user's.
+    # type(), not isinstance(): that reads the object's __class__, which may run user code.
     return readable(found.value_or_none, (found,)) if issubclass(type(found), Future) else found

@@ -1,7 +1,7 @@
-"""Snapshots: an object as it was at one moment, to be made again later, here or on another worker.
+"""Snapshots: copies of objects at one moment, from which the objects can be made again later, here or on another worker.
 
-An object that waits before it is sent (the arguments of a call to an actor that is being restarted, an item that a
-generator yielded, a result that stays with its actor) is kept as a snapshot: later changes of the object do not
+Objects that wait before they are sent (the arguments of a call to an actor that is being restarted, an item that a
+generator yielded, a result that stays with its actor) are kept as snapshots: later changes of the object do not
 change the snapshot, and an object that cannot be sent is refused at once.
 """
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 __all__ = ["LARGE", "Snapshot"]
 
 LARGE: Final = 256 << 10
-"""Objects with so many bytes of tensors, arrays and buffers go into memory that all processes of a host share."""
+"""Objects with at least this many bytes of tensors, arrays and buffers are put into memory that all processes of a host share."""
 
 _OUT_OF_BAND: Final = 4096  # the codec leaves shorter buffers in the pickle
 _ATTEMPTS: Final = 4
 
 _find_main: Final = re.compile(b"__(?:mp_)?main__").search
 
-_NOTHING: Final[Mapping[bytes, bytes]] = {}  # the definitions of most; never changed
+_NOTHING: Final[Mapping[bytes, bytes]] = {}  # the definitions of most snapshots; never changed
 
-# Definitions that came with snapshots: a definition of a snapshot that is opened often is loaded once. The snapshots have
-# them, too, so a definition that was evicted is added again.
+# Definitions that came with snapshots, so that each is loaded once even if its snapshot is opened often. The snapshots contain
+# them, too, so an evicted definition is added again.
 _definitions: Final = codec.DefinitionStore()
 
 
@@ -49,11 +49,11 @@ class Snapshot:
     """A copy of an object.
 
     Tensors, arrays and long bytes are copied once, into memory of the snapshot. Functions and classes that other workers
-    cannot import are in it. It holds RRefs, ObjectRefs and handles of actors as references: each opened object has the same
-    ones. In a distributed autograd context, gradients flow from the opened object, on any worker, to the copied object.
-    Thread-safe; never changes, except by :meth:`open_once`.
+    cannot import are included. RRefs, ObjectRefs and handles of actors are kept as references, which all opened objects
+    share. In a distributed autograd context, gradients flow from the opened object, on any worker, to the copied object.
+    Thread-safe; immutable, except for :meth:`open_once`.
 
-    Messages carry the memory of a snapshot after its pickle. The references that it holds become references of the receiver.
+    Messages contain the snapshot's memory after its pickle. The references in it become references of the receiver.
     Objects of the main module are sent by name to workers that run the same program, and by value to others.
     """
 
@@ -86,13 +86,13 @@ class Snapshot:
         self._definitions = definitions
         self._held = held
         self._by_name = by_name  # the objects of the main module
-        self._tag = tag  # the recorder's
-        #: where its memory is, if that is in a segment which all processes of the host share, and of what sizes
+        self._tag = tag  # for the autograd recorder
+        #: The location of its memory, if that is in a segment which all processes of the host share, and its parts' sizes.
         self.stored = stored
         self._sizes = sizes
-        #: which worker of each other host has fetched it, and as which value
+        #: host -> the worker that has fetched it there, and the id of the copy.
         self.lent: dict[str, tuple[Any, Any]] | None = None
-        #: its size in bytes
+        #: Its size in bytes.
         self.nbytes: int = len(body) + sum(sizes)
         if buffers:
             self._buffers = [memoryview(each).cast("B") for each in buffers]
@@ -114,7 +114,7 @@ class Snapshot:
         """Copy an object as it is now.
 
         Args:
-            recorded: False refuses an object with a gradient history, and does not show it to the recorder.
+            recorded: False refuses an object with a gradient history, and does not pass it to the recorder.
             label: the name of its memory in the error for full memory; site: where it was made.
             remote_main: False copies objects of the main module by value even for workers that run the same program.
             context: the autograd context that it belongs to; by default the current one, if there is one.
@@ -146,13 +146,13 @@ class Snapshot:
         """Make a new object from the snapshot.
 
         Args:
-            copy: for a large object, True gives memory of its own; None gives the shared pages, and each page becomes the
-                object's own when it is written to; False gives the shared pages, and refuses writes.
+            copy: for a large object, True makes a copy; None uses the shared pages, and each page is copied when it is written
+                to; False uses the shared pages, and forbids writes.
 
         Raises:
             SerializationError: it cannot be rebuilt here.
-            RuntimeError: :meth:`open_once` has used it up.
-            TypeError: ``copy`` is False, and there is a tensor in it: torch has no read-only tensors.
+            RuntimeError: :meth:`open_once` was called.
+            TypeError: ``copy`` is False, and the object contains a tensor: torch has no read-only tensors.
         """
         buffers, is_mapped = self._whole()
         if copy is not False and (copy or not is_mapped):
@@ -162,13 +162,13 @@ class Snapshot:
             opened = self._decode([each.toreadonly() for each in buffers], tensors)
             if tensors:
                 raise TypeError(
-                    "there are tensors in the value, and torch has none that can only be read: leave copy=False out"
+                    "the value contains tensors, and torch has no read-only tensors: leave copy=False out"
                 )
             return opened
         return self._decode(buffers)
 
     def open_once(self) -> Any:
-        """Make the object from the snapshot's own memory, without a copy; the snapshot is used up.
+        """Make the object from the snapshot's own memory, without a copy; the snapshot cannot be opened again.
 
         Raises: as :meth:`open`.
         """
@@ -178,7 +178,7 @@ class Snapshot:
         return self._decode(buffers)
 
     def share(self, agent: Agent) -> None:
-        """Move its memory to where all processes of this host can map it.
+        """Move its memory into a segment that all processes of this host can map.
 
         Raises:
             ObjectStoreFullError: there is no room for it.
@@ -195,7 +195,7 @@ class Snapshot:
             self._buffers = []
 
     def _whole(self) -> tuple[list[memoryview], bool]:
-        """Return its memory, and whether that is a new mapping, which only the caller has."""
+        """Return its memory, and whether that is a new mapping, to which no other code has access."""
         buffers = (
             self._buffers
         )  # read before `stored`, because share() sets `stored` before it empties the buffers
@@ -203,7 +203,7 @@ class Snapshot:
         if stored is not None:
             return _slices(stored.map(), self._sizes), True
         if buffers is None:
-            raise RuntimeError("this snapshot was opened for the last time already")
+            raise RuntimeError("this snapshot was opened by open_once() before")
         return buffers, False
 
     def _decode(self, buffers: Sequence[memoryview], tensors: list[Any] | None = None) -> Any:
@@ -214,14 +214,14 @@ class Snapshot:
             if attempt == _ATTEMPTS - 1:
                 store = (
                     codec.DefinitionStore()
-                )  # other threads evict these definitions as fast as this thread adds them
+                )  # other threads keep evicting the definitions that this thread adds
             if attempt:
                 for key in store.missing(definitions):
                     store.add(key, definitions[key])
             try:
                 opened = codec.decode(self._body, buffers, definitions=store, context=holder, tensors=tensors)
             except codec.UnknownDefinitionError:
-                continue  # not added yet, or evicted; no part of the object has been unpickled
+                continue  # a definition is missing or was evicted; no part of the object was unpickled
             if self._tag is not None and (runtime := current()) is not None:
                 runtime.agent.recorder.arrived(self._tag, tensors, None)
             return opened
@@ -277,11 +277,11 @@ def _arrive(
     by_name: bool,
     tag: Any,
 ) -> Snapshot:
-    """Rebuild a snapshot whose memory is shared (named in pickles).
+    """Rebuild a snapshot whose memory is shared (wire format).
 
     Raises:
-        ProtocolError: its memory makes no sense, or never came.
-        LimitError: there was no descriptor left for it.
+        ProtocolError: its memory is not valid, or was not received.
+        LimitError: this process has no free descriptor for it.
     """
     index, offset, nbytes, sizes = where
     context = codec.current_decoding()
@@ -300,7 +300,7 @@ def _arrive(
 
 
 def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRange | None:
-    """Copy memory to where all processes of the host can map it; None if the system has no such memory."""
+    """Copy memory into a segment that all processes of the host can map; None if the system has no such memory."""
     offsets, nbytes = layout([span.nbytes for span in spans])
     execution = CURRENT.get()
     until = _time.now() + agent.settings.object_wait if execution is None else execution.deadline
@@ -324,10 +324,10 @@ def _slices(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _copy_of(span: codec.TensorSpan) -> memoryview:
-    """Copy memory to where no other code writes."""
+    """Copy memory into a buffer to which no other code writes."""
     nbytes = span.nbytes
     runtime = current()
-    # Pages that were used before are several times faster to fill than fresh ones.
+    # Recycled pages are several times faster to fill than new ones.
     target = runtime.agent.buffers.take(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
     if nbytes:
         memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), span)

@@ -1,6 +1,6 @@
-"""Waiting for results: one, several, the first ones, one after the other.
+"""Functions that wait for results: for one, for all, for the first ones, or for one after the other.
 
-Functions that wait for several results wait for one future of their own, which a :class:`_Collector` completes. Meanwhile a
+A function that waits for several results waits for one future of its own, which a :class:`_Collector` completes. Meanwhile, a
 waiting thread of an actor can run the calls that descend from its own.
 """
 
@@ -49,7 +49,7 @@ __all__ = [
 T = TypeVar("T")
 
 GetTimeoutError = RpcTimeoutError
-"""Ray's name for the error that :func:`get` raises when a result is not there in time."""
+"""Ray's name for the error that :func:`get` raises when a result is not available in time."""
 
 _ANY_FUTURE: Final[type] = torch._C.Future
 _REFS: Final = frozenset({ObjectRef})
@@ -60,13 +60,13 @@ _INFINITE: Final = float("inf")
 
 
 class Arrivals(Generic[T]):
-    """A stream of results: :func:`wait` waits for the next one, :func:`as_completed` takes each, :func:`get` takes all."""
+    """A stream of results: :func:`wait` waits for the next one, :func:`as_completed` takes one by one, :func:`get` takes all."""
 
     __slots__ = ()
 
     @abstractmethod
     def _arrival(self) -> Future[None]:
-        """Return a future that completes when :meth:`next` does not have to wait."""
+        """Return a future that completes when :meth:`next` can return without waiting."""
 
     @abstractmethod
     def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
@@ -74,7 +74,7 @@ class Arrivals(Generic[T]):
 
     @abstractmethod
     def _whole(self) -> AbstractContextManager[Future[None]]:
-        """Have all results sent here. The future completes when all are here."""
+        """Request all results. The future completes when all of them are here."""
 
     @abstractmethod
     def cancel(self) -> bool:
@@ -82,11 +82,11 @@ class Arrivals(Generic[T]):
 
     @abstractmethod
     def _rest(self) -> list[T]:
-        """Take the values of all results that are here."""
+        """Remove and return the values of all results that are here."""
 
 
 def _start(item: Any, what: str, final: bool) -> Future[Any]:
-    """Return the future to wait for. If a value is known to be elsewhere and ``final`` is set, start to fetch it.
+    """Return the future to wait for. If ``final`` is set, and the value is known to be elsewhere, start to fetch it.
 
     Raises:
         TypeError: ``item`` cannot be waited for.
@@ -108,10 +108,10 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
         return _adopted(item)
     if isinstance(item, Arrivals):
         raise TypeError(
-            f"{what} takes ObjectRefs, not {_short(item)}: iterating over it gives them, or next(), and .values() the values"
+            f"{what} takes ObjectRefs, not {_short(item)}: iterate over it or call next() for them, or .values() for the values"
         )
     raise TypeError(
-        f"{what} takes ObjectRefs (what .remote() returns), Futures and RRefs, not {type(item).__name__} {_short(item)}"
+        f"{what} takes ObjectRefs (the results of .remote()), Futures and RRefs, not {type(item).__name__} {_short(item)}"
     )
 
 
@@ -121,7 +121,7 @@ def _short(item: object) -> str:
 
 
 def future_of(item: Any, what: str) -> Future[Any]:
-    """Return a future of a value that no other reader has. A value that is elsewhere is fetched. Errors as for :func:`get`.
+    """Return a future of a value that no other reader shares. A value that is elsewhere is fetched. Errors as for :func:`get`.
 
     Args:
         what: the function that takes the item, for messages.
@@ -130,12 +130,12 @@ def future_of(item: Any, what: str) -> Future[Any]:
 
 
 def _start_any(item: Any, what: str, final: bool) -> Future[Any]:
-    """As :func:`_start`, and for a stream the future of its next result."""
+    """Like :func:`_start`; for a stream, return the future of its next result."""
     return item._arrival() if isinstance(item, Arrivals) else _start(item, what, final)
 
 
 def _adopted(other: Any) -> Future[Any]:
-    """Return a Future of this package that follows a ``torch.futures.Future``."""
+    """Return a Future of this package that completes with a ``torch.futures.Future``."""
     future: Future[Any] = Future()
     future.label = "a torch.futures.Future"
     other.add_done_callback(lambda done: future.complete_with(done.value))
@@ -143,7 +143,7 @@ def _adopted(other: Any) -> Future[Any]:
 
 
 def deadline_of(timeout: float | None) -> float:
-    """Return the time, on the monotonic clock, at which a wait must end: by its time-out, or with the call that it is in.
+    """Return the time, on the monotonic clock, at which a wait must end: by its time-out, or with the call that waits.
 
     Raises:
         WrongTypeError, ConfigError: ``timeout`` is not a number of seconds, or negative.
@@ -159,7 +159,7 @@ def time_left(until: float) -> float | None:
 
 
 def _time_is_over() -> bool:
-    """Whether the deadline of the call that waits has passed. Its caller then no longer learns how the awaited calls fail."""
+    """Whether the deadline of the waiting call has passed. Its caller then does not see how the awaited calls fail."""
     execution = CURRENT.get()
     return execution is not None and execution.deadline <= _time.now()
 
@@ -167,7 +167,7 @@ def _time_is_over() -> bool:
 def _late(what: str, timeout: float | None) -> RpcTimeoutError:
     bound = "the time of the call that waits for it" if timeout is None else f"{say(timeout)} s"
     return RpcTimeoutError(
-        f"{what} was not complete within {bound}; it goes on: get() it again, or cancel() it"
+        f"{what} was not complete within {bound}; it is still running: get() it again, or cancel() it"
     )
 
 
@@ -183,14 +183,14 @@ def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
                     if _time_is_over():
                         future.cover()
                     raise _late(f"{future.label}", timeout) from None
-                until = deadline_of(None)  # a debugger has postponed the deadline of this call
+                until = deadline_of(None)  # a debugger has extended the deadline of this call
         return future.wait()
     finally:
         del future  # an error's traceback has this frame: see get()
 
 
 def cover(items: Iterable[Any], futures: Iterable[Future[Any]] = ()) -> None:
-    """Suppress the reports of failures of the ObjectRefs among the items, and of these futures."""
+    """Do not report failures of the ObjectRefs among the items, and of these futures."""
     for each in _behind(items, futures):
         each.cover()
 
@@ -201,7 +201,7 @@ def _behind(items: Iterable[Any], futures: Iterable[Future[Any]]) -> list[Future
 
 
 def _flush(futures: Iterable[Future[Any]]) -> None:
-    """Send the gathered messages, and have the pool read all replies: this thread is going to wait for a future of its own."""
+    """Send the gathered messages, and let the pool read all replies, because this thread will wait for another future."""
     conns = set()
     for future in futures:
         source = future.source
@@ -223,14 +223,14 @@ class _Collector:
     One thread at a time adds results and takes them out. When the collector is freed, its watches are removed from the futures.
 
     Args:
-        fetch: a large result that is elsewhere counts when it has been fetched.
+        fetch: a large result that is elsewhere counts when it was fetched.
         fails: a failed result ends the wait for all.
 
     Attributes:
         watches: the results that were added, by number.
         ready: the watches whose results have ended, in the order in which they ended.
-        failed: one of them has, where ``fails`` is set.
-        signal, wanted: the future to complete when so many are ready.
+        failed: a result has failed, and ``fails`` is set.
+        signal, wanted: the future to complete when ``wanted`` results are ready.
     """
 
     def __init__(self, fetch: bool, fails: bool = False) -> None:
@@ -242,7 +242,7 @@ class _Collector:
         self.wanted = 0
 
     def __del__(self) -> None:
-        # A signal handler may have interrupted the constructor.
+        # The attribute is missing if a signal handler has interrupted the constructor.
         for watch in vars(self).get("watches", {}).values():
             if not watch.future.completed:
                 watch.future.remove_waiter(watch.ended)
@@ -258,9 +258,9 @@ class _Collector:
         signal: Future[None] = Future()
         signal.label = label
         if needs_all:
-            signal.awaits = list(self.watches.values())  # the search for deadlocks looks here
+            signal.awaits = list(self.watches.values())  # for the search for deadlocks
         self.wanted, self.signal = count, signal
-        # A result that ends now is seen by the next line, or its thread sees the signal.
+        # If a result ends now, either the next line sees it, or the thread that ends it sees the signal.
         return None if self.failed or len(self.ready) >= count else signal
 
     def wait_until(self, until: float, count: int, label: str, needs_all: bool) -> bool:
@@ -273,12 +273,12 @@ class _Collector:
         except RpcTimeoutError:
             return signal.completed
         finally:
-            self.signal = None  # it has the watches, and so the results
+            self.signal = None  # the signal refers to the watches, and so to the results
         return True
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """The futures that are waited for, by number; the future of a fetch replaces the future of its call."""
+        """The awaited futures, by number; the future of a fetch replaces the future of its call."""
         return [each.future for each in self.watches.values()]
 
 
@@ -301,7 +301,7 @@ class _Watch:
         future.add_waiter(self.ended)
 
     def ended(self, future: Future[Any]) -> None:
-        """Tell the collector. Runs on the thread that ends the result, and must not block: a pool thread fetches values."""
+        """Notify the collector. Runs in the thread that ends the result, and must not block: a pool thread fetches values."""
         collector = self._collector()
         if collector is None:
             return
@@ -317,8 +317,8 @@ class _Watch:
             signal.try_complete(None)
 
     def _fetch(self) -> None:
-        """Wait for the value itself, which is elsewhere."""
-        collector = self._collector()  # keeps the collector until this watch is armed again
+        """Fetch the value, which is elsewhere, and wait for it."""
+        collector = self._collector()  # keeps the collector alive until this watch is armed again
         if collector is not None:
             self.arm(self.item._settled())
             _flush([self.future])
@@ -359,7 +359,7 @@ class _Gathering(Progress):
         self.future.try_complete(self._make(values))
 
     def drive(self, _deadline: float | None) -> None:
-        """Send the gathered messages. The waiting thread then sleeps: if it read one reply, it could miss another's failure."""
+        """Send the gathered messages. The waiting thread then sleeps: while reading one reply, it could miss a failure."""
         self.flush()
 
     def flush(self) -> None:
@@ -380,14 +380,14 @@ def gather(
     make: Callable[[Iterable[Any]], T] = list,  # type: ignore[assignment]
     failed: Callable[[int, BaseException], bool] = lambda at, error: True,
 ) -> Future[T]:
-    """Return a future of the values of several results. No thread waits, fetches run side by side; the caller flushes messages.
+    """Return a future of the values of several results. No thread waits; fetches run concurrently; the caller flushes messages.
 
     Cancelling the future cancels all parts. Must not be called under a lock.
 
     Args:
         make: makes the value from the values of the parts, in order.
-        failed: called with the number of each part that fails, and its error. If it returns True, the future fails with that
-            error at once; otherwise the error stands in the place of the value.
+        failed: called with the number and the error of each part that fails. If it returns True, the future fails with that
+            error at once; otherwise the error takes the place of the value.
     """
     return _Gathering([future_of(each, label) for each in parts], label, make, failed).future
 
@@ -434,27 +434,26 @@ def get(
     copy: bool | None = None,
     cancel_on_interrupt: bool | None = None,
 ) -> Any:
-    """Wait for results and return them. Large ones are fetched from where they are, several at a time.
+    """Wait for results and return them. Large results are fetched from their workers, several at a time.
 
     Args:
-        refs: an ObjectRef, an ObjectRefGenerator, or a list or tuple of them (and of lists of them); Futures and RRefs will do,
-            too.
-        timeout: seconds for all of it; None: until the calls end.
-        copy: of large results, which the processes of a host share, None makes tensors and arrays whose pages become their own
-            as they are written to, which is quick to get, and slow to overwrite as a whole; True makes a copy; False makes
-            read-only arrays and memoryviews (no tensors: torch has no read-only tensors).
-        cancel_on_interrupt: cancel the calls and streams of ``refs`` where Ctrl-C ends the wait, and no later call can, as in
-            ``get(handle.method.remote())``. None: in a notebook or another session of IPython only.
+        refs: an ObjectRef, an ObjectRefGenerator, or a list or tuple of them (and of lists of them); also Futures and RRefs.
+        timeout: seconds for all results; None: until the calls end.
+        copy: for large results, which the processes of a host share. None: tensors and arrays whose pages are copied when they
+            are written to: quick to get, slow to overwrite completely. True: a copy. False: read-only arrays and memoryviews
+            (not tensors: torch has no read-only tensors).
+        cancel_on_interrupt: if Ctrl-C ends the wait, cancel the calls and streams of ``refs`` that no later call can get, as in
+            ``get(handle.method.remote())``. None: only in a notebook or another session of IPython.
 
     Returns:
-        The result, or a list of results in the order of ``refs``. Each ``get`` makes values of its own: no other reader sees
-        changes that are made to them.
-        The result of an ObjectRefGenerator is a list of all values that have not been taken from it. If it raises, or time is
-        up, they stay in it, to be taken one by one.
+        The result, or a list of results in the order of ``refs``. Each ``get`` makes values of its own: changes to them are not
+        visible to other readers.
+        The result of an ObjectRefGenerator is a list of all values that were not taken from it. If it raises, or the time is
+        up, the values stay in it and can be taken one by one.
 
     Raises:
-        RpcTimeoutError: not everything was there in time (also known as GetTimeoutError). The calls go on.
-        TypeError: there is nothing to wait for in ``refs``.
+        RpcTimeoutError: a result was not available in time (also known as GetTimeoutError). The calls continue.
+        TypeError: ``refs`` contains an object that cannot be waited for.
         Exception: the error of a call; of several, the first that fails, at once. The failures of the others are not logged.
     """
     try:
@@ -479,8 +478,8 @@ def get(
             _interrupted(error, [refs], cancel_on_interrupt)
         raise
     finally:
-        # An error's traceback has this frame, and the references have the error. Without this line they are a cycle, which only
-        # the garbage collector frees.
+        # An error's traceback refers to this frame, and the references refer to the error. Without this line they form a cycle,
+        # which only the garbage collector frees.
         refs = None
 
 
@@ -500,10 +499,11 @@ def _interrupted(error: BaseException, items: Iterable[Any], wanted: bool | None
 def _get_several(
     refs: Any, until: float, timeout: float | None, copy: bool | None, cancel: bool | None, sole: bool
 ) -> Any:
-    """Do the work of :func:`get` for everything but one ObjectRef.
+    """Implement :func:`get` for everything except a single ObjectRef.
 
     Args:
-        sole: only the caller of :func:`get` has the list ``refs``. It is emptied, so that only this thread has the ObjectRefs.
+        sole: only the caller of :func:`get` refers to the list ``refs``. It is emptied, so that only this thread has the
+            ObjectRefs.
     """
     try:
         if isinstance(refs, Arrivals):
@@ -548,7 +548,7 @@ def _get_all(
             if type(item) is not ObjectRef:
                 value = item._rest() if isinstance(item, Arrivals) else future.wait()
             elif type(value) not in ATOMS:
-                if type(value) is StoredResult:  # the call was not over when its future was looked at
+                if type(value) is StoredResult:  # the call had not ended when its future was examined
                     future = item._settled()
                 value = _wait_for(future, until, timeout)
                 sole = sys.getrefcount(item) == SOLE
@@ -567,14 +567,15 @@ def _get_all(
 
 
 def _wait_for_all(items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None) -> None:
-    """Wait for all; raise the error of the first that fails."""
+    """Wait for all; raise the error of the first call that fails."""
     collector = signal = None
     try:
         pending = [future for future in futures if not future.completed]
         if len(pending) < len(futures):
             _raise_first(futures)
         if len(pending) == 1:
-            _wait_for(pending[0], until, timeout)  # its own wait reads the reply, without another thread
+            # This thread reads the reply itself, without another thread.
+            _wait_for(pending[0], until, timeout)
         elif pending:
             collector = _Collector(fetch=True, fails=True)
             for at, future in enumerate(futures):
@@ -605,22 +606,22 @@ def _raise_first(futures: Iterable[Future[Any]]) -> None:
 def wait(
     refs: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
 ) -> tuple[list[Any], list[Any]]:
-    """Wait until some of several results are there, failed ones included.
+    """Wait until some of several results are available; failed ones count, too.
 
     Args:
-        refs: a list of different ObjectRefs (Futures and RRefs will do, too), and of ObjectRefGenerators: one of those
-            counts when its ``next()`` returns, or raises StopIteration, at once.
-        num_returns: so many are waited for.
-        timeout: seconds; None waits without a bound, 0 only looks.
-        fetch_local: a large result that is elsewhere counts when it has been fetched; False: as soon as it exists.
+        refs: a list of different ObjectRefs (also Futures and RRefs), and of ObjectRefGenerators; a generator counts when its
+            ``next()`` would return, or raise StopIteration, at once.
+        num_returns: how many results to wait for.
+        timeout: seconds; None: without limit; 0: do not wait.
+        fetch_local: a large result that is elsewhere counts when it was fetched; False: as soon as it exists.
 
     Returns:
-        The first ``num_returns`` that are ready, or fewer where time was up, and all others; both in the order of ``refs``.
-        A loop is quick where it gives this second list to the next call, as it is or with other ObjectRefs appended.
+        The first ``num_returns`` that are ready, or fewer if the time was up, and all others; both in the order of ``refs``.
+        A loop is fast if it passes this second list to the next call, as it is or with other ObjectRefs appended.
 
     Raises:
-        TypeError: ``refs`` is not a list, or there is nothing to wait for in it.
-        ValueError: an ObjectRef is in it twice, or ``num_returns`` or ``timeout`` makes no sense.
+        TypeError: ``refs`` is not a list, or contains an object that cannot be waited for.
+        ValueError: an ObjectRef occurs twice, or ``num_returns`` or ``timeout`` is out of range.
     """
     if INTERRUPTED:
         interruption_point()
@@ -638,7 +639,7 @@ def wait(
     shared: list[_Registered] = refs.registered if type(refs) is _Unready else []
     try:
         registered = shared.pop()
-    except IndexError:  # there is none, or another thread has it
+    except IndexError:  # there is no registration, or another thread uses it
         registered = _Registered(fetch_local)
     if not registered.begins(refs, fetch_local):
         shared, registered = [], _Registered(fetch_local)
@@ -672,11 +673,11 @@ class _Unready(list[Any]):
 
 
 class _Registered(_Collector):
-    """The results that :func:`wait` has not returned yet. A list of the rest passes them on from call to call.
+    """The results that :func:`wait` has not returned yet. The list of the remaining results passes it from call to call.
 
     Attributes:
-        items: the results, in order, by numbers that grow from one to the next.
-        lasts: another call can use it. A stream has another future after each item, so a call with streams registers anew.
+        items: the results, in order, by increasing numbers.
+        lasts: another call can use it. A stream has another future after each item, so a call with streams registers again.
     """
 
     def __init__(self, fetch: bool) -> None:
@@ -685,11 +686,11 @@ class _Registered(_Collector):
         self.lasts = True
         self._next = 0
         self._ended: list[int] = []  # the numbers of the results that have ended, a heap
-        self._different: set[Any] | None = None  # the items, where some were added later
+        self._different: set[Any] | None = None  # the items, if some were added later
         self._born = generation()
 
     def begins(self, refs: Sequence[Any], fetch: bool) -> bool:
-        """Say whether ``refs`` begins with the items that are registered, and others can be added to them."""
+        """Say whether ``refs`` begins with the registered items, and others can be added to them."""
         known = list(self.items.values())
         same = refs == known if len(refs) == len(known) else refs[: len(known)] == known
         return same and fetch is self.fetch and self._born == generation()
@@ -728,7 +729,7 @@ class _Registered(_Collector):
         """Check that the new items differ from each other, and from the registered items."""
         if self.items and self._different is None:
             self._different = set(self.items.values())
-        # One that has no identity yet is equal to itself only.
+        # An ObjectRef without an identity is only equal to itself.
         identities = [item._id or id(item) if type(item) is ObjectRef else item for item in new]
         different = self._different
         if different is None and len(set(identities)) == len(new):
@@ -736,11 +737,11 @@ class _Registered(_Collector):
         different = set() if different is None else different
         for item in new:
             if item in different:
-                raise ValueError(f"wait() takes each ObjectRef once, and {item!r} is there twice")
+                raise ValueError(f"wait() takes each ObjectRef once, and {item!r} occurs twice")
             different.add(item)
 
     def wait(self, count: int, until: float) -> None:
-        """Wait until so many results have ended, or the time is up."""
+        """Wait until ``count`` results have ended, or until the deadline."""
         ended = self._ended
         while True:
             while self.ready:
@@ -751,12 +752,12 @@ class _Registered(_Collector):
             self.wait_until(until, count - len(ended), f"wait() for {count} of {of}", count == of)
 
     def cover(self) -> None:
-        """Suppress the reports of failures of these results: the waiting thread has timed out."""
+        """Do not report failures of these results, because the waiting thread has timed out."""
         items = list(self.items.values())
         cover(items, [*self.futures, *(each for each in items if isinstance(each, Future))])
 
     def take(self, count: int) -> list[Any]:
-        """Take out the first ``count`` of the results that have ended, in order."""
+        """Remove and return the first ``count`` of the results that have ended, in order."""
         taken = [heapq.heappop(self._ended) for _ in range(min(count, len(self._ended)))]
         found = [self.items.pop(number) for number in taken]
         for number in taken:
@@ -773,7 +774,7 @@ _NEXT: Final = "the next of several results"
 
 
 class Completed(_Collector, Generic[T]):
-    """An iterator, for ``for`` and for ``async for``, that :func:`as_completed` returns. One thread at a time uses it."""
+    """The iterator, for ``for`` and for ``async for``, that :func:`as_completed` returns. Not thread-safe."""
 
     def __init__(
         self,
@@ -791,7 +792,7 @@ class Completed(_Collector, Generic[T]):
         self._needs_all = needs_all
         items: list[Any] = list(refs)
         futures = [_start_any(item, "as_completed()", fetch) for item in items]
-        self._left = len(items)  # results, and streams that are not over
+        self._left = len(items)  # results, and streams that have not ended
         self.bar: Any = None
         if bar:
             streams = any(isinstance(item, Arrivals) for item in items)
@@ -858,7 +859,7 @@ class Completed(_Collector, Generic[T]):
         except StopIteration:
             self._left -= 1
             return None
-        except RpcTimeoutError:  # another reader of the stream has taken it
+        except RpcTimeoutError:  # another reader of the stream has taken the item
             pass
         watch.arm(stream._arrival())
         return found
@@ -869,7 +870,7 @@ class Completed(_Collector, Generic[T]):
         return _late(f"one of {self._left} results", self._timeout)
 
     def cover(self) -> None:
-        """Suppress the reports of failures of these results."""
+        """Do not report failures of these results."""
         cover([each.item for each in self.watches.values()], self.futures)
 
 
@@ -888,20 +889,20 @@ def as_completed(
 def as_completed(
     refs: Iterable[Any], timeout: float | None = None, *, progress: bool = False, fetch_local: bool = True
 ) -> Completed[Any]:
-    """Return an iterator over ObjectRefs (or Futures, or RRefs) in the order in which their results come.
+    """Return an iterator over ObjectRefs (or Futures, or RRefs) in the order in which their results become available.
 
-    Failed ones come as well: ``get`` raises what they failed with. Works with ``for`` and ``async for``. In the place of an
-    ObjectRefGenerator come the ObjectRefs of its items, each taken from it when the loop gets it.
+    Failed results are included: ``get`` raises their error. Works with ``for`` and ``async for``. An ObjectRefGenerator is
+    replaced by the ObjectRefs of its items, each of which is taken from it when the loop gets it.
 
     Args:
-        timeout: seconds for the whole iteration; None: no bound.
-        progress: show a bar, as :func:`progress` does, that counts what the loop has taken.
-        fetch_local: a large result that is elsewhere comes when it has been fetched; False: as soon as it exists.
+        timeout: seconds for the whole iteration; None: no limit.
+        progress: show a bar, as :func:`progress` does, that counts the items that the loop has taken.
+        fetch_local: a large result that is elsewhere counts when it was fetched; False: as soon as it exists.
 
     Raises:
-        TypeError: there is nothing to wait for in ``refs``.
-        ConfigError: a bar is wanted, and tqdm is not installed.
-        RpcTimeoutError: while iterating: not all came in time.
+        TypeError: ``refs`` contains an object that cannot be waited for.
+        ConfigError: ``progress`` is set, and tqdm is not installed.
+        RpcTimeoutError: while iterating: a result was not available in time.
     """
     return Completed(refs, timeout, bar=progress, fetch=fetch_local)
 
@@ -912,26 +913,26 @@ def progress(
     description: str | None = None,
     timeout: float | None = None,
 ) -> list[T]:
-    """Wait for results as :func:`get` does, and show meanwhile how many of them are there.
+    """Wait for results as :func:`get` does, and show how many of them are available.
 
-    The bar is one of tqdm's (``pip install 'actorrpc[progress]'``): on stderr, or in a notebook; tqdm's variables count, like
-    ``TQDM_DISABLE=1``.
+    The bar is made by tqdm (``pip install 'actorrpc[progress]'``): on stderr, or in a notebook; environment variables of tqdm
+    apply, like ``TQDM_DISABLE=1``.
 
     Args:
-        refs: a list of ObjectRefs; Futures and RRefs will do, too.
+        refs: a list of ObjectRefs; also Futures and RRefs.
         description: the text in front of the bar.
-        timeout: seconds for all of it; None: until the calls end.
+        timeout: seconds for all results; None: until the calls end.
 
     Returns:
         The results, in the order of ``refs``.
 
     Raises:
         ConfigError: tqdm is not installed.
-        RpcTimeoutError: not everything was there in time. The calls go on.
-        TypeError: there is nothing to wait for in ``refs``.
-        Exception: what a call raised; of several, the first that fails, at once.
+        RpcTimeoutError: a result was not available in time. The calls continue.
+        TypeError: ``refs`` contains an object that cannot be waited for.
+        Exception: the error of a call; of several, the first that fails, at once.
     """
-    # get() of anything but an ObjectRef would fetch the value once more.
+    # For anything but an ObjectRef, get() would fetch the value again.
     items: list[Any] = [
         each if type(each) is ObjectRef else _start(each, "progress()", True) for each in refs
     ]

@@ -1,3 +1,3 @@
-"""What an actor is: its options, its class, how it died."""
+"""The description of actors: their options, their class, their death."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What workers tell each other of an actor: how to make it, where it is, how handles travel; how it ends itself."""
+"""Descriptions of an actor that workers send each other, and the errors with which an actor ends itself."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ __all__ = ["ActorDescriptor", "ActorExit", "ActorSpec", "HostedActorGoneError", 
 
 _code_of: Final[Callable[[SystemExit], Any]] = SystemExit.__dict__[
     "code"
-].__get__  # a user's class may hide it
+].__get__  # a subclass may hide the attribute
 
 
 class ActorExit(BaseException):
     """Raised by ``exit_actor()`` in a method: the actor catches it and ends the actor without a restart.
 
-    Not an Exception, so that the ``except Exception`` of a method lets it pass.
+    Not an Exception, so that ``except Exception`` in a method does not catch it.
     """
 
 
 def exit_text(exit: SystemExit) -> str:
-    """Say that an actor has ended because of ``sys.exit()``: unlike with ``exit_actor()``, it may be made again."""
+    """Return the reason of an actor's end by ``sys.exit()``. Unlike after ``exit_actor()``, the actor may be restarted."""
     code = _code_of(exit)
     return f"sys.exit({'' if code is None else say(code, repr)[:80]}) was called in it"
 
 
 class HostedActorGoneError(RpcError):
-    """The actor does not live in that worker (any more). Never reaches users: routes ask the supervisor."""
+    """The actor does not live in that worker (any longer). Never shown to users: routes ask the supervisor."""
 
     maybe_executed = False
 
@@ -53,7 +53,7 @@ class HostedActorGoneError(RpcError):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where an actor is in one of its incarnations."""
+    """Where an actor lives in one of its incarnations."""
 
     worker: WorkerKey
     worker_name: str
@@ -69,12 +69,12 @@ def _restore(made: Any, state: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorDescriptor:
-    """The description of an actor that a handle travels as.
+    """The description of an actor as which handles are sent.
 
     Attributes:
-        supervisor: the worker that looks after it, and its name.
+        supervisor: the worker that supervises it, and its name.
         anchor: the RRef that keeps the actor alive; None in weak handles.
-        location: where it was when the descriptor was written, if it was alive.
+        location: where it lived when the descriptor was made, if it was alive.
     """
 
     actor_id: int
@@ -101,7 +101,7 @@ class ActorDescriptor:
 
     @property
     def title(self) -> str:
-        """How messages name the actor."""
+        """The actor's name in messages."""
         return (
             f"{self.info.name}({self.name!r})"
             if self.name
@@ -111,16 +111,16 @@ class ActorDescriptor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSpec:
-    """Everything a worker needs to bring an actor to life.
+    """Everything that a worker needs to make an actor.
 
     Attributes:
-        instance_id: names this incarnation.
-        epoch: counts incarnations, from 0.
-        cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor; None when it has been made, or where
-            it takes none.
-        state: Snapshot of what ``checkpoint()`` returned last; None for a first life.
-        descriptor: the actor's descriptor without an anchor: what ``current_actor()`` gives inside.
-        alone: the process has been started for this actor and ends with it.
+        instance_id: identifies this incarnation.
+        epoch: the number of the incarnation, from 0.
+        cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor; None when it was made, or if
+            it has no arguments.
+        state: Snapshot of the last result of ``checkpoint()``; None in the first incarnation.
+        descriptor: the actor's descriptor without an anchor, for ``current_actor()``.
+        alone: the process was started for this actor and ends with it.
     """
 
     actor_id: int
@@ -140,11 +140,11 @@ class ActorSpec:
     __setstate__ = _restore
 
     def forget(self) -> None:
-        """Let go of what only the making of the actor needs. For the worker that has made it."""
+        """Release the data that is only needed to make the actor, after it was made."""
         for name in ("cls", "arguments", "state"):
             object.__setattr__(self, name, None)
 
 
-# What dataclasses do themselves takes a look at every field, for every handle and every actor that is made.
+# dataclasses' own __getstate__ would inspect every field, for every handle and every actor that is made.
 _card_state: Final[Callable[[ActorDescriptor], tuple[Any, ...]]] = attrgetter(*ActorDescriptor.__slots__)
 _spec_state: Final[Callable[[ActorSpec], tuple[Any, ...]]] = attrgetter(*ActorSpec.__slots__)

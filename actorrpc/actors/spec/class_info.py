@@ -1,7 +1,7 @@
-"""What callers know of an actor's class: its methods, what arguments they take, and how they are called.
+"""What callers know about an actor's class: its methods, their arguments, and how they are called.
 
-A :class:`ClassInfo` travels with every handle, so that wrong calls are found where they are made, whether or not the
-class can be imported there. It says nothing of default values and annotations, and is sent compressed.
+A :class:`ClassInfo` is sent with every handle, so that wrong calls raise at the caller, even if it cannot import the class. It
+does not contain default values and annotations, and is sent compressed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Kind = Literal["sync", "async", "generator", "async_generator"]
 _MARK: Final = "__actorrpc_method__"
 _THREADED: Final = "__actorrpc_threaded__"
 _ARGUMENT: Final = re.compile(r"argument (?:(\d+)|'([^']*)')(.*)", re.DOTALL).fullmatch
-#: What :class:`actorrpc.Actor` has, and nothing that inherits from it has of its own.
+#: An attribute of :class:`actorrpc.Actor` itself, which no subclass defines.
 BASE: Final = "__actorrpc_base__"
-#: The name of the class that runs tasks: no user's class can have one with a space.
+#: The name of the class that runs tasks. It contains a space, so no user's class can have it.
 TASKS: Final = "task worker"
-#: What errors call the first argument of the method that runs a task.
+#: The name, in errors, of the first argument of the method that runs a task.
 THE_FUNCTION: Final = "the function"
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -46,16 +46,16 @@ _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSIT
 
 
 class Signature:
-    """Which arguments a function takes, and Python's complaint about others. Immutable.
+    """The arguments that a function accepts, and Python's errors for other arguments. Immutable.
 
     Args:
-        title: what Python calls the function in its errors.
+        title: the function's name in Python's errors.
         positional: the names of the arguments that may be given by position.
-        only: how many of those may not be given by name.
-        required: how many of those have no default.
-        keyword: the names of the arguments that are given by name only, and whether each has to be.
+        only: how many of them must not be given by name.
+        required: how many of them have no default.
+        keyword: the names of the keyword-only arguments, and whether each is required.
         varargs, varkw: whether there are ``*args`` and ``**kwargs``.
-        bound: how many first arguments Python fills in itself, as ``self``; they count in its messages.
+        bound: how many first arguments Python fills in itself, such as ``self``; they count in its messages.
     """
 
     __slots__ = ("bound", "keyword", "least", "most", "only", "positional", "required", "title", "varkw")
@@ -79,7 +79,7 @@ class Signature:
         self.keyword = keyword
         self.varkw = varkw
         self.bound = bound
-        # The bounds within which a call by position alone is right: none is where names are required.
+        # A call with positional arguments only is valid within these bounds; never, if there are required keyword arguments.
         self.least = required if not any(must for _, must in keyword) else 1 << 60
         self.most = 1 << 59 if varargs else len(positional)
 
@@ -103,7 +103,7 @@ class Signature:
 
     @classmethod
     def unpack(cls, packed: tuple[Any, ...]) -> Signature:
-        """Rebuild it from what :meth:`packed` gave."""
+        """Rebuild it from the result of :meth:`packed`."""
         title, positional, only, required, keyword, varargs, varkw, bound = packed
         return cls(
             title,
@@ -117,7 +117,7 @@ class Signature:
         )
 
     def shown(self) -> inspect.Signature:
-        """Return it as Python has signatures; ``...`` stands for default values."""
+        """Return it as an ``inspect.Signature``; ``...`` stands for default values."""
         kinds, made = inspect.Parameter, []
         for at, name in enumerate(self.positional):
             kind = kinds.POSITIONAL_ONLY if at < self.only else kinds.POSITIONAL_OR_KEYWORD
@@ -132,7 +132,7 @@ class Signature:
 
     @classmethod
     def anything(cls, title: str) -> Signature:
-        """Return the signature of a function that does not say what it takes."""
+        """Return the signature of a function whose arguments are unknown."""
         return cls(title, (), varargs=True, varkw=True)
 
     @classmethod
@@ -142,7 +142,7 @@ class Signature:
             return cls._of_code(function, title, bound)
         try:
             parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
-        except (TypeError, ValueError):  # written in C, and not saying
+        except (TypeError, ValueError):  # a C function without a signature
             return cls.anything(title)
         by_position = [each for each in parameters if each.kind in _POSITIONAL]
         empty = inspect.Parameter.empty
@@ -182,7 +182,7 @@ class Signature:
         )
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise the TypeError that Python would raise for these arguments; return where they are right."""
+        """Raise the TypeError that Python would raise for these arguments; return if they are valid."""
         if not kwargs and self.least <= len(args) <= self.most:
             return
         self._check(len(args), kwargs)
@@ -215,7 +215,7 @@ class Signature:
             raise TypeError(self._missing("keyword-only", missing))
 
     def name_argument(self, error: SerializationError) -> None:
-        """Have an error that names an argument by its number name it as the function does."""
+        """In an error that names an argument by its number, replace the number by the parameter's name."""
         found = _ARGUMENT(str(error))
         if found is None:
             return
@@ -258,13 +258,13 @@ class MethodInfo:
     """One method, as its callers see it. Immutable.
 
     Attributes:
-        name: what it is called by.
+        name: the name by which it is called.
         kind: how it runs: ``"sync"``, ``"async"``, ``"generator"`` or ``"async_generator"``.
-        given: what ``@method(...)`` says.
-        threaded: it runs on a thread also where the actor has an event loop.
-        options: the same over the defaults.
-        signature: what arguments it takes.
-        check: raises TypeError for arguments that it does not take, as Python would.
+        given: the options given to ``@method(...)``.
+        threaded: it runs in a thread even if the actor has an event loop.
+        options: the default options, with ``given`` applied.
+        signature: the arguments that it accepts.
+        check: raises TypeError for arguments that it does not accept, as Python would.
     """
 
     __slots__ = ("_merged", "check", "given", "kind", "name", "options", "signature", "threaded")
@@ -287,17 +287,17 @@ class MethodInfo:
         self.check: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = signature.check
 
     def options_of(self, defaults: CallOptions) -> CallOptions:
-        """Return the method's own options over those that hold for all methods of the actor."""
+        """Return the actor's default options for calls, overridden by the options of this method."""
         if defaults is _DEFAULT:
             return self.options
         known = self._merged
         if known is None or known[0] != defaults:
-            # One object for equal options: routes prepare what goes with it.
+            # Return the same object for equal options: routes keep a template for each object.
             known = self._merged = (defaults, replace(defaults, **self.given) if self.given else defaults)
         return known[1]
 
     def shown(self, function: Any) -> inspect.Signature:
-        """Return the signature for people to read: with defaults and annotations, where the function itself is at hand."""
+        """Return the signature for display: with defaults and annotations, if the function itself is known here."""
         try:
             known = inspect.signature(function)
         except (TypeError, ValueError):
@@ -309,22 +309,22 @@ class MethodInfo:
 
     @property
     def streams(self) -> bool:
-        """Whether a call gives a stream of results."""
+        """Whether a call returns a stream of results."""
         return self.kind in ("generator", "async_generator")
 
     def packed(self) -> tuple[Any, ...]:
-        """Return it as values that pickle."""
+        """Return it as values that can be pickled."""
         return (self.name, self.kind, self.signature.packed(), dict(self.given), self.threaded)
 
     @classmethod
     def unpack(cls, packed: tuple[Any, ...]) -> MethodInfo:
-        """Rebuild it from what :meth:`packed` gave."""
+        """Rebuild it from the result of :meth:`packed`."""
         name, kind, signature, given, threaded = packed
         return cls(name, kind, Signature.unpack(signature), given, threaded)
 
     @classmethod
     def anything(cls, name: str, title: str, kind: Kind = "sync") -> MethodInfo:
-        """Return a method that takes any arguments: of those that are ours."""
+        """Return an internal method that accepts any arguments."""
         return cls(name, kind, Signature.anything(title))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -349,7 +349,7 @@ def kind_of(function: Any) -> Kind:
 
 
 def mark_method(function: Any = None, /, **options: Any) -> Any:
-    """Note on a function how it is called as a method of an actor, or return what does: ``@method`` at run time."""
+    """Store on a function its options as a method of an actor, or return a decorator that does: ``@method`` at run time."""
     threaded = flag("thread", options.pop("thread", False))
     checked = CallOptions.check(options)
 
@@ -373,13 +373,13 @@ def mark_method(function: Any = None, /, **options: Any) -> Any:
 
 
 class ClassInfo:
-    """A class, as those see it who call its actors. Immutable; one object per state of a class, and per content that arrives.
+    """A class, as callers of its actors see it. Immutable; there is one object per state of a class, and per received content.
 
     Attributes:
-        name: the class's qualified name, without what surrounds a local class; its attribute ``__actorrpc_name__`` if it has one.
+        name: the class's qualified name, without enclosing functions; or its attribute ``__actorrpc_name__``.
         module: the module that defines it.
-        methods: what can be called, by name: what is inherited, static and class methods, ``__call__`` and the like.
-        constructor: what making one takes.
+        methods: all methods by name: inherited, static and class methods, ``__call__`` and other special methods.
+        constructor: the arguments of the constructor.
         is_async: whether any method is an ``async def``.
         has_checkpoint: whether it has the methods ``checkpoint()`` and ``restore(state)``.
         is_module: whether it is an ``nn.Module``.
@@ -424,7 +424,7 @@ class ClassInfo:
 
     @classmethod
     def of(cls, actor: type) -> ClassInfo:
-        """Return what there is to know of a class as it is now; the same object as long as that is the same."""
+        """Return the description of a class as it is now; the same object as long as the class does not change."""
         return _read.get(actor) or _read.make(actor, actor.__mro__, cls._read)
 
     @classmethod
@@ -447,9 +447,9 @@ class ClassInfo:
         return info
 
     def function(self, name: str) -> Any:
-        """Return what the class has of that name, as it is written there; None where the class is not known here.
+        """Return the class's attribute of that name, without binding it; None if the class is not known here.
 
-        It is known where actors of it were made, and where its module is imported: nothing is imported for this.
+        A class is known if actors of it were made here, or if its module is imported: nothing is imported for this.
         """
         actor: Any = None if self._class is None else self._class()
         if actor is None:
@@ -460,11 +460,11 @@ class ClassInfo:
         if not isinstance(actor, type):
             return None
         found = inspect.getattr_static(actor, name, None)
-        return getattr(found, "__func__", found)  # of static and class methods
+        return getattr(found, "__func__", found)  # unwraps static and class methods
 
     @property
     def prefix(self) -> str:
-        """What messages put before the name of a method; before that of a task's function, where the class runs tasks."""
+        """The text before a method's name in messages, or before a task's function, if the class runs tasks."""
         return "task " if self.name == TASKS else f"{self.name}."
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -472,7 +472,8 @@ class ClassInfo:
         if blob is None:
             packed = self._packed()
             if any(isinstance(each.given.get("retry_exceptions"), tuple) for each in self.methods.values()):
-                return _rebuild, packed  # those classes travel as the message sees fit
+                # Pickled with the message, because the exception classes may be sent by value.
+                return _rebuild, packed
             blob = self._blob = zlib.compress(pickle.dumps(packed, 5), 9)
         return _open, (blob,)
 
@@ -500,11 +501,11 @@ def _takes(method: MethodInfo | None, args: tuple[Any, ...]) -> bool:
     return True
 
 
-# The last one made of each class. What is computed twice by two threads is the same.
+# The last one made for each class. If two threads compute it at once, the results are equal.
 _known: Final[weakref.WeakKeyDictionary[type, ClassInfo]] = weakref.WeakKeyDictionary()
 _read: Final[ClassCache[ClassInfo]] = ClassCache()
-# What came from others, by its bytes: handles of one class that arrive share one. Each operation on it is one step
-# under the interpreter's lock.
+# Received descriptions, by their bytes, so that received handles of one class share one object. Each operation on the dict is one
+# step under the GIL.
 _arrived: Final[OrderedDict[bytes, ClassInfo]] = OrderedDict()
 _MAX_ARRIVED: Final = 1024
 
@@ -541,13 +542,13 @@ def _methods(actor: type, owner: str) -> Iterable[MethodInfo]:
         if base is object or base.__module__ in ("typing", "abc"):
             continue
         if BASE in vars(base):
-            # ``remote`` and the like make actors of the class; on an instance they hide what has such a name further up.
+            # ``remote`` and the like are for the class; an instance must not have inherited attributes of these names.
             seen.update(vars(base))
             continue
         for name, raw in vars(base).items():
             if name in seen or isinstance(raw, type):
                 continue
-            seen.add(name)  # what a class overrides with None or a property is no method
+            seen.add(name)  # a name that a subclass sets to None or a property is not a method
             found = _method_of(name, raw, owner)
             if found is not None:
                 yield found
@@ -571,11 +572,11 @@ def _method_of(name: str, raw: Any, owner: str) -> MethodInfo | None:
     elif not callable(raw) or isinstance(raw, (property, functools.cached_property)):
         return None
     elif not hasattr(type(raw), "__get__"):
-        bound = 0  # an instance with `__call__`: Python gives it no self
+        bound = 0  # an instance with `__call__`: Python passes it no self
     if isinstance(function, type):
         return None
     given = getattr(function, _MARK, None)
-    # Python calls a function by the name of where it was written.
+    # Python's errors contain the name under which the function was defined.
     title = function.__qualname__ if isinstance(function, types.FunctionType) else f"{owner}.{name}"
     title = title.rpartition("<locals>.")[2]
     threaded = getattr(function, _THREADED, False)
@@ -585,7 +586,7 @@ def _method_of(name: str, raw: Any, owner: str) -> MethodInfo | None:
 def _constructor(actor: type, owner: str) -> MethodInfo:
     title = f"{owner}.__init__"
     if type(actor).__call__ is not type.__call__:
-        # A metaclass that makes instances its own way knows what it takes.
+        # A metaclass with its own __call__ may accept any arguments.
         return MethodInfo("__init__", "sync", Signature.anything(title))
     new, init = getattr(actor, "__new__"), getattr(actor, "__init__")  # noqa: B009 (of the class, for mypy)
     if init is not object.__init__:

@@ -1,6 +1,6 @@
-"""How actors die, in the words that supervisors, callers and those who start processes use between each other.
+"""How actors die: the types that supervisors, callers and spawners of processes exchange.
 
-A :class:`Spawner` is put into the runtime by a floor above (the embedded cluster); actors only know these words.
+A higher package (the embedded cluster) puts a :class:`Spawner` into the runtime; packages of actors only use these types.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class ProcessSpec:
     """A process to be started as a worker of the group.
 
     Attributes:
-        label: what its output is marked with, and part of its worker name: the actor's class.
-        num_cpus: how many threads torch may use in it; None leaves one.
-        num_gpus: how many devices it sees; None hides none and reserves none.
+        label: the mark of its output, and part of its worker name: the actor's class.
+        num_cpus: how many threads torch may use in it; None means one.
+        num_gpus: how many devices it sees; None: all devices, without reserving any.
         env: environment variables, over those of the driver.
-        working_dir: where it runs; None for the driver's directory.
-        host, labels, resources, spread: see :class:`~actorrpc.actors.spec.options.ActorOptions`; for where it is placed.
-        wait_s: how long it may wait for a worker that has what it needs.
-        booking: names what is booked for it; 0 where nothing is to be.
-        own: it must be a process of its own, and no slot in a worker that others share.
-        rank: the worker where it has to be; None where any will do.
+        working_dir: its working directory; None for the driver's directory.
+        host, labels, resources, spread: see :class:`~actorrpc.actors.spec.options.ActorOptions`; for its placement.
+        wait_s: how long it may wait for a worker that has the resources.
+        booking: the number of its booking; 0 if nothing is to be booked.
+        own: it must be a process of its own, not a slot in a shared worker.
+        rank: the worker where it must be; None: any worker.
     """
 
     label: str
@@ -49,16 +49,16 @@ class ProcessSpec:
 
     @property
     def is_picky(self) -> bool:
-        """Whether it says more of where it is to be than how many processors and devices it needs."""
+        """Whether it restricts its placement by more than the numbers of processors and devices."""
         return bool(self.host or self.labels or self.resources or self.spread or self.rank is not None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SharedSlot(WorkerInfo):
-    """A place in a worker that others share: what a spawner gives instead of a process of its own.
+    """A place in a worker that others share: what a spawner may return instead of a process of its own.
 
     Attributes:
-        booking: gives it back, with :meth:`Spawner.give_back`.
+        booking: the number with which :meth:`Spawner.give_back` returns it.
     """
 
     booking: int = 0
@@ -66,14 +66,14 @@ class SharedSlot(WorkerInfo):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeathReport:
-    """What is known of a process that has ended.
+    """What is known about a process that has ended.
 
     Attributes:
-        exit_code: what it returned; None where a signal ended it, or where nobody knows.
+        exit_code: its exit status; None if a signal ended it, or if it is unknown.
         signal: the number of the signal that ended it.
         stderr: the last lines that it wrote to its standard error.
-        peak_memory: the most memory it ever used, in bytes; 0 where unknown.
-        uptime: how long it lived, in seconds; 0 where unknown.
+        peak_memory: the most memory that it used, in bytes; 0 if unknown.
+        uptime: how long it lived, in seconds; 0 if unknown.
     """
 
     worker: str
@@ -85,7 +85,7 @@ class DeathReport:
     uptime: float = 0.0
 
     def describe(self) -> str:
-        """Return it in words: one line, and behind it the last lines of standard error where there are any."""
+        """Return a line that describes it, followed by the last lines of standard error if there are any."""
         who = f"the process of worker {self.worker!r}" + (f" (pid {self.pid})" if self.pid else "")
         if self.signal is not None:
             try:
@@ -113,28 +113,28 @@ class Spawner(Protocol):
     """Starts and ends worker processes. Thread-safe; nothing in it blocks."""
 
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
-        """Start a process; the future completes when it has joined the group, or fails saying why.
+        """Start a process; the future completes when it has joined the group, or fails with the reason.
 
-        Where it is better placed in a worker that is there already, the future gives a :class:`SharedSlot` in that.
+        If an existing worker is a better place, the future's value is a :class:`SharedSlot` in that worker.
         """
 
     def give_back(self, booking: int) -> None:
-        """Give a slot back. Harmless when repeated."""
+        """Return a slot. Idempotent."""
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, once nothing that lives in it is referenced any more."""
+        """Let a process end by itself, when no object that lives in it is referenced any longer."""
 
     def kill(self, worker: str) -> None:
         """End a process at once (SIGKILL)."""
 
     def report(self, worker: str) -> Future[DeathReport]:
-        """Return how a process ended; completes when it has. Fails with UnknownWorkerError if it is not ours."""
+        """Return a future of the report on a process's end. It fails with UnknownWorkerError if this spawner did not start it."""
 
     def owns(self, worker: str) -> bool:
         """Say whether this spawner has started the worker."""
 
 
-# The note of an error of restore(), from which its supervisor knows that it was not the constructor's.
+# A note on an error of restore(), by which the supervisor distinguishes it from an error of the constructor.
 IN_RESTORE: Final = (
     "raised by restore(), which was given what checkpoint() of the former incarnation had returned"
 )
@@ -142,12 +142,12 @@ IN_RESTORE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarting:
-    """The actor's incarnation is gone, and another one is being made.
+    """An actor's incarnation has ended, and another one is being made.
 
     Attributes:
         text: how it ended, in words.
-        report: what is known of the end of its process.
-        moved: it has not died, but is handed over to another worker.
+        report: what is known about the end of its process.
+        moved: it has not died, but moves to another worker.
     """
 
     text: str
@@ -160,14 +160,14 @@ class ActorState:
     """An actor, as its supervisor knows it: a row of ``list_actors()``.
 
     Attributes:
-        state: ``"PENDING_CREATION"``, ``"ALIVE"``, ``"RESTARTING"``, ``"ENDING"`` or ``"DEAD"`` (Ray's words, but for
-            ENDING: its last handle is gone and its last calls are running).
-        worker: the name of the worker where it lives; empty where there is none.
-        restarts: how often it has been made again.
-        death_cause: why it is dead, or how it died last; empty if it has not.
-        supervisor: the name of the worker that looks after it.
-        instance_id: of its present incarnation.
-        pending: how many calls wait there; -1 where nobody has asked.
+        state: ``"PENDING_CREATION"``, ``"ALIVE"``, ``"RESTARTING"``, ``"ENDING"`` or ``"DEAD"`` (Ray's words, except for
+            ENDING: its last handle was freed, and its last calls are running).
+        worker: the name of the worker where it lives; empty if it lives nowhere.
+        restarts: how often it was restarted.
+        death_cause: why it is dead, or how it died last; empty if it has never died.
+        supervisor: the name of the worker that supervises it.
+        instance_id: the number of its present incarnation.
+        pending: how many calls wait there; -1 if unknown.
     """
 
     actor_id: int

@@ -1,7 +1,7 @@
-"""What may be said about an actor, a call and a task: names, values, and which of them are right.
+"""The options of actors, calls and tasks: names, values and checks.
 
-Ray's names where Ray has the same thing. Everything is checked when it is given; an option that is unknown is
-refused with the list of those there are, and one that only makes sense in Ray with what to do instead.
+Options that Ray has, too, have Ray's names. Everything is checked when it is given. The error for an unknown option lists the
+valid options; the error for an option that only makes sense in Ray says what to use instead.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from actorrpc.wire.identity import WorkerInfo
 __all__ = ["NEW_PROCESS", "ActorOptions", "CallOptions", "TaskOptions"]
 
 NEW_PROCESS: Final = "new process"
-"""``worker=`` of an actor that gets a process of its own. No worker can be called that: it has a space."""
+"""``worker=`` for an actor that gets a process of its own. Contains a space, so that no worker can have this name."""
 
 
 # -- checks of single values ----------------------------------------------------------------------------
 
 
 def _num_returns(name: str, value: Any) -> Any:
-    if value in ("streaming", "dynamic"):  # Ray's older word for nearly the same
+    if value in ("streaming", "dynamic"):  # "dynamic": Ray's older name for nearly the same
         return "streaming"
     return integer(name, value, least=0, right='an int of at least 0, or "streaming"')
 
@@ -126,18 +126,18 @@ def _environment(given: dict[str, Any]) -> None:
     given["env"] = variables(name, value)
 
 
-# Names of Ray's that nobody should have to guess about.
+# Options of Ray that do not exist here, and what to use instead.
 _ELSEWHERE: Final[dict[str, str]] = {
     "accelerator_type": "say which worker with worker=; num_gpus= sets the visible devices of a process of its own",
-    "enable_task_events": "there is no event store; list_actors() shows what is going on",
+    "enable_task_events": "there is no event store; list_actors() shows the state of actors",
     "fallback_strategy": "placement is worker=, there is no scheduler",
-    "label_selector": "say labels={...}: a worker that joined with them",
-    "max_calls": "processes that run tasks are kept; a process that leaks wants to be an actor that is killed",
+    "label_selector": "use labels={...}: a worker that joined with them",
+    "max_calls": "processes that run tasks are kept; put code that leaks memory into an actor, and kill it",
     "memory": "no memory is reserved; limit a process with resource.setrlimit() in the actor's constructor",
     "object_store_memory": "the memory of large objects is a setting of the whole host: init(object_memory=...)",
     "placement_group": "placement is worker=, there is no scheduler",
     "placement_group_bundle_index": "placement is worker=, there is no scheduler",
-    "scheduling_strategy": "say spread=True, host= or worker=",
+    "scheduling_strategy": "use spread=True, host= or worker=",
 }
 
 
@@ -148,7 +148,7 @@ _BACKPRESSURE: Final = ("backpressure", "_generator_backpressure_num_objects")
 
 
 def _buffered(given: dict[str, Any]) -> None:
-    """Put ``max_buffered_items`` in the place of its other names; the last one is Ray's, which says -1 for None."""
+    """Rename other names of ``max_buffered_items``; the last one is Ray's, in which -1 means None."""
     for name in _BACKPRESSURE:
         if name in given:
             if "max_buffered_items" in given:
@@ -160,7 +160,7 @@ def _buffered(given: dict[str, Any]) -> None:
 
 
 def _check(cls: type[_Options], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given, each checked, in the form in which they are kept.
+    """Return the given options, checked, in the form in which they are stored.
 
     Raises:
         ConfigError: one is unknown, or its value is wrong.
@@ -178,14 +178,14 @@ def _check(cls: type[_Options], given: dict[str, Any]) -> dict[str, Any]:
 def _unknown(cls: type[_Options], name: str) -> ConfigError:
     if name == "thread" and cls is CallOptions:
         return ConfigError(
-            "thread=True is said where a method is defined, @method(thread=True), not of a single call"
+            "thread=True is an option of the method's definition, @method(thread=True), not of a single call"
         )
     if name in _ELSEWHERE:
         return ConfigError(f"{name!r} is an option of Ray's that makes no sense here: {_ELSEWHERE[name]}")
     if cls is TaskOptions and name in _PLACED:
         return ConfigError(
-            f"{name!r} places actors, and tasks share processes that stay: make it a method of an actor with that option, or say "
-            "where the task runs with worker="
+            f"{name!r} places actors, and tasks share processes that stay: make it a method of an actor with it, or give "
+            "the task's place with worker="
         )
     allowed = sorted(_CHECKS[cls])
     others = [kind.what for kind, checks in _CHECKS.items() if name in checks]
@@ -203,9 +203,7 @@ def _unknown(cls: type[_Options], name: str) -> ConfigError:
 
 def _check_interrupt(interrupt: bool, timeout: float | None) -> None:
     if interrupt and not timeout:
-        raise ConfigError(
-            "interrupt=True says what is done when the call's own time is over: give timeout=, too"
-        )
+        raise ConfigError("interrupt=True is for calls with a time-out of their own: give timeout=, too")
 
 
 def _rebuild(cls: type[Any], given: dict[str, Any]) -> Any:
@@ -214,7 +212,7 @@ def _rebuild(cls: type[Any], given: dict[str, Any]) -> Any:
 
 _some = partial(integer, least=1, none=True)
 _name = partial(text, none=True, empty=False)
-_times = partial(integer, least=-1, right="an int of at least 0, or -1 (for ever)")
+_times = partial(integer, least=-1, right="an int of at least 0, or -1 (no limit)")
 _CHECKPOINT: Final = "an int of at least 1: after how many calls a checkpoint is made"
 _amount = partial(number, none=True)
 _seconds = partial(number, unit="seconds", none=True)
@@ -227,7 +225,7 @@ def _defaults(cls: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What may be said of actors, calls and tasks alike."""
+    """Options that actors, calls and tasks have in common."""
 
     __slots__ = ()
     what: ClassVar[str]
@@ -255,10 +253,10 @@ class _Options:
         return made
 
     def _check_changed(self, given: dict[str, Any]) -> None:
-        """Look at what single values do not show; ``given`` are those that were changed."""
+        """Check combinations of options; ``given`` are the changed options."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Options travel with every handle: only what differs from the defaults does.
+        # Options are sent with every handle, so only values that differ from the defaults are pickled.
         given = {}
         for name, default in _defaults(type(self)):  # type: ignore[arg-type]
             value = getattr(self, name)
@@ -269,7 +267,7 @@ class _Options:
 
 @dataclass(frozen=True, kw_only=True)
 class _MethodOptions:
-    """What may be said of an actor, for its methods, and of a call of one of them."""
+    """Options of actors, for all of their methods, and of calls."""
 
     __slots__ = ()
 
@@ -279,7 +277,7 @@ class _MethodOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _RunOptions:
-    """What may be said of what runs once, a call or a task."""
+    """Options of calls and tasks, which run once."""
 
     __slots__ = ()
 
@@ -289,7 +287,7 @@ class _RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _ProcessOptions:
-    """What may be said of the process of an actor, or of tasks."""
+    """Options of the process of an actor or of tasks."""
 
     __slots__ = ()
 
@@ -302,46 +300,46 @@ class _ProcessOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions(_Options, _MethodOptions, _RunOptions):
-    """How one call of a method is made: ``handle.method.options(...)`` and ``@method(...)``. Immutable.
+    """The options of one call of a method: ``handle.method.options(...)`` and ``@method(...)``. Immutable.
 
     Attributes:
-        num_returns: how many ObjectRefs a call gives: the method returns so many values; 0: the call gives None.
-            ``"streaming"``: an ObjectRefGenerator, which is what generators give where this is not above 1. With n above 1
-            they give n ObjectRefs, each of one item; one that gives fewer raises in those that are left, one that gives more
-            is closed.
+        num_returns: how many ObjectRefs a call returns; the method has to return as many values. 0: the call returns None.
+            ``"streaming"``: an ObjectRefGenerator, which generators also return if this is 0 or 1. With n above 1, a call of a
+            generator returns n ObjectRefs, each of one item. If the generator yields fewer items, the remaining ObjectRefs raise;
+            if it yields more, it is closed.
         timeout: seconds; None for the default of the group, 0 for no limit. See below.
-        interrupt: whether a method that is still running when this ``timeout`` has passed is interrupted, as by ``cancel()``.
+        interrupt: whether a method that is still running after this ``timeout`` is interrupted, as by ``cancel()``.
             The method may leave the actor's state half changed, therefore the group's default time-out never interrupts it.
-        priority: higher goes first among the calls that wait; default 0.
+        priority: waiting calls with a higher priority run first; default 0.
         concurrency_group: one of the actor's ``concurrency_groups``.
-        max_task_retries: how often a call that the actor's death cut short is made again; -1: for ever; 0: never, and while
-            the actor is being restarted it fails at once with ActorUnavailableError; None: as the actor's options say, and
-            if they say nothing, it is not made again, but waits for an actor that is being restarted.
-        retry_exceptions: whether what the method raises is a reason to make the call again; or only these. A generator is
-            called again only while its reader has received no item.
-        max_buffered_items: how many items of a stream are made ahead of its reader, whose generator then pauses, and holds
-            its actor. None: 64 MiB of them, which is the bound in any case. Earlier programs say ``backpressure``, which is
-            the same.
-        name: what the call is called in messages; default the method's name.
+        max_task_retries: how often a call that the actor's death has ended is repeated; -1: without limit; 0: never, and while
+            the actor is being restarted, the call fails at once with ActorUnavailableError; None: as in the actor's options, and
+            without such an option it is not repeated, but waits for an actor that is being restarted.
+        retry_exceptions: True: repeat the call if the method raises; or a list of exceptions after which it is repeated. A call
+            of a generator is only repeated while its reader has received no item.
+        max_buffered_items: how many items of a stream are produced ahead of its reader. Then the generator pauses, and holds
+            its actor. None: 64 MiB of items, which is the limit in any case. The former name ``backpressure`` is also accepted.
+        name: the name of the call in messages; by default the method's name.
         allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.
-        patient: internal: it waits for an actor that is being restarted, also with ``max_task_retries=0``.
+        patient: internal: it waits for an actor that is being restarted, even with ``max_task_retries=0``.
 
-    What time-outs do to a call that has begun; one that waits for its turn is taken out by all of them but the first two:
+    The effect of time-outs on a call that has begun. (A call that waits for its turn is removed by all of them except the first
+    two.)
 
     ============================================= =================== ==================== ==================================
-    time is over                                  coroutine           plain method          who hears what
+    time-out                                      coroutine           plain method          which wait fails, and how
     ============================================= =================== ==================== ==================================
-    ``get(ref, timeout=)``, ``wait(timeout=)``    goes on             goes on              the wait alone: RpcTimeoutError, or
-                                                                                           "not ready"
-    ``asyncio.wait_for(ref, t)``                  goes on             goes on              the wait alone: TimeoutError
-    ``options(timeout=)``, ``rpc_timeout``        is cancelled        goes on, keeps its   the call: RpcTimeoutError
+    ``get(ref, timeout=)``, ``wait(timeout=)``    continues           continues            this wait: RpcTimeoutError, or "not
+                                                                                           ready"
+    ``asyncio.wait_for(ref, t)``                  continues           continues            this wait: TimeoutError
+    ``options(timeout=)``, ``rpc_timeout``        is cancelled        continues, holds its the call: RpcTimeoutError
                                                                       actor
     ``options(timeout=, interrupt=True)``         is cancelled        is interrupted, its  the call: RpcTimeoutError
                                                                       actor is free
     ============================================= =================== ==================== ==================================
 
-    Calls that it has made and waits for end with it. A plain method on an event loop is never interrupted, nor is one in C code
-    before it is out of that.
+    The calls that it has made and waits for end with it. A plain method on an event loop is never interrupted. A method in C code
+    is interrupted when the C code has returned.
     """
 
     what: ClassVar[str] = "a method"
@@ -351,7 +349,7 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
 
     @staticmethod
     def check(given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the given options in the form in which they are kept.
+        """Return the given options in the form in which they are stored.
 
         Raises:
             ConfigError: one is unknown or wrong.
@@ -364,51 +362,50 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
-    """How an actor is made and looked after: ``@remote(...)`` and ``Cls.options(...)``. Immutable.
+    """How an actor is made and supervised: ``@remote(...)`` and ``Cls.options(...)``. Immutable.
 
     Attributes:
-        name, namespace: what ``get_actor`` finds it by; a name is unique in its namespace.
-        get_if_exists: give the actor that has the name already, if there is one.
-        lifetime: None: it ends with its last handle; ``"detached"``: when it is killed, or the group ends.
-        worker: where it lives: a worker's name, rank or WorkerInfo, or with another actor (its handle), or
-            ``"new process"``. None: in a process of its own where the embedded cluster runs, else on the group's
-            workers in turn.
-        max_concurrency: how many calls may run at a time; None: one, or 1000 where it has async methods.
-        concurrency_groups: limits for the methods of each group, which run beside the others: plain methods on threads of the
-            group, ``async def`` methods on its event loop, which has a thread of its own and is made with its first call. What
-            blocks the loop of one group does not hold the others. asyncio's locks and events work within one group only.
-        max_pending_calls: calls of one caller beyond this number are refused; -1: no limit.
-        max_restarts: how often it is made again when it dies; -1: for ever. In a supervision group (:func:`supervise`)
-            that, the window and the back-off are the group's; there it must not be 0.
-        restart_window_s: only the restarts of the last so many seconds count; None: all of its life's.
-        restart_backoff_s: the wait before the second restart in a row; doubles with each up to 10 s, and is shortened at
+        name, namespace: the name for ``get_actor``; it is unique in its namespace.
+        get_if_exists: return the actor that already has the name, if there is one.
+        lifetime: None: it ends with its last handle; ``"detached"``: when it is killed, or when the group ends.
+        worker: where it lives: a worker's name, rank or WorkerInfo, or another actor's handle (it lives on the same worker), or
+            ``"new process"``. None: in a process of its own in an embedded cluster, otherwise on the group's workers in turn.
+        max_concurrency: how many calls may run at a time; None: one, or 1000 if it has async methods.
+        concurrency_groups: limits for the methods of each group, which run independently of other groups: plain methods in
+            threads of the group, ``async def`` methods on its event loop, which has a thread of its own and is made for the first
+            call. A blocked loop does not block other groups. asyncio's locks and events work within one group only.
+        max_pending_calls: further calls of one caller are refused; -1: no limit.
+        max_restarts: how often it is restarted when it dies; -1: without limit. In a supervision group (:func:`supervise`),
+            the group's limit, window and back-off apply; this must not be 0 then.
+        restart_window_s: only the restarts in the last so many seconds count; None: all restarts.
+        restart_backoff_s: the wait before the second restart in a row; doubles with each restart up to 10 s, and is shortened at
             random by up to a half.
         max_task_retries, retry_exceptions: see :class:`CallOptions`; for all of its methods.
-        num_cpus: how many threads torch uses in a process of its own; what is booked in a worker that others share, also in
-            one that ``worker=`` names. In the process of another actor nothing is booked.
-        num_gpus: how many devices a process of its own sees; else booked as ``num_cpus`` is.
-        host: the host that it must be on: a name or an address.
-        labels: words that its worker (or machine) must have, by name.
-        resources: further amounts that it needs, and books, by name.
-        spread: put it where the fewest actors are, on workers that have joined or in a process of its own.
-        placement_timeout: how many seconds it may wait for a worker that has all that; 0: not at all. None: not at
-            all for what nobody has, and 10 s for what others have taken.
+        num_cpus: in a process of its own: how many threads torch uses; in a shared worker, also one that ``worker=`` names: how
+            many processors are booked. In the process of another actor, nothing is booked.
+        num_gpus: how many devices a process of its own sees; otherwise booked like ``num_cpus``.
+        host: the host where it must live: a name or an address.
+        labels: labels that its worker (or machine) must have: name -> word.
+        resources: further amounts that it needs and books, by name.
+        spread: place it where there are the fewest actors, on joined workers or in a process of its own.
+        placement_timeout: how many seconds it may wait for a worker with all of these; 0: do not wait. None: do not wait for
+            what no worker has, and wait 10 s for resources that others use.
         env: environment variables of a process of its own; ``{"env_vars": ..., "working_dir": ...}`` is
-            understood, too.
-        working_dir: the directory that a process of its own runs in.
-        allow_out_of_order_execution: calls may overtake those of the same caller whose arguments are still being fetched. None:
-            where several run at a time (in threads, or as coroutines), and not in an actor that runs one after the other.
-        reentrant: calls that descend from the one it is executing may run while that one waits.
-        checkpoint_every: after how many calls that have not raised ``checkpoint()`` is called, where the class has it and
-            ``restore(state)``. What it returns is copied, and given to ``restore`` of the next incarnation, behind the
-            constructor. The answer (of a generator: its end) leaves when the process that has made the actor has that state:
-            what a caller has been told is not lost with the actor. Where ``checkpoint()`` raises, the call fails with
-            CheckpointError, and the state before it is kept; where ``restore`` raises, that is as if the constructor had.
-        on_error: ``"debug"``: a method that has raised is held, with its frames, until a debugger lets it go on (``actorrpc
-            debug``), or nobody has attached for ACTORRPC_DEBUG_WAIT seconds; its caller hears of the error then.
+            also accepted.
+        working_dir: the working directory of a process of its own.
+        allow_out_of_order_execution: calls may overtake calls of the same caller whose arguments are still being fetched. None:
+            only if several calls run at a time (in threads, or as coroutines).
+        reentrant: calls that descend from a running call may run while that call waits.
+        checkpoint_every: after how many calls that have not raised ``checkpoint()`` is called, if the class has it and
+            ``restore(state)``. Its result is copied, and passed to ``restore`` of the next incarnation after the constructor. The
+            answer of a call (of a generator: its end) is sent after the process that has made the actor has received the state,
+            so the state that callers were told of is not lost with the actor. If ``checkpoint()`` raises, the call fails with
+            CheckpointError, and the previous state is kept; an error of ``restore`` is treated like one of the constructor.
+        on_error: ``"debug"``: a method that has raised is held, with its frames, until a debugger continues it (``actorrpc
+            debug``), or no debugger has attached for ACTORRPC_DEBUG_WAIT seconds; its caller gets the error after that.
         timeout, priority, concurrency_group, max_buffered_items: see :class:`CallOptions`; for all of its methods.
-        yielding: internal: calls that wait in one of our waits do not count as running.
-        movable: internal: ``worker=`` says where it lives first; where that has ended, it is made again in another worker.
+        yielding: internal: calls that wait in actorrpc do not count as running.
+        movable: internal: ``worker=`` is only the first place; if that worker has ended, the actor restarts on another worker.
         place: internal: the actor's place in its group.
     """
 
@@ -437,10 +434,10 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
     place: Mapping[str, int] | None = None
 
     def check_together(self) -> None:
-        """Look at what single values do not show.
+        """Check combinations of options.
 
         Raises:
-            ConfigError: two options do not go together.
+            ConfigError: two options contradict each other.
         """
         if self.get_if_exists and self.name is None:
             raise ConfigError("get_if_exists=True needs a name= to look for")
@@ -451,7 +448,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
             )
         if self.worker is not None and (self.host or self.labels or self.spread):
             raise ConfigError(
-                "worker= says where the actor lives: leave host=, labels= and spread= out, or worker="
+                "worker= fixes where the actor lives: leave host=, labels= and spread= out, or worker="
             )
         if getattr(type(self.worker), "_is_actor_handle", False) and self.resources:
             raise ConfigError("worker= names another actor, which has booked its place: leave resources= out")
@@ -463,7 +460,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
             )
 
     def for_calls(self) -> CallOptions:
-        """Return how methods are called that say nothing themselves."""
+        """Return the options for calls of methods without options of their own."""
         if (
             self.timeout is None
             and not self.priority
@@ -491,12 +488,12 @@ class TaskOptions(_Options, _RunOptions, _ProcessOptions):
 
     Attributes:
         num_returns, timeout, interrupt, max_buffered_items, name, priority: see :class:`CallOptions`.
-        max_retries: how often a task is run again whose process died; -1: for ever; default 3.
-        retry_exceptions: whether what it raises is a reason to run it again; or only these.
-        worker: where it runs; see :class:`ActorOptions`. None: on the processes that run tasks, or on the group's
+        max_retries: how often a task is run again if its process dies; -1: without limit; default 3.
+        retry_exceptions: True: run it again if it raises; or a list of exceptions after which it is run again.
+        worker: where it runs; see :class:`ActorOptions`. None: in the processes that run tasks, or on the group's
             other workers in turn.
-        num_cpus, num_gpus, env, working_dir: of the process that runs it. Tasks that say the same share processes, which stay:
-            so there is no ``host``, ``labels``, ``resources`` or ``spread``. What is to be placed is an actor, or names a worker.
+        num_cpus, num_gpus, env, working_dir: options of the process that runs it. Tasks with equal values share processes, which
+            stay. Therefore there is no ``host``, ``labels``, ``resources`` or ``spread``: use an actor, or ``worker=``.
     """
 
     what: ClassVar[str] = "a task"
@@ -507,7 +504,7 @@ class TaskOptions(_Options, _RunOptions, _ProcessOptions):
         _check_interrupt(self.interrupt, self.timeout)
 
     def for_calls(self) -> CallOptions:
-        """Return how the process that runs the task is called."""
+        """Return the options for the call of the runner that executes the task."""
         return CallOptions(
             num_returns=self.num_returns,
             timeout=self.timeout,
@@ -516,7 +513,7 @@ class TaskOptions(_Options, _RunOptions, _ProcessOptions):
             max_buffered_items=self.max_buffered_items,
             name=self.name,
             retry_exceptions=self.retry_exceptions,
-            # That of the processes that run tasks is nothing that a task has to know of: it waits for one.
+            # The max_task_retries of the runners must not apply: a task waits while its runner is being restarted.
             max_task_retries=self.max_retries or None,
         )
 

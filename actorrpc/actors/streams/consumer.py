@@ -1,8 +1,8 @@
 """ObjectRefGenerators: the consuming end of a stream.
 
-:class:`_Consumer` does the work: it follows the call, pulls, and keeps the items. Calls under way hold it, but not
-the :class:`ObjectRefGenerator` that users hold: when that is dropped, the stream is closed. How streams work is written
-in ``producer.py``.
+A :class:`_Consumer` follows the call, pulls items, and keeps them. Calls under way refer to it, but not to the
+:class:`ObjectRefGenerator` that the user has: when that is freed, the stream is closed. ``producer.py`` describes how streams
+work.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = ["Again", "ObjectRefGenerator", "Translate"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Says what an error that ended a pull from a worker means for the actor: an error, or a future that fails with one.
+#: Returns the error to raise, or a future that fails with it, for an error that ended a pull from a worker.
 Translate = Callable[[BaseException, "Peer | None"], "BaseException | Future[Any]"]
 
-#: Makes the call again that an error has ended before its first item; None where it is not to be made again.
+#: Repeats the call after an error before its first item; returns None if it is not repeated.
 Again = Callable[[BaseException], "Future[Any] | None"]
 
 _INFINITE = float("inf")
@@ -70,9 +70,9 @@ class _EndOfStream(Stall):
 class _Consumer(Stall, Progress):
     """The state of one stream on the side of its reader. Thread-safe.
 
-    ``_lock`` guards everything that changes. It is re-entrant, as the collector may run under it. No code of others
-    is called, and no future completed, under it. The step under way (the call, a pull, the translation of an error) is handled
-    once, by a callback or by the thread that waits: one of them pops it from the list ``_claim``.
+    ``_lock`` guards all state that changes. It is re-entrant, because the garbage collector may run under it. No foreign code is
+    called, and no future completed, under it. The current step (the call, a pull, the translation of an error) is processed
+    once, by a callback or by a waiting thread: one of them pops it from the list ``_claim``.
     """
 
     def __init__(
@@ -86,26 +86,27 @@ class _Consumer(Stall, Progress):
         self._lock = threading.RLock()
         self._call: Future[Any] | None = call
         self._claim: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
-        self._under_way = True  # until the step under way has delivered what it brings
+        self._under_way = True  # until the result of the current step was stored
         self._ticket: StreamTicket | None = None
         self._peer: Peer | None = None
         self._items: deque[Any] = deque()
-        self._charge = 0  # what they count, in bytes
+        self._charge = 0  # the size of the items, in bytes
         self.reader = StreamReader()
-        self._count = 0  # of items that were taken
-        self._ended = False  # no more items arrive
+        self._count = 0  # items that were taken
+        self._ended = False  # no more items will arrive
         self._error: BaseException | None = None  # raised after the items
         self._closed = False
-        self._whole = 0  # so many wait for all items: they come, however much of them lies here
+        # Number of waits for all items; while there is one, items are pulled beyond the window.
+        self._whole = 0
         self._stuck = -1  # see look()
         self._generation = generation()
         self._arrival: Future[None] | None = None  # completes when take() need not wait
         self._finished: Future[None] | None = None
-        # Pulls belong to the stream, not to the call in which an item is taken.
+        # Pulls must not be nested calls of the call in which an item is taken, so they have an execution of their own.
         self._apart = Execution(None, self._agent.self_peer, 0, _INFINITE, 0)
         self._follow(call, self._called)
 
-    # -- the step under way --------------------------------------------------------------------------------
+    # -- the current step --------------------------------------------------------------------------------
 
     def _follow(self, step: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         claim = [(step, then)]
@@ -122,7 +123,7 @@ class _Consumer(Stall, Progress):
         self._wake()
 
     def drive(self, deadline: float | None) -> None:
-        """Make progress on behalf of a thread that waits for an item."""
+        """Make progress in a thread that waits for an item."""
         signal = self._arrival
         while signal is not None and not signal.completed:
             claim = self._claim
@@ -138,12 +139,12 @@ class _Consumer(Stall, Progress):
             self._take_up(claim)
 
     def flush(self) -> None:
-        """Send the messages that are gathered."""
+        """Send the gathered messages."""
         self._agent.flush()
 
     @property
     def waits_for(self) -> Future[Any] | tuple[Peer, int] | None:
-        """What the next item is waited for from: a call under way, or a stream and its worker."""
+        """What the next item depends on: a call under way, or a stream and its worker."""
         ticket, peer = self._ticket, self._peer
         return self._call if ticket is None or peer is None else (peer, ticket.stream)
 
@@ -172,7 +173,7 @@ class _Consumer(Stall, Progress):
                 self._pull()
 
     def _wants(self) -> bool:
-        """Whether to pull now: at most half of the items that may be produced ahead are here. Under the lock."""
+        """Whether to pull now: at most half of the window is filled with items that are here. Under the lock."""
         ticket = self._ticket
         return (
             ticket is not None
@@ -208,7 +209,7 @@ class _Consumer(Stall, Progress):
         try:
             run_within(self._apart, self._agent.call, self._peer, function, args, {}, 0, future)
             self._agent.flush()
-        except Exception as error:  # the producer's worker has ended, or this one
+        except Exception as error:  # the producer's worker has ended, or this worker has
             future.try_fail(error)
             if is_of_handler(error):
                 raise
@@ -234,15 +235,16 @@ class _Consumer(Stall, Progress):
                 self._under_way = False
                 if end is not None:
                     self._ended = True
-                    self._translate = self._again = None  # they may keep the actor alive
+                    self._translate = self._again = None  # these functions may keep the actor alive
         if error is not None:
             self._failed(error)
         else:
-            self._wake()  # before the next step: a reader that waits for these items must not come to wait for more
+            # Before the next step, so that a reader that waits for these items does not wait for more.
+            self._wake()
             self._pull()
 
     def _failed(self, error: BaseException) -> None:
-        """End with an error, once it is known what that means; or begin anew."""
+        """End with an error after it was translated; or repeat the call."""
         again = self._again
         if again is not None:
             try:
@@ -296,7 +298,7 @@ class _Consumer(Stall, Progress):
 
     @property
     def _there(self) -> bool:
-        """Whether take() gives an item, an error or the end. Under the lock."""
+        """Whether take() returns an item, an error or the end. Under the lock."""
         return bool(self._items) or self._ended
 
     @property
@@ -306,10 +308,10 @@ class _Consumer(Stall, Progress):
             return self._ended and not self._items and self._error is None
 
     def take(self) -> tuple[Any, BaseException | None] | None:
-        """Return an item as it came, or the error in its place; None: wait for :meth:`arrival`, and try again.
+        """Return an item as it was received, or the error in its place; None: wait for :meth:`arrival`, and call this again.
 
         Raises:
-            _Over: there are no more.
+            _Over: there are no more items.
         """
         self.reader.note()
         with self._lock:
@@ -330,14 +332,15 @@ class _Consumer(Stall, Progress):
         return packed, None
 
     def arrival(self) -> Future[None]:
-        """Return a future that completes when take() need not wait: an item is here, an error, or the end."""
+        """Return a future that completes when take() does not return None: there is an item, an error, or the end."""
         self.reader.note()
         with self._lock:
             there = self._there
             arrival = self._arrival
             if arrival is None:
                 label = f"item {self._count} of {self.label}"
-                if not there and self._generation != generation():  # this process is a fork: no item arrives
+                # This process is a fork, so no item will arrive.
+                if not there and self._generation != generation():
                     raise lost_by_fork(label)
                 arrival = Future()
                 arrival.label = label
@@ -351,7 +354,7 @@ class _Consumer(Stall, Progress):
 
     @contextmanager
     def whole(self) -> Iterator[Future[None]]:
-        """Have all items sent and kept here, without taking any; gives :meth:`finished`."""
+        """Request all items and keep them here, without taking any; yields the future of :meth:`finished`."""
         self.reader.note()
         with self._lock:
             self._whole += 1
@@ -370,7 +373,7 @@ class _Consumer(Stall, Progress):
     # -- the end -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Want no more items. Idempotent; may send."""
+        """Close the stream. Idempotent; may send a message."""
         with self._lock:
             if self._closed:
                 return
@@ -389,7 +392,7 @@ class _Consumer(Stall, Progress):
             if ticket is not None:
                 self._tell_closed(ticket)
             elif call is not None:
-                call.cancel()  # where it has begun, its worker closes the stream
+                call.cancel()  # if the call has begun, its worker closes the stream
         self._wake()
 
     def _tell_closed(self, ticket: StreamTicket) -> None:
@@ -399,7 +402,7 @@ class _Consumer(Stall, Progress):
             self._call_producer(told, close_stream, ticket.stream)
 
     def finished(self) -> Future[None]:
-        """Return a future that completes when the generator is known to be over; it fails as the stream does."""
+        """Return a future that completes when the generator is known to have ended; it fails if the stream does."""
         with self._lock:
             finished = self._finished
             if finished is None:
@@ -416,24 +419,24 @@ class _Consumer(Stall, Progress):
 
     @property
     def awaits_end(self) -> bool:
-        """Whether :meth:`finished` was asked for, and the stream has not ended."""
+        """Whether :meth:`finished` was called, and the stream has not ended."""
         return self._finished is not None and not self._ended
 
     def look(self) -> None:
-        """End the wait for the stream's end if the thread that waits should take the items that are in the way of it."""
+        """End the wait for the stream's end if the waiting thread is also the one that has to take the items first."""
         reader = self.reader
         waits = any(isinstance(each, _EndOfStream) and each.consumer is self for each in reader.waits_for())
         finished: Future[None] | None = None
         with self._lock:
             full = not self._under_way and not self._ended and not self._wants()
             stuck = self._count if waits and reader.certain and full else -1
-            if stuck >= 0 and stuck == self._stuck:  # as at the last look
+            if stuck >= 0 and stuck == self._stuck:  # the same as at the last look
                 finished, self._finished = self._finished, None
             self._stuck = stuck
         if finished is not None:
             finished.try_fail(
                 DeadlockError(
-                    f"the end of {self.label} can never come: {reader.name} waits for it, and is to take the items that "
+                    f"the end of {self.label} can never come: {reader.name} waits for it, and has to take the items that "
                     f"fill its buffer ({len(self._items)} of them are here). Take them first, or give a larger "
                     "max_buffered_items=",
                     worker=self._agent.name,
@@ -447,7 +450,7 @@ class _Consumer(Stall, Progress):
             if self._closed:
                 error = CancelledError(f"{self.label} was closed before its end", maybe_executed=True)
             finished.conclude(None, error)
-            finished.acknowledge()  # the consumer that takes the items sees it
+            finished.acknowledge()  # the error is raised to the reader that takes the items
 
 
 def _look_away(done: Future[Any]) -> None:
@@ -455,7 +458,7 @@ def _look_away(done: Future[Any]) -> None:
 
 
 class _Items(Generic[R]):
-    """Iterates over a stream. Thread-safe: each item goes to one of the threads that iterate."""
+    """Iterates over a stream. Thread-safe: each item is returned to one of the threads that iterate."""
 
     __slots__ = ("_consumer",)
 
@@ -465,7 +468,7 @@ class _Items(Generic[R]):
     @staticmethod
     @abstractmethod
     def _made(consumer: _Consumer, packed: Any, error: BaseException | None) -> R:
-        """Make what the iterator gives of an item, or of the error in its place."""
+        """Make the object that the iterator returns for an item, or for the error in its place."""
 
     def _next(self, timeout: float | None) -> R:
         consumer, until = self._consumer, deadline_of(timeout)
@@ -514,26 +517,26 @@ class _Items(Generic[R]):
         return self
 
     def close(self) -> None:
-        """Close the generator on the actor: it gets GeneratorExit at its yield. Items not taken are lost. Idempotent."""
+        """Close the generator on the actor: its yield raises GeneratorExit. Items not taken are lost. Idempotent."""
         self._consumer.close()
 
 
 class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
-    """What a call of a generator method returns: an iterator over ObjectRefs of what it yields, as it comes.
+    """The result of a call of a generator method: an iterator over ObjectRefs of the items, as they are yielded.
 
-    ``for ref in generator`` and ``async for ref in generator`` give ObjectRefs whose values are here already;
-    ``generator.values()`` gives the values themselves, ``get(generator)`` a list of all of them. If the generator raises, the
-    ObjectRef in that place raises it, and ends the stream. At most 64 MiB, and ``max_buffered_items`` items if that is given,
-    are produced and not taken: then the generator pauses, and holds its actor. Thread-safe: several threads may take items, each
-    item goes to one of them.
+    ``for ref in generator`` and ``async for ref in generator`` return ObjectRefs whose values are here already;
+    ``generator.values()`` returns the values themselves, ``get(generator)`` a list of all of them. If the generator raises, the
+    ObjectRef in that place raises the error, and the stream ends. At most 64 MiB of items, and ``max_buffered_items`` items if
+    given, are produced ahead: then the generator pauses, and holds its actor. Thread-safe: several threads may take items, each
+    item is returned to one of them.
 
-    The generator on the actor is closed (GeneratorExit at its yield) when this object is closed or dropped.
+    The generator on the actor is closed (its yield raises GeneratorExit) when this object is closed or freed.
 
     Args:
         future: the call; completes with a StreamTicket.
-        label: how messages call the stream; default: as the call.
-        translate: says what the end of the producer's worker means; default: it is raised as it is.
-        again: makes the call again when it has failed before its first item; default: it is not made again.
+        label: the name of the stream in messages; by default that of the call.
+        translate: returns the error to raise if the producer's worker has ended; by default the error itself.
+        again: repeats the call when it has failed before its first item; by default it is not repeated.
     """
 
     __slots__ = ("__weakref__",)
@@ -564,7 +567,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         label = f"item {consumer.count - 1} of {consumer.label}"
         if error is None and type(packed) is Snapshot and packed.stored is None:
             try:
-                packed = packed.open_once()  # its memory came with it, and is not shared
+                packed = packed.open_once()  # its memory belongs to this item alone
             except Exception as caught:
                 error = caught
         if error is not None:
@@ -572,42 +575,42 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         return ObjectRef.of(packed, label=label)
 
     def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
-        """Return the next ObjectRef, complete; waits for it.
+        """Wait for the next ObjectRef and return it, complete.
 
         Args:
             timeout: seconds; None: as long as the actor lives.
 
         Raises:
-            StopIteration: there are no more.
-            RpcTimeoutError: it was not there in time; try again.
+            StopIteration: there are no more items.
+            RpcTimeoutError: there was no item in time; call again.
         """
         return self._next(timeout)
 
     def values(self) -> _Values[T]:
-        """Return an iterator (sync and async) over the values; it raises what the generator raised."""
+        """Return an iterator (sync and async) over the values; it raises the generator's error."""
         return _Values(self)
 
     # -- the end -------------------------------------------------------------------------------------------
 
     def cancel(self) -> bool:
-        """Close the stream; False if it had ended."""
+        """Close the stream; return False if it had ended."""
         if self._consumer.over:
             return False
         self._consumer.close()
         return True
 
     def completed(self) -> ObjectRef[None]:
-        """Return an ObjectRef that is complete when the generator has ended and its last item has arrived.
+        """Return an ObjectRef that completes when the generator has ended and its last item was received.
 
-        It raises what the generator raised, and CancelledError where the stream was closed before its end.
+        It raises the generator's error, and CancelledError if the stream was closed before its end.
         """
         return ObjectRef(self._consumer.finished(), label=f"the end of {self._consumer.label}")
 
     def next_ready(self, timeout: float | None = 0) -> bool:
-        """Say whether :meth:`next` returns, or raises StopIteration, at once.
+        """Say whether :meth:`next` would return, or raise StopIteration, at once.
 
         Args:
-            timeout: wait so many seconds until it does; None: as long as the actor lives.
+            timeout: wait up to so many seconds until it would; None: as long as the actor lives.
         """
         until = deadline_of(timeout)
         arrival = self._arrival()
@@ -656,7 +659,7 @@ class _Values(_Items[T]):
 
     def __init__(self, generator: ObjectRefGenerator[T]) -> None:
         super().__init__(generator._consumer)
-        self._generator = generator  # which closes the stream when it is dropped
+        self._generator = generator  # kept alive, because the stream is closed when it is freed
 
     @staticmethod
     def _made(consumer: _Consumer, packed: Any, error: BaseException | None) -> T:
@@ -671,5 +674,5 @@ class _Values(_Items[T]):
 def _late(consumer: _Consumer, timeout: float | None) -> RpcTimeoutError:
     bound = "the time of the call that waits for it" if timeout is None else f"{timeout} s"
     return RpcTimeoutError(
-        f"item {consumer.count} of {consumer.label} was not there within {bound}; the stream goes on"
+        f"item {consumer.count} of {consumer.label} was not there within {bound}; the stream continues"
     )

@@ -1,17 +1,17 @@
-"""Streams: what generator methods yield, on its way to their callers.
+"""Streams: how the items of generator methods get to their callers.
 
-The consumer pulls. A stream's :class:`Producer` lets its generator run ahead of the items that the consumer has taken, by
-at most ``WINDOW_BYTES``, and by ``limit`` items where there is a limit. Then the generator pauses, and holds its actor as
-any method that waits does: others that ran meanwhile would see the actor in the middle of the method. A pull says how many
-items were taken, and its answer brings what has been produced since. One pull is under way while the consumer works on
-what it has. An item is packed when it is yielded: changing the object afterwards changes nothing. Pulls are plain calls,
-served by pool threads, never behind the actor's work.
+The consumer pulls. A stream's :class:`Producer` lets its generator run ahead of the consumer by at most ``WINDOW_BYTES``, and by
+``limit`` items if there is a limit. Then the generator pauses, and holds its actor like any waiting method, because other methods
+would see the actor in the middle of this one. A pull says how many items were taken, and its answer contains the items that were
+produced since the last one. One pull is under way while the consumer uses the items that it has. An item is packed when it is
+yielded: later changes of the object have no effect. Pulls are plain calls, served by pool threads, so they never wait for the
+actor.
 
-An item counts, from when it is packed until the producer hears that it was taken, with its size and what an object takes
-besides, on whichever side it lies: both sides together keep at most one window of a stream, and one item more.
+An item counts against the window, with its size and the overhead of an object, from when it is packed until the producer is told
+that it was taken, on whichever side it is. So both sides together keep at most one window of a stream, plus one item.
 
-An :class:`ObjectRefGenerator` that is closed or dropped tells the producer, whose generator is then closed where it
-stands (GeneratorExit at its yield). The end of a consumer's worker has the same effect.
+When an :class:`ObjectRefGenerator` is closed or freed, it tells the producer, whose generator is then closed (its yield raises
+GeneratorExit). The end of the consumer's worker has the same effect.
 """
 
 from __future__ import annotations
@@ -58,29 +58,29 @@ __all__ = [
 _log = logging.getLogger("actorrpc.actors")
 
 WINDOW_BYTES: Final = 64 << 20
-"""So much is produced ahead of the consumer at most, and then an item more."""
+"""The size of items that may be produced ahead of the consumer, plus one item."""
 
-_BATCH_BYTES: Final = 1 << 20  # one answer brings at least one item, and no more of them than this
-_INLINE_BYTES: Final = 64 << 10  # what the producing thread sends itself
+_BATCH_BYTES: Final = 1 << 20  # an answer contains one item, or several up to this size
+_INLINE_BYTES: Final = 64 << 10  # up to this size, the producing thread sends the answer itself
 _PLAIN: Final = frozenset({int, float, bool, type(None), complex})
 _PLAIN_BYTES: Final = 4096
-_LEAST_BYTES: Final = 128  # what an item counts at least: an object, and its places in the queues
+_LEAST_BYTES: Final = 128  # the least size that an item counts: an object, and its places in queues
 _SNAPSHOT_BYTES: Final = 400  # the size of a snapshot without its contents
 
 DONE: Final = b""
 """The end of a stream whose generator has returned; other ends are packed errors."""
 
-#: What a pull brings: items, and the end of the stream if they are the last.
+#: The answer of a pull: items, and the end of the stream if they are the last.
 Batch = tuple[list[Any], bytes | None]
 
 
 class StreamTicket:
-    """What a streaming call returns: where its items can be pulled.
+    """The result of a streaming call: where its items can be pulled.
 
     Attributes:
-        worker: where.
-        stream: names the stream there.
-        limit: so many items are produced ahead at most; 0: only their bytes are bounded.
+        worker: the producer's worker.
+        stream: the number of the stream there.
+        limit: how many items may be produced ahead; 0: only their size is limited.
     """
 
     __slots__ = ("limit", "stream", "worker")
@@ -95,14 +95,14 @@ class StreamTicket:
 
 
 def charge_of(packed: Any) -> int:
-    """Return how many bytes an item counts, as it is packed; both sides find the same."""
+    """Return the size that a packed item counts, in bytes; both sides compute the same number."""
     if type(packed) is Snapshot:
         return packed.nbytes + _SNAPSHOT_BYTES
     return max(_LEAST_BYTES, sys.getsizeof(packed))
 
 
 class _Caller(Protocol):
-    """The call that a generator runs in, as its actor's mailbox has it."""
+    """The attributes, used here, of the call in whose mailbox a generator runs."""
 
     @property
     def queue(self) -> Any: ...
@@ -114,12 +114,12 @@ class _Caller(Protocol):
 class Producer(Stall):
     """The producing end of one stream. Thread-safe; one thread or coroutine puts items in.
 
-    ``_lock`` guards all that changes here. It is re-entrant, as the collector may run under it; no user code runs under it,
-    and futures are completed after it was released.
+    ``_lock`` guards all state that changes. It is re-entrant, because the garbage collector may run under it. No user code runs
+    under it, and futures are completed after it was released.
 
     Attributes:
-        entry: the call in whose mailbox the generator runs; None where it runs in none.
-        pause: names the pause that the generator makes now, because its window is full; 0 where it makes none.
+        entry: the call in whose mailbox the generator runs; None if it runs in no mailbox.
+        pause: the number of the present pause of the generator, because its window is full; 0 if it does not pause.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Producer(Stall):
         entry: _Caller | None,
     ) -> None:
         self.stream = stream
-        self.entry: Any = entry  # hosts, which are above streams, know more of it
+        self.entry: Any = entry  # its type is in a higher package
         self.pause = 0
-        self.suspected: dict[int, float] = {}  # when each search for deadlocks first led back to the pause
+        self.suspected: dict[int, float] = {}  # search for deadlocks -> when it first led back to the pause
         self.limit = limit
         self.peer = peer
         self.owner = owner
@@ -143,34 +143,35 @@ class Producer(Stall):
         self._streams = streams
         self._agent = agent
         self._lock = threading.RLock()
-        self._items: deque[tuple[Any, int]] = deque()  # with what they count
-        self._charges: deque[int] = deque()  # of all that were produced and not taken, wherever they are
+        self._items: deque[tuple[Any, int]] = deque()  # items and their sizes
+        # Sizes of all items that were produced and not taken, on both sides.
+        self._charges: deque[int] = deque()
         self._charge = 0  # their sum
-        self._taken = 0  # by the consumer, of all that were produced
+        self._taken = 0  # number of items that the consumer has taken
         self._end: bytes | None = None
         self._stopped = False  # no more items are produced
         self._closed = False  # the items that were produced are discarded, too
         self._error: ShutdownError | None = None
-        self._room: Future[None] | None = None  # the producing side waits for it
+        self._room: Future[None] | None = None  # the generator waits for it
         self._asked: Future[Batch] | None = None  # the pull that waits for items
         self._call: int | None = None
         self._begun = _time.now()
 
     def ticket(self) -> StreamTicket:
-        """Return what the consumer needs to pull."""
+        """Return the data that the consumer needs to pull."""
         return StreamTicket(self._streams.me, self.stream, self.limit)
 
     def serves(self, call: int) -> None:
-        """Have the stream closed when the call that it answers is cancelled: the ticket may never have come to anybody.
+        """Close the stream if the call that it answers is cancelled later: the ticket may not have reached a consumer.
 
         Args:
-            call: the number that the call has at ``peer``; it has been answered.
+            call: the number of the call at ``peer``; it was answered.
         """
         peer = self.peer
         assert peer is not None
         self._call = call
         peer.running[call] = self
-        # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
+        # Checked after the entry in ``running``, so that a cancellation is found here or finds the entry.
         if call in peer.cancelled:
             peer.cancelled.pop(call, None)
             self.close()
@@ -179,18 +180,18 @@ class Producer(Stall):
 
     @property
     def closed(self) -> bool:
-        """Whether no more items are wanted."""
+        """Whether the stream was closed."""
         return self._stopped
 
     @property
     def since(self) -> float | None:
-        """When it began; None if its last item was produced, or no more items are wanted."""
+        """When it began; None if its last item was produced, or it was closed."""
         return None if self._closed or self._end is not None else self._begun
 
     # -- the producing side -----------------------------------------------------------------------------
 
     def room(self) -> Future[None] | None:
-        """Return a future to wait for before another item is produced; None if there is room, or the reader wants no item."""
+        """Return a future to wait for before another item is produced; None if there is room, or the stream was closed."""
         with self._lock:
             if self._stopped or self._has_room:
                 return None
@@ -210,7 +211,7 @@ class Producer(Stall):
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """How many items were produced and not taken, and what they count in bytes."""
+        """How many items were produced and not taken, and their size in bytes."""
         with self._lock:
             return len(self._charges), self._charge
 
@@ -228,7 +229,7 @@ class Producer(Stall):
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """For the pause of a coroutine: where the actor's limit is the default one, others may begin meanwhile."""
+        """For the pause of a coroutine: if the actor has the default limit, other calls may begin meanwhile."""
         entry = self.entry
         queue, hosted = (None, None) if entry is None else (entry.queue, entry.hosted)
         if queue is None or hosted is None or not queue.yielding:
@@ -241,7 +242,7 @@ class Producer(Stall):
             hosted.mailbox.resume(queue)
 
     def put(self, item: Any) -> None:
-        """Take an item as it is now. Where the stream is closed, nothing happens.
+        """Add an item as it is now. Does nothing if the stream is closed.
 
         Raises:
             SerializationError: it cannot be sent.
@@ -267,17 +268,17 @@ class Producer(Stall):
         self._answer()
 
     def end(self) -> None:
-        """Say that there are no more items."""
+        """Record that there are no more items."""
         self._finish(DONE)
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error, which the consumer gets behind the items that are there."""
+        """End the stream with an error, which the consumer gets after the items produced before."""
         packed = pack_error(self._agent, error, self.peer is None or self.peer.same_main)
-        let_frames_go(error)  # they may hold other streams, which hold their actors
+        let_frames_go(error)  # its frames may keep other streams alive, which hold their actors
         self._finish(packed)
 
     def abort(self, error: BaseException) -> None:
-        """End the stream from outside: as :meth:`fail`, and the generator is closed at its yield."""
+        """End the stream from outside: as :meth:`fail`, and close the generator at its yield."""
         self.fail(error)
         self._stop()
 
@@ -291,7 +292,7 @@ class Producer(Stall):
         self._answer()
 
     def _stop(self) -> None:
-        """Have no more produced."""
+        """Produce no more items."""
         with self._lock:
             if self._stopped:
                 return
@@ -304,17 +305,17 @@ class Producer(Stall):
             on_close()
 
     def _leave_pause(self) -> Future[None] | None:
-        """Return what the generator waits for, to be completed without the lock. Under it."""
+        """Return the future for which the generator waits; the caller completes it without the lock. Under the lock."""
         room, self._room = self._room, None
         self.pause = 0
         self.suspected.clear()
         return room
 
     def close(self, error: ShutdownError | None = None) -> None:
-        """Want no more: items are dropped, and the generator is closed at its yield. Idempotent.
+        """Close the stream: discard its items, and close the generator at its yield. Idempotent.
 
         Args:
-            error: why, where it is not the consumer's wish.
+            error: the reason, if the consumer has not closed it.
         """
         with self._lock:
             if self._closed:
@@ -341,17 +342,17 @@ class Producer(Stall):
         self.close()
 
     def check(self) -> None:
-        """Raise ShutdownError if that is why the stream was closed."""
+        """Raise the ShutdownError with which the stream was closed, if any."""
         if self._error is not None:
             raise self._error
 
     # -- the pulling side -------------------------------------------------------------------------------
 
     def pull(self, taken: int) -> Future[Batch] | Batch:
-        """Return the next items, or a future for them where there are none yet.
+        """Return the next items, or a future of them if there are none yet.
 
         Args:
-            taken: how many items the consumer has taken in all.
+            taken: how many items the consumer has taken in total.
         """
         waits: Future[Batch] | None = None
         with self._lock:
@@ -374,7 +375,7 @@ class Producer(Stall):
         return batch
 
     def _batch(self) -> tuple[Batch | None, int]:
-        """Take out what one answer brings. Under the lock."""
+        """Remove and return the content of one answer. Under the lock."""
         items = self._items
         if not items and self._end is None:
             return None, 0
@@ -387,7 +388,7 @@ class Producer(Stall):
         return (found, None if items else self._end), size
 
     def _answer(self) -> None:
-        """Give what there is to the pull that waits for it."""
+        """Answer the waiting pull with the items that there are."""
         with self._lock:
             asked = self._asked
             if asked is None:
@@ -396,7 +397,7 @@ class Producer(Stall):
             if batch is None:
                 return
             self._asked = None
-        # The answer leaves on this thread where it is small: large ones may wait for the socket.
+        # A small answer is sent by this thread. Sending a large one may wait for the socket.
         asked.try_complete(batch, self._agent.submit if size > _INLINE_BYTES else None)
         self._sent(batch)
 
@@ -418,11 +419,11 @@ class Streams:
         self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
         self._numbers = itertools.count(int.from_bytes(os.urandom(6), "big") << 16)
         self._producers: dict[int, Producer] = {}
-        #: what reads streams in this process, by where they are produced
+        #: The readers of streams in this process, by the worker and number of the stream.
         self.consumers: weakref.WeakValueDictionary[tuple[WorkerKey, int], Any] = (
             weakref.WeakValueDictionary()
         )
-        #: has the search for deadlocks look: a generator or a reader may wait
+        #: Makes the search for deadlocks look, because a generator or a reader may wait.
         self.wake: Callable[[], None] = _nobody
         self._over = False
         agent.on_peer_end.append(self._peer_ended)
@@ -442,9 +443,9 @@ class Streams:
 
         Args:
             limit: how many items may be produced and not yet taken; 0: as many as the window has room for.
-            peer: whose it is: the stream ends with it. By default the caller of the call that is being executed.
-            owner: whatever may :meth:`abort` it.
-            entry: the call that the generator runs in.
+            peer: the consumer's worker, with which the stream ends. By default the caller of the call that is being executed.
+            owner: the object that may :meth:`abort` it.
+            entry: the call in which the generator runs.
         """
         if peer is None:
             execution = CURRENT.get()
@@ -473,7 +474,7 @@ class Streams:
         return self._producers.get(stream)
 
     def pausing(self) -> list[Producer]:
-        """Return those whose generators pause, in mailboxes."""
+        """Return the producers whose generators pause and run in mailboxes."""
         return [each for each in list(self._producers.values()) if each.pause and each.entry is not None]
 
     def all(self) -> list[Producer]:
@@ -481,7 +482,7 @@ class Streams:
         return list(self._producers.values())
 
     def new_number(self) -> int:
-        """Return a number that names one thing in this group."""
+        """Return a number that is unique in this group."""
         return next(self._numbers)
 
     def forget(self, producer: Producer) -> None:
@@ -498,7 +499,7 @@ class Streams:
                 producer.abort(error)
 
     def close(self) -> None:
-        """End all streams: threads that produce or pull get ShutdownError. Later ones are closed from the start."""
+        """End all streams: threads that produce or pull get ShutdownError. Later streams are closed when they are opened."""
         self._over = True
         for producer in list(self._producers.values()):
             producer.close(_shut_down())
@@ -514,7 +515,7 @@ class Streams:
 
 
 def _nobody() -> None:
-    """Stand in for the search for deadlocks where there are no actors."""
+    """Replaces the search for deadlocks if there are no actors."""
 
 
 def _shut_down() -> ShutdownError:
@@ -522,21 +523,23 @@ def _shut_down() -> ShutdownError:
 
 
 def _gone(stream: int) -> RpcError:
-    return RpcError(f"stream {stream:x} is not there any more: its actor has ended, or the stream was closed")
+    return RpcError(
+        f"stream {stream:x} does not exist any longer: its actor has ended, or the stream was closed"
+    )
 
 
-# -- what consumers call on the producer's worker ------------------------------------------------------------
+# -- called by consumers on the producer's worker ------------------------------------------------------------
 
 
 def pull(stream: int, taken: int) -> Any:
-    """Return the next items of a stream, when there are some (called by RPC)."""
+    """Return the next items of a stream, when there are some. Called by RPC."""
     streams: Streams = runtime().streams
     found = streams.get(stream).pull(taken)
     return Deferred(found) if isinstance(found, Future) else found
 
 
 def close_stream(stream: int) -> None:
-    """Close a stream whose consumer wants no more items; does nothing if it has ended. Called by RPC."""
+    """Close a stream for its consumer; does nothing if it has ended. Called by RPC."""
     streams: Streams = runtime().streams
     producer = streams.find(stream)
     if producer is not None:
@@ -546,7 +549,7 @@ def close_stream(stream: int) -> None:
 # -- running generators --------------------------------------------------------------------------------------
 
 
-#: Says what the consumer gets for what a generator raised.
+#: Returns the error to send to the consumer for an error that a generator has raised.
 Explain = Callable[[BaseException], BaseException]
 
 
@@ -555,14 +558,14 @@ def _as_it_is(error: BaseException) -> BaseException:
 
 
 def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Explain = _as_it_is) -> None:
-    """Run a generator on this thread until it ends or its stream is closed; its exception goes to the consumer.
+    """Run a generator in this thread until it ends or its stream is closed; its exception is sent to the consumer.
 
     The thread waits through futures, so that calls which descend from this one can run meanwhile.
 
     Raises:
         ShutdownError: this worker shuts down.
-        BaseException: the generator raised an exception that is no Exception (KeyboardInterrupt, SystemExit), which was sent to
-            the consumer, too.
+        BaseException: the generator raised an exception that is not an Exception (KeyboardInterrupt, SystemExit). It was also
+            sent to the consumer.
     """
     try:
         while True:
@@ -597,7 +600,7 @@ def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
         report(
             _log,
             error,
-            "a generator raised while it was closed; nobody reads stream %x any more",
+            "a generator raised while it was closed; stream %x has no reader any longer",
             producer.stream,
         )
 
@@ -607,7 +610,7 @@ async def aproduce(
 ) -> None:
     """Run an async generator until it ends or its stream is closed. As :func:`produce`, but no thread waits.
 
-    A generator that awaits something when its stream is closed gets CancelledError there.
+    If the generator awaits something when its stream is closed, the await raises CancelledError.
     """
     stop = _Stop(producer)
     try:
@@ -629,7 +632,7 @@ async def aproduce(
         if stop.meant(error):
             return
         cut_frames(error, __file__)
-        if is_a(error, asyncio.CancelledError):  # the task's; to the consumer, its call was cancelled
+        if is_a(error, asyncio.CancelledError):  # of the task; for the consumer, its call was cancelled
             producer.fail(explain(CancelledError("the generator was cancelled", maybe_executed=True)))
         else:
             producer.fail(explain(error))
@@ -642,16 +645,16 @@ async def aproduce(
             report(
                 _log,
                 error,
-                "an async generator raised while it was closed; nobody reads stream %x any more",
+                "an async generator raised while it was closed; stream %x has no reader any longer",
                 producer.stream,
             )
     producer.check()
 
 
 class _Stop:
-    """Cancels the task of an async generator where it awaits something and its stream is closed.
+    """Cancels the task of an async generator that awaits something when its stream is closed.
 
-    Everything but :meth:`_ring` runs on the loop's thread.
+    All methods but :meth:`_ring` run in the loop's thread.
     """
 
     __slots__ = ("_awaits", "_loop", "_rung", "_task")
@@ -672,10 +675,10 @@ class _Stop:
             self._awaits = False
 
     def meant(self, error: BaseException) -> bool:
-        """Say whether this is why ``error``, a cancellation, was raised; it is then dealt with."""
+        """Say whether this object has caused ``error``, a cancellation; then the cancellation is withdrawn."""
         if not self._rung or not is_a(error, asyncio.CancelledError) or self._task is None:
             return False
-        # Another one that has cancelled the task wants it to end, and counts as well.
+        # If another party has cancelled the task, too, the task has to end.
         return self._task.uncancel() == 0
 
     def _ring(self) -> None:

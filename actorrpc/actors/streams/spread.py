@@ -1,4 +1,4 @@
-"""Calls of generators with ``num_returns=n``: the caller gets n ObjectRefs, one for each item, in place of a stream."""
+"""Calls of generators with ``num_returns=n``: the caller gets n ObjectRefs, one for each item, instead of a stream."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Parts(Progress):
         came = ref._ask()
         try:
             future = self._left.popleft()
-        except IndexError:  # no future is left: discard the item, and have the stream closed
+        except IndexError:  # no future is left: discard the item, and let the caller close the stream
             error = came.error
             if error is not None and not isinstance(error, _ENDED):
                 _log.error(
@@ -80,7 +80,7 @@ class _Parts(Progress):
             self._fail(came.error, future)
         else:
             future.try_complete(came.value_or_none)
-        return True  # after the last future, too: the generator may run to its end
+        return True  # also after the last future, so that the generator may run to its end
 
     @property
     def _said(self) -> tuple[str, int]:
@@ -92,7 +92,7 @@ class _Parts(Progress):
         left = len(self._left)
         if left:
             self._fail(
-                ValueError(f"{label} was to give {count} values (num_returns), and gave {count - left}")
+                ValueError(f"{label} must yield {count} values (num_returns), but yielded {count - left}")
             )
 
     def _fail(self, error: BaseException, *more: Future[Any]) -> None:
@@ -105,10 +105,10 @@ class _Parts(Progress):
         for future in failed:
             future.follow(failed[0], error)  # retrieving the error from one future marks it as seen for all
 
-    # -- as the source of the futures ----------------------------------------------------------------------
+    # -- the source of the futures ----------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send the messages that are gathered."""
+        """Send the gathered messages."""
         self._stream._consumer.flush()
 
     def cancel(self) -> bool:

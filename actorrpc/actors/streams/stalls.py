@@ -1,7 +1,7 @@
-"""Who waits for what, as far as streams are concerned: what the search for deadlocks looks at.
+"""The waits of readers and generators of streams, for the search for deadlocks.
 
-The threads of actors keep a list of their waits. For other threads, the stack tells what they wait for
-(:func:`waited_for_on`). What a coroutine awaits is written on the future of its event loop. Nothing here takes a lock: what
+Threads of actors keep a list of their waits. For other threads, the stack shows what they wait for
+(:func:`waited_for_on`). What a coroutine awaits is stored in the future of its event loop. No locks are taken: data that
 other threads read changes by single atomic steps.
 """
 
@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 PATIENCE_S: Final = 30.0
-"""How long a stream may have been handed to a thread that has not begun to read it."""
+"""How many seconds a thread may take to begin reading a stream that was passed to it."""
 
 
 class Stall:
-    """What may be waited for and is no call: a stream's next item, or that its consumer takes some."""
+    """The target of a wait that is not a call: a stream's next item, or its consumer taking items."""
 
     __slots__ = ()
 
 
 def awaited(what: object) -> list[Call | Stall]:
-    """Return the calls and streams that a wait for ``what`` is for, all of them; none if they are not known."""
+    """Return all calls and streams that a wait for ``what`` depends on; empty if they are not known."""
     if isinstance(what, Stall):
         return [what]
     if isinstance(what, Call):
@@ -57,7 +57,7 @@ def awaited(what: object) -> list[Call | Stall]:
 
 
 def awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
-    """Return the calls and streams that a coroutine awaits, all of them; none if they are not known."""
+    """Return all calls and streams that a coroutine awaits; empty if they are not known."""
     found: list[Call | Stall] = []
     left: list[Any] = [getattr(task, "_fut_waiter", None)]
     while left:
@@ -67,17 +67,17 @@ def awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
         if isinstance(waiter, asyncio.Task):
             left.append(getattr(waiter, "_fut_waiter", None))
         else:
-            left += getattr(waiter, "_children", ())  # of asyncio.gather()
+            left += getattr(waiter, "_children", ())  # for asyncio.gather()
             found += awaited(getattr(waiter, "stands_for", None))
     return found
 
 
-# The methods that wait for their object.
+# Methods that wait for their object.
 _WAITS: Final = {each.__code__ for each in (Call.drive, Future.wait, Future.park)}
 
 
 def waited_for_on(frame: FrameType | None) -> Call | Future[Any] | None:
-    """Return what a thread waits for, by its stack: calls do not record it."""
+    """Return what a thread waits for according to its stack, because calls do not record it."""
     while frame is not None and frame.f_code not in _WAITS:
         frame = frame.f_back
     return None if frame is None else _stacks.local(frame, "self")
@@ -89,7 +89,7 @@ def loop_on(
     """Return the event loop that runs on a stack, if it is asyncio's, and the task for whose end it runs.
 
     Args:
-        end: frames below the first one of this code are ignored.
+        end: ignore frames below the first frame of this code.
     """
     while frame is not None and frame.f_code is not end:
         caller = frame.f_back
@@ -101,14 +101,14 @@ def loop_on(
     return None, None
 
 
-#: The user's threads that made or read streams.
+#: User threads that have made or read streams.
 _readers: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
 
 def _others_may(known: frozenset[threading.Thread]) -> bool:
-    """Whether the user has threads that may be about to read a stream, which was made when the threads ``known`` existed.
+    """Whether a user thread may begin to read a stream that was made when only the threads ``known`` existed.
 
-    Those are the threads that were started since, and the threads that have read streams before and are in no wait of ours.
+    These are threads that were started since then, and threads that have read streams before and do not wait in actorrpc.
     """
     for thread in threading.enumerate():
         if isinstance(thread, Daemon) or thread.name.startswith("actorrpc") or thread.ident is None:
@@ -122,13 +122,13 @@ def _others_may(known: frozenset[threading.Thread]) -> bool:
 
 
 class StreamReader:
-    """The reader of a stream: the thread or coroutine that asked for an item last or, before that, its maker.
+    """The reader of a stream: the thread or coroutine that last requested an item or, before that, that made the stream.
 
     It holds weak references to both.
 
     Attributes:
-        name: how messages call it.
-        swept: the last search that has had garbage collected that may hold the stream.
+        name: the name of the reader in messages.
+        swept: the last search that has run the garbage collector because garbage may hold the stream.
     """
 
     __slots__ = ("_execution", "_runner", "_task", "_thread", "_threads", "_touched", "name", "swept")
@@ -136,11 +136,11 @@ class StreamReader:
     def __init__(self) -> None:
         self.swept = 0
         self.note()
-        # The threads that existed when the stream was made: it may be handed to another. None once an item was asked for.
+        # The threads that existed when the stream was made, which may be passed to another. None after the first request.
         self._threads: frozenset[threading.Thread] | None = frozenset(threading.enumerate())
 
     def note(self) -> None:
-        """Record that the calling thread or coroutine asks for an item."""
+        """Record that the calling thread or coroutine requests an item."""
         thread, execution = threading.current_thread(), CURRENT.get()
         loop = asyncio._get_running_loop()
         task = None if loop is None else asyncio.current_task(loop)
@@ -160,7 +160,7 @@ class StreamReader:
 
     @property
     def call(self) -> Any:
-        """The entry of the call that reads the stream, if an actor's thread runs it now; else None."""
+        """The entry of the call that reads the stream, if an actor's thread is running it; else None."""
         runner = None if self._runner is None else self._runner()
         running = getattr(runner, "running", None)
         return (
@@ -170,7 +170,7 @@ class StreamReader:
         )
 
     def waits_for(self) -> list[Call | Stall]:
-        """Return the calls and streams that it waits for, all of them; none where it does not wait, or that is not known."""
+        """Return all calls and streams that it waits for; empty if it does not wait, or they are not known."""
         task = None if self._task is None else self._task()
         if self._runner is not None:
             runner = self._runner()
@@ -186,7 +186,7 @@ class StreamReader:
 
     @property
     def certain(self) -> bool:
-        """Whether no other thread or coroutine is about to read the stream, or can be expected to after so long a time."""
+        """Whether no other thread or coroutine may begin to read the stream, or has had enough time to begin."""
         return self._alone or _time.now() - self._touched >= PATIENCE_S
 
     @property

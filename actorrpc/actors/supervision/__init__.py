@@ -1,3 +1,3 @@
-"""The supervisor: where actors live, and what becomes of them when they die."""
+"""The supervisor: places actors, and decides what happens when they die."""
 
 __all__: list[str] = []

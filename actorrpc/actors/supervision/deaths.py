@@ -1,4 +1,4 @@
-"""How actors have died, as their supervisor tells it."""
+"""Descriptions of the deaths of actors, for errors of their supervisor."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def dead(
     cause: BaseException | None,
     verdict: RestartVerdict,
 ) -> ActorDiedError:
-    """Return the error that tells of an actor's death, for its supervisor.
+    """Return the error that describes an actor's death.
 
     Args:
         text: how it ended.
-        verdict: why there is no further incarnation, if it was not asked to end.
+        verdict: why it is not restarted, if it was not asked to end.
     """
     text = f"{actor.title} is dead{f' ({verdict.why_not})' if verdict.why_not else ''}: {text}"
     if verdict.before:
@@ -52,10 +52,10 @@ def dead(
 
 
 def without_worker(life: Incarnation, report: DeathReport | None, why: str) -> str:
-    """Say how an incarnation has ended whose worker has ended.
+    """Describe the end of an incarnation whose worker has ended.
 
     Args:
-        report: on the end of its process.
+        report: the report on the end of its process.
         why: another reason for the end of the worker; may be empty.
     """
     if life.ended_by_group:
@@ -65,16 +65,16 @@ def without_worker(life: Incarnation, report: DeathReport | None, why: str) -> s
     else:
         text = f"worker {life.worker_name!r}, where it lived, has ended" + (f": {why}" if why else "")
     if life.drained and not life.killed:
-        return f"{life.drained}, and it does not move: {text}"
+        return f"{life.drained}, and it cannot move: {text}"
     return f"it was killed with kill(): {text}" if life.killed else text
 
 
 def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
-    """Say why an incarnation could not be made, and whether that is final: it is, but where only the place was missing.
+    """Say why an incarnation could not be made, and whether that is final: it is, unless only the place was missing.
 
     Args:
-        error: what the worker has answered, or kept it from being asked.
-        worker: its name; None where there was none yet.
+        error: the answer of the worker, or the error that prevented the request.
+        worker: the worker's name; None if there was no worker yet.
     """
     original = exceptions.original(error)
     what = line_of(original)
@@ -82,7 +82,7 @@ def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
         if CAUSE.__get__(original) is None:
             CAUSE.__set__(
                 original, RemoteTraceback(exceptions.traceback_of(error))
-            )  # for code that prints it
+            )  # for programs that print it
         where = "restore()" if IN_RESTORE in notes_of(original) else "constructor"
         text, final = f"its {where} raised {what}", True
     elif worker is not None:

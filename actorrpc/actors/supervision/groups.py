@@ -1,11 +1,10 @@
-"""Supervision groups as the supervisor knows them. They carry out what :mod:`actorrpc.actors.supervision.strategies` decides.
+"""Supervision groups in the supervisor. They carry out the decisions of :mod:`actorrpc.actors.supervision.strategies`.
 
-A family is told by the supervisor what happens to its children, always under the supervisor's lock, which guards
-everything here. Its methods return
-actions, which the caller runs after it has released the lock. Nothing here waits. User code is called only by callbacks of the
-future ``over``, which an action completes.
+The supervisor tells a group what happens to its children, always under the supervisor's lock, which guards everything here.
+Methods of a group return actions, which the caller runs after releasing the lock. Nothing here blocks. User code is only called
+by callbacks of the future ``over``, which an action completes.
 
-Families keep no actor alive: their children are records, not handles.
+Groups keep no actor alive: their children are records, not handles.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _STATES: Final[dict[str, State]] = {"starting": "making", "restarting": "making"
 
 
 def perform(actions: list[Action]) -> None:
-    """Run actions; the supervisor's lock is not held."""
+    """Run actions. The supervisor's lock must not be held."""
     for deed in actions:
         deed()
 
 
 class SupervisorOfGroup(Protocol):
-    """The supervisor of a group's actors, as the group uses it."""
+    """The methods of the supervisor that a group uses."""
 
     draw: Callable[[], float]
 
@@ -65,15 +64,15 @@ class SupervisionGroup:
     """One supervision group.
 
     Args:
-        children: actors and other families, in the order in which they start. All are this supervisor's, and in no
-            family yet; their lock is held.
-        title: how messages call the group.
+        children: actors and other groups, in the order in which they start. All belong to this supervisor, and to no group yet;
+            the lock is held.
+        title: the group's name in messages.
 
     Attributes:
-        parent: the family that this one is a child of.
-        over: completes when all children have ended for good: with the SupervisionError if that is because the group
-            has given up, with None if that was wanted.
-        restarts: how often children have been made again because of a death.
+        parent: the group of which this one is a child.
+        over: completes when all children have ended for good: with the SupervisionError if the group has given up, with None
+            if it was ended on purpose.
+        restarts: how often children were restarted because of a death.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class SupervisionGroup:
         return "restarting" if self._siblings.busy or self._siblings.failed else "up"
 
     def actors(self) -> Iterator[ActorRecord]:
-        """Yield all actors of the family and of those in it, in their order."""
+        """Yield all actors of the group and of the groups in it, in order."""
         for child in self.children:
             if isinstance(child, SupervisionGroup):
                 yield from child.actors()
@@ -141,13 +140,13 @@ class SupervisionGroup:
                 yield child
 
     def root(self) -> SupervisionGroup:
-        """Return the outermost family."""
+        """Return the outermost group."""
         found = self
         while found.parent is not None:
             found = found.parent
         return found
 
-    # -- news of children; the supervisor's lock is held ---------------------------------------------------
+    # -- events of children; the supervisor's lock is held ---------------------------------------------------
 
     def made(self, child: ActorRecord | SupervisionGroup) -> list[Action]:
         """Record that a child lives."""
@@ -158,7 +157,7 @@ class SupervisionGroup:
         return self._carry_out(self._siblings.died(child.index, self._now(), f"{child.title}: {why}"))
 
     def left(self, child: ActorRecord) -> list[Action]:
-        """Record that a child is dead for good, as was wanted."""
+        """Record that a child is dead for good, and was ended on purpose."""
         actions = self._carry_out(self._siblings.left(child.index, self._now()))
         root = self.root()
         if not root.is_over and all(each.phase == "dead" for each in root.actors()):
@@ -168,22 +167,22 @@ class SupervisionGroup:
     def lost(
         self, child: ActorRecord | SupervisionGroup, death: ActorDiedError | str, cause: BaseException | None
     ) -> list[Action]:
-        """Record that a child is dead for good, as it cannot be made."""
+        """Record that a child is dead for good, because it cannot be made."""
         self._cause = self._cause or cause
         return self._carry_out(self._siblings.lost(child.index, self._now(), str(death)))
 
-    # -- orders from above; the lock is held ----------------------------------------------------------------
+    # -- orders of the parent; the lock is held ----------------------------------------------------------------
 
     def bring_down(self) -> list[Action]:
         """End all children, the last first."""
         return self._carry_out(self._siblings.bring_down(self._now()))
 
     def bring_up(self) -> list[Action]:
-        """Make all children again, the first first."""
+        """Restart all children, in order."""
         return self._carry_out(self._siblings.bring_up(self._now(), self._account()))
 
     def end(self) -> list[Action]:
-        """End all children for good, the last first. Only for an outermost family."""
+        """End all children for good, the last first. Only for an outermost group."""
         if self.is_over or self._ending:
             return []
         self._ending = True
@@ -207,7 +206,7 @@ class SupervisionGroup:
             if order.what == "end":
                 if isinstance(child, SupervisionGroup):
                     return child.bring_down()
-                why = f"it was ended with the others of {self.title}, of which one had died"
+                why = f"it was ended with the other children of {self.title}, because one had died"
                 if self.root()._ending:
                     why = f"{self.title} was ended"
                 return [partial(self._end_actor, child, child.epoch, why)]
@@ -234,14 +233,14 @@ class SupervisionGroup:
         perform(actions)
 
     def _why(self) -> str:
-        """Say why it has given up."""
+        """Return the reason why the group has given up."""
         restarts, why = self._siblings.restarts, self._siblings.why
         if not self._siblings.exceeded:
             return f"it has given up: {why}"
         before = restarts.causes()
         limit, period_s, _ = self._given
         allowed = "no restart" if limit == 0 else "1 restart" if limit == 1 else f"{limit} restarts"
-        text = f"it has given up, as {allowed} within {period_s:g} s did not do (max_restarts={limit}): {why}"
+        text = f"it has given up after {allowed} within {period_s:g} s (max_restarts={limit}): {why}"
         if len(before) > 1:
             listed = "".join(f"\n    {number}. {each}" for number, each in enumerate(before, 1))
             text += f"\n  these were the deaths that count:{listed}"
@@ -254,14 +253,14 @@ class SupervisionGroup:
     # -- actions ----------------------------------------------------------------------------------------------
 
     def _end_actor(self, actor: ActorRecord, epoch: int, why: str) -> None:
-        """End an actor's incarnation, which another one follows; its end is handled like any other."""
+        """End an actor's incarnation before the next one is made; its end is processed like any other."""
         supervisor = self._supervisor
         actions: list[Action] = []
         with supervisor.lock:
             if actor.phase == "dead" or actor.epoch != epoch:
-                return  # that has been heard of
+                return  # the end was recorded before
             life = actor.life
-            if life is None:  # it has not been begun
+            if life is None:  # no incarnation was begun
                 actor.held = True
                 actions = self.died(actor, why)
             else:
@@ -270,12 +269,12 @@ class SupervisionGroup:
         if life is None:
             perform(actions)
             return
-        if worker is None:  # its process is being started, and is released when it comes
+        if worker is None:  # its process is starting, and is released when it has joined
             self._submit(partial(supervisor.ended, actor, life, why))
             return
 
         def over(_: object = None) -> None:
-            # A process of its own must have ended, with all that it holds, before another one takes its place.
+            # A process of its own must have ended, and released all resources, before the next one starts.
             spawner = self._runtime.spawner
             if process is None or spawner is None:
                 supervisor.ended(actor, life, why)
@@ -306,7 +305,7 @@ class SupervisionGroup:
             self._supervisor.mark_dead(actor, text, cause=cause)
 
     def close(self, error: SupervisionError | None) -> None:
-        """Record the end of this family and of all families in it; the lock need not be held."""
+        """Record the end of this group and of all groups in it; the lock need not be held."""
         for child in self.children:
             if isinstance(child, SupervisionGroup):
                 child.close(error)

@@ -1,7 +1,7 @@
-"""Handing over: actors with ``checkpoint()`` and ``restore()`` go from a worker that is to leave to others, with their state.
+"""Migration: when a worker leaves, its actors with ``checkpoint()`` and ``restore()`` move to other workers with their state.
 
 Each worker's supervisor moves its own actors. An actor finishes the calls in its mailbox before it moves. The worker refuses
-later calls, and their callers ask where the actor is now: handles stay valid.
+later calls, whose callers then ask the supervisor where the actor lives: handles stay valid.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["hand_over"]
 
 
 def hand_over(rank: int, incarnation: str, why: str) -> Any:
-    """Have the actors that this process looks after, and that live in a worker, move to others. Answers with their number.
+    """Move the actors that this process supervises, and that live on a worker, to other workers. Answers with their number.
 
-    Actors without ``checkpoint()``, or in a supervision group, stay; their deaths will say ``why``. The
-    answer comes when each of the others has ended there, and its next incarnation is on the way. Run on each worker, by RPC.
+    Actors without ``checkpoint()``, and actors in a supervision group, stay; their later death errors contain ``why``. The answer
+    is sent when each of the others has ended there, and its next incarnation is being made. Called by RPC on each worker.
     """
     found = current()
     if found is None:

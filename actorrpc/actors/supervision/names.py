@@ -1,8 +1,8 @@
-"""Actors by name. The registrar of rank 0 knows them all; every other worker asks it.
+"""Named actors. Rank 0 has the table of names, the registrar; every other worker asks rank 0.
 
-Which actor gets a name is decided in one step there, under one lock: of many who ask for a name at the same time one gets
-it, and with ``get_if_exists`` the others get the winner's descriptor. A name is free again when its actor is dead for
-good; a worker that asks for the name of one that is about to end waits for that.
+A name is given in one step there, under one lock: if several workers request a name at the same time, one of them gets it, and
+with ``get_if_exists`` the others get the winner's descriptor. A name is free again when its actor is dead for good. A worker that
+requests the name of an actor that is about to end waits for its end.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _ASK_S: Final = 30.0  # how long rank 0 may take to answer
 
 
 class Names:
-    """The registrar, or the way to it. Thread-safe.
+    """The registrar, or the access to it from another worker. Thread-safe.
 
-    ``_lock`` guards ``_descriptors``; it is a leaf. It is re-entrant, as the collector may run there.
+    ``_lock`` guards ``_descriptors``; it is a leaf, and re-entrant, because the garbage collector may run while it is held.
 
     Attributes:
         namespace: the namespace of names that are given without one.
@@ -61,10 +61,10 @@ class Names:
 
     @property
     def is_registrar(self) -> bool:
-        """Whether this process decides: it is rank 0."""
+        """Whether this process has the table: it is rank 0."""
         return self._runtime.agent.record.rank == 0
 
-    # -- for everybody -----------------------------------------------------------------------------------
+    # -- on every worker -----------------------------------------------------------------------------------
 
     def register(self, descriptor: ActorDescriptor, *, get_if_exists: bool = False) -> ActorDescriptor | None:
         """Give ``descriptor.name`` in ``descriptor.namespace`` to the actor; waits for rank 0, at most 30 s.
@@ -100,8 +100,8 @@ class Names:
         )
 
     def _ends(self, known: ActorDescriptor, until: float) -> bool:
-        """Say whether an actor is dead, or was about to die, and is dead now."""
-        self._runtime.references.collect()  # a handle that was dropped a moment ago does not keep it
+        """Say whether an actor is dead; waits for the end of an actor that is about to die."""
+        self._runtime.references.collect()  # so that a handle that was just freed does not keep it alive
         left = max(0.1, until - _time.now())
         try:
             if known.supervisor == self._runtime.references.me:
@@ -110,13 +110,14 @@ class Names:
             agent = self._runtime.agent
             peer = peer_of(agent, known.supervisor)
             return bool(agent.ask(peer, _ends, (known.actor_id,), {}, left))
-        except (PeerDiedError, UnknownWorkerError):  # it was the supervisor's, and has ended with it
+        # Its supervisor's worker has ended, and the actor with it.
+        except (PeerDiedError, UnknownWorkerError):
             return True
         except RpcTimeoutError:
             return False
 
     def unregister(self, name: str, namespace: str, actor_id: int) -> None:
-        """Free a name, if that actor has it. Does not wait, and ignores that rank 0 has ended."""
+        """Free a name, if this actor has it. Does not wait, and ignores the end of rank 0."""
         if self.is_registrar:
             self.take_out(name, namespace, actor_id)
             return
@@ -124,7 +125,7 @@ class Names:
         def tell() -> None:
             try:
                 self._ask("take_out", name, namespace, actor_id)
-            except RpcError:  # then there are no names
+            except RpcError:  # rank 0 has ended, and the table with it
                 pass
 
         self._runtime.agent.submit(tell)
@@ -155,11 +156,11 @@ class Names:
         try:
             return agent.ask(agent.peer(0), _serve, (what, *args), {}, _ASK_S)
         except UnknownActorError as error:
-            # As it would be raised on rank 0: where it was found out is of no interest to anybody.
+            # Raise the original error: that it was raised on rank 0 does not matter to the user.
             raise exceptions.original(error) from None
         except PeerDiedError as error:
             raise PeerDiedError(
-                "actors' names are kept by rank 0, which has ended: no name can be given or found any more",
+                "actors' names are kept by rank 0, which has ended: names can no longer be given or found",
                 maybe_executed=error.maybe_executed,
                 worker=error.worker,
             ) from error
@@ -167,7 +168,7 @@ class Names:
     # -- on rank 0 ----------------------------------------------------------------------------------------
 
     def put_in(self, descriptor: ActorDescriptor) -> ActorDescriptor | None:
-        """Give a name to an actor, on rank 0, unless another one has it: return the descriptor of that one."""
+        """Give a name to an actor, on rank 0; if another actor has the name, return its descriptor."""
         assert descriptor.name is not None
         key = (descriptor.namespace, descriptor.name)
         with self._lock:
@@ -175,7 +176,7 @@ class Names:
         return None if known is descriptor or known.actor_id == descriptor.actor_id else known
 
     def take_out(self, name: str, namespace: str, actor_id: int) -> None:
-        """Do as :meth:`unregister` does, on rank 0."""
+        """Implement :meth:`unregister` on rank 0."""
         with self._lock:
             known = self._descriptors.get((namespace, name))
             if known is not None and known.actor_id == actor_id:
@@ -190,7 +191,7 @@ class Names:
                 del self._descriptors[key]
 
     def find(self, name: str, namespace: str) -> ActorDescriptor:
-        """Do as :meth:`lookup` does, on rank 0."""
+        """Implement :meth:`lookup` on rank 0."""
         with self._lock:
             known = self._descriptors.get((namespace, name))
             keys = list(self._descriptors)
@@ -212,7 +213,7 @@ class Names:
         )
 
     def find_all(self, namespace: str | None) -> Sequence[tuple[str, str]]:
-        """Do as :meth:`list` does, on rank 0."""
+        """Implement :meth:`list` on rank 0."""
         with self._lock:
             keys = sorted(self._descriptors)
         return [key for key in keys if namespace is None or key[0] == namespace]
@@ -231,7 +232,7 @@ def _serve(what: str, *args: Any) -> Any:
     found = getattr(names, what)(*args)
     current = CURRENT.get()
     if what == "put_in" and found is None and current is not None and current.peer.state != "alive":
-        # The asking worker has died meanwhile: no other worker will free the name.
+        # The requesting worker has died meanwhile: no other worker will free the name.
         descriptor: ActorDescriptor = args[0]
         names.take_out(descriptor.name or "", descriptor.namespace, descriptor.actor_id)
     return found

@@ -1,4 +1,4 @@
-"""Places: where actors are put, and why a place has ended."""
+"""Placement: where actors are put, and why a place has ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REPORT_S: Final = 1.0  # how long a death report may take
 
 
 class Placements:
-    """The workers and processes that actors of one supervisor live in. Thread-safe.
+    """The workers and processes where the actors of one supervisor live. Thread-safe.
 
     ``_lock`` guards ``_turn`` alone.
     """
@@ -39,7 +39,7 @@ class Placements:
         self._booked: set[int] = set()  # used by single, atomic steps
 
     def place(self, options: ActorOptions, label: str = "an actor") -> Any:
-        """Return where an actor is to live: None for a process of its own, ``"turn"``, a WorkerKey or a route.
+        """Return where an actor should live: None for a process of its own, ``"turn"``, a WorkerKey or a route.
 
         Raises:
             UnknownWorkerError, PeerDiedError, ConfigError: it cannot live there.
@@ -78,9 +78,9 @@ class Placements:
             check(wish)
 
     def wish(self, label: str, options: ActorOptions, booking: int, place: Any) -> ProcessSpec | None:
-        """Return what a spawner is asked for: a place, or amounts to be booked in the worker that is the place.
+        """Return the request to the spawner: for a place, or for amounts to be booked in the worker that is the place.
 
-        None if there is nothing to ask for.
+        None if there is nothing to request.
         """
         rank: int | None = None
         if place is not None:
@@ -107,7 +107,7 @@ class Placements:
         )
 
     def sits(self, instance_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
-        """Record where a spawner has put an actor; return the process's name if it has that to itself."""
+        """Record where a spawner has put an actor; return the process's name if the actor has it to itself."""
         if (
             isinstance(worker, SharedSlot)
             or options.host
@@ -119,19 +119,19 @@ class Placements:
         return None if isinstance(worker, SharedSlot) else worker.name
 
     def left(self, instance_id: int) -> None:
-        """Give back what an incarnation had booked, if it had. Harmless when repeated."""
+        """Return the booking of an incarnation, if it has one. Idempotent."""
         if instance_id in self._booked:
             self._booked.discard(instance_id)
             if self._runtime.spawner is not None:
                 self._runtime.spawner.give_back(instance_id)
 
     def for_others(self, place: Any, options: ActorOptions) -> ActorOptions:
-        """Return the options with the place that :meth:`place` has found as other workers know it.
+        """Return the options with the place that :meth:`place` returned, in a form that other workers understand.
 
-        Waits until the actor that it lives with is made.
+        Waits until the actor with which it should live is made.
 
         Raises:
-            RpcError: that actor is dead, or does not come to life.
+            RpcError: that actor is dead, or cannot be made.
         """
         if isinstance(place, WorkerKey):
             return replace(options, worker=place.rank)
@@ -159,7 +159,7 @@ class Placements:
         return agent.self_peer
 
     def is_gone(self, place: Any) -> bool:
-        """Say whether a place is one certain worker, which has ended."""
+        """Say whether a place is a given worker that has ended."""
         if not isinstance(place, WorkerKey):
             return False
         try:
@@ -175,7 +175,7 @@ class Placements:
             return ""
 
     def report(self, worker: str, go: Callable[[DeathReport | None], None]) -> None:
-        """Call ``go``, on a pool thread, with the report on a process's end, or None if none arrives within a second."""
+        """Call ``go``, in a pool thread, with the report on a process's end, or with None if none comes within a second."""
         spawner = self._runtime.spawner
         submit = self._agent.submit
         if spawner is None or not spawner.owns(worker):

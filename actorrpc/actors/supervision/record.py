@@ -1,4 +1,4 @@
-"""What a supervisor knows of one actor, and which answers that gives. No I/O; its supervisor's lock guards it."""
+"""What a supervisor knows about one actor, and the answers that follow from it. No I/O; the supervisor's lock guards it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _SHOWN: Final = {
 
 
 class LifetimeToken:
-    """Stands for an actor. It is the value of an RRef, and dies with the last handle that holds a fork of it.
+    """Stands for an actor. It is the value of an RRef, and is freed with the last handle that holds a fork of it.
 
     Args:
-        drop: called with the actor's id then; only queues, as it may be called anywhere.
+        drop: called then with the actor's id. It only queues the id, because it may be called anywhere.
     """
 
     __slots__ = ("_drop", "actor_id")
@@ -51,12 +51,12 @@ class LifetimeToken:
 
 @dataclass(frozen=True, slots=True)
 class RestartVerdict:
-    """What follows the end of an incarnation.
+    """The supervisor's decision about the end of an incarnation.
 
     Attributes:
-        again: there is another one, in ``wait_s`` seconds, or when its family says so.
-        why_not: why there is none.
-        before: how earlier incarnations ended, if that is the reason.
+        again: another incarnation follows, in ``wait_s`` seconds, or when the supervision group says so.
+        why_not: why no other incarnation follows.
+        before: how earlier incarnations ended, if their number is the reason.
     """
 
     again: bool = False
@@ -66,19 +66,19 @@ class RestartVerdict:
 
 
 class Incarnation:
-    """One life of an actor, from the decision to make it until its end was handled.
+    """One incarnation of an actor, from the decision to make it until its end was processed.
 
     Attributes:
-        id: names it; no other incarnation of any actor has it.
+        id: its unique number.
         worker, worker_name: where it lives or is being made.
         process: the name of the worker whose process it has to itself.
         location: where it lives; None while it is being made.
-        state_number: the number of its last checkpoint; 0 while there is none.
+        state_number: the number of its last checkpoint; 0 if there is none.
         killed: ``kill()`` has ended it.
         ended_by_group: why its supervision group ends it; empty if the group does not.
-        drained: why its worker was asked to leave, if it does not move; empty if it was not.
-        moving: it is ended because its worker is asked to leave; the next one begins elsewhere, and does not count.
-        over: its end was handled, or it was never made.
+        drained: why its worker was asked to leave, if it does not move; empty if it was not asked.
+        moving: it is ended because its worker was asked to leave; the next one begins elsewhere, and does not count.
+        over: its end was processed, or it was never made.
     """
 
     def __init__(self, id: int) -> None:
@@ -96,14 +96,14 @@ class ActorRecord:
     """One actor.
 
     Attributes:
-        place: where it is to live: None for a process of its own, ``"turn"``, a WorkerKey, or another actor's route.
-        epoch: counts incarnations that have lived.
-        last_life: the present incarnation, or the one before if there is none; None before the first.
-        orphaned: its last handle was dropped: it ends as soon as it has come to life, and there is no further incarnation.
-        put_off_since: when the incarnation that is due was first put off; None if it has not been.
-        state: what the next incarnation starts from; None where no checkpoint has come yet.
+        place: where it should live: None for a process of its own, ``"turn"``, a WorkerKey, or another actor's route.
+        epoch: the number of incarnations that have lived.
+        last_life: the present incarnation, or the last one if there is none now; None before the first.
+        orphaned: its last handle was freed: it ends as soon as it was made, and is not restarted.
+        put_off_since: when the next incarnation was first postponed; None if it was not.
+        state: the state with which the next incarnation starts; None if no checkpoint was received.
         family: the supervision group that decides about its restarts, and ``index`` its place there.
-        held: its next incarnation is begun only when the family says so.
+        held: its next incarnation is only begun when the group says so.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class ActorRecord:
         self.put_off_since: float | None = None
         self.last: Restarting | None = None
         self.death: ActorDiedError | None = None
-        #: (the incarnation that the asker knows to be gone, whether it waits for the next one, its future)
+        #: (the last incarnation that the asking worker knows to have ended, whether it waits for the next one, its future)
         self.waiters: list[tuple[int, bool, Future[Any]]] = []
         self.watchers: list[Future[ActorDiedError]] = []
 
     @property
     def life(self) -> Incarnation | None:
-        """The present incarnation; None while there is none."""
+        """The present incarnation; None if there is none."""
         life = self.last_life
         return None if life is None or life.over else life
 
@@ -151,17 +151,17 @@ class ActorRecord:
 
     @property
     def title(self) -> str:
-        """How messages name it."""
+        """Its name in messages."""
         return self.descriptor.title
 
     def forget(self) -> None:
-        """Release everything that only further incarnations would need."""
+        """Release all data that is only needed for further incarnations."""
         self.cls = self.arguments = self.state = self.place = self.family = None
         if self.last_life is not None:
             self.last_life.over = True
 
     def spec(self, life: Incarnation) -> ActorSpec:
-        """Return what a worker needs to make an incarnation."""
+        """Return the data that a worker needs to make an incarnation."""
         assert self.cls is not None
         return ActorSpec(
             actor_id=self.descriptor.actor_id,
@@ -177,10 +177,10 @@ class ActorRecord:
         )
 
     def keep(self, epoch: int, number: int, state: Snapshot) -> bool:
-        """Keep a checkpoint, unless there is a later one; say whether incarnation ``epoch`` is the present one.
+        """Store a checkpoint, unless there is a later one; return whether incarnation ``epoch`` is the present one.
 
-        Checkpoints may come in another order than they were made in. One with a higher number was begun later, and has
-        in it whatever one with a lower number has.
+        Checkpoints may be received in another order than they were made in. One with a higher number was begun later, and
+        contains the state of all lower numbers.
         """
         life = self.life
         if epoch != self.epoch or life is None:
@@ -195,10 +195,10 @@ class ActorRecord:
         return self.phase in ("starting", "restarting") and self.life is None and not self.held
 
     def put_off(self, life: Incarnation, now: float) -> bool:
-        """Take back an incarnation that was not made because its worker has ended; say whether another one is begun.
+        """Withdraw an incarnation that was not made because its worker has ended; return whether another one is begun.
 
-        The spawner named the worker before it learned of the end. The actor has not lived there, so this counts as no death. It
-        returns False if the actor can only live in that worker, and after half a minute.
+        The spawner named the worker before it learned of the end. The actor has not lived there, so this does not count as a
+        death. Returns False if the actor can only live on that worker, and after half a minute.
         """
         if isinstance(self.place, WorkerKey):
             return False
@@ -217,14 +217,14 @@ class ActorRecord:
         life.location = Location(life.worker, life.worker_name, life.id, self.epoch, pid)
         self.restarts.came_to_life(now)
         if not self.options.max_restarts and not self.descriptor.info.has_checkpoint:
-            self.cls = self.arguments = None  # and whatever only they keep alive
+            self.cls = self.arguments = None  # releases the objects to which only they refer
 
     def verdict(self, life: Incarnation, now: float, text: str, bound: str) -> RestartVerdict:
-        """Decide what follows an incarnation whose end was not asked for. Call it once for each incarnation.
+        """Decide what follows after an unexpected end of an incarnation. Call this once for each incarnation.
 
         Args:
             text: how it ended.
-            bound: why it cannot live on another worker, if its own has ended; else empty.
+            bound: why it cannot live on another worker, if its own has ended; otherwise empty.
         """
         if life.moving:
             return RestartVerdict(again=True)
@@ -238,7 +238,7 @@ class ActorRecord:
         return RestartVerdict(again=True, wait_s=wait)
 
     def lose(self, last: Restarting) -> None:
-        """Record that the present incarnation has ended, and another one follows."""
+        """Record that the present incarnation has ended, and another one will follow."""
         self.phase = "restarting"
         self.epoch += 1
         self.put_off_since = None
@@ -248,14 +248,14 @@ class ActorRecord:
     def answer(self, after: int, wait: bool) -> Location | Restarting | None:
         """Return the answer for a worker that knows that incarnation ``after`` has ended; None if there is none yet."""
         if self.epoch <= after:
-            return None  # the death has not been seen here yet
+            return None  # the supervisor has not noticed the death yet
         location = None if self.life is None else self.life.location
         if location is not None:
             return location
         return None if wait else self.last
 
     def take_answered(self) -> list[tuple[Future[Any], Location | Restarting]]:
-        """Return the waiters for which there is an answer now, with it, and forget them."""
+        """Remove and return the waiters that can be answered now, with their answers."""
         ready, left = [], []
         for after, wait, future in self.waiters:
             found = self.answer(after, wait)

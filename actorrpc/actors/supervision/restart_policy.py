@@ -1,9 +1,9 @@
-"""When a dead actor may be made again. Pure: it is told the time and does nothing.
+"""When a dead actor may be restarted. Pure computation: it is passed the time and has no effects.
 
-Restarts are counted in a sliding window. The first one in a row comes at once; each further one waits, at first
-``backoff_s`` and then twice as long each time, up to :data:`MAX_BACKOFF_S`. A row ends when the actor has lived
-longer than :data:`QUIET_S` (and than the last wait). Waits are shortened at random, so that what died together does not
-come back all at once: by up to :data:`JITTER` of themselves.
+Restarts are counted in a sliding window. The first restart in a row is immediate. Each further one waits, at first ``backoff_s``
+and then twice as long each time, up to :data:`MAX_BACKOFF_S`. A row ends when the actor has lived longer than :data:`QUIET_S`
+(and than the last wait). Waits are shortened at random, by up to the fraction :data:`JITTER`, so that actors that died together
+do not restart at the same moment.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["JITTER", "MAX_BACKOFF_S", "QUIET_S", "RestartPolicy"]
 MAX_BACKOFF_S: Final = 10.0
 QUIET_S: Final = 10.0
 JITTER: Final = 0.5
-_LISTED: Final = 10  # causes that a message lists at most
-_CUT: Final = 200  # characters of each
+_LISTED: Final = 10  # greatest number of causes in a message
+_CUT: Final = 200  # greatest length of each, in characters
 
 
 class RestartPolicy:
@@ -28,7 +28,7 @@ class RestartPolicy:
         limit: how many restarts within the window; -1: no limit; 0: none.
         window_s: seconds; None: over the whole life of the actor.
         backoff_s: the wait before the second restart in a row, in seconds.
-        draw: gives numbers from 0 to 1, by which waits are shortened; None: they are not.
+        draw: returns numbers from 0 to 1, by which waits are shortened; None: they are not shortened.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RestartPolicy:
     ) -> None:
         self.limit = limit
         self.window_s = window_s
-        #: how many restarts there have been
+        #: The number of restarts.
         self.count = 0
         self._backoff = backoff_s
         self._draw = draw
@@ -55,12 +55,12 @@ class RestartPolicy:
         self._lived_since = now
 
     def next(self, now: float, why: str = "") -> float | None:
-        """Return in how many seconds an actor that has died at ``now`` is made again; None: never.
+        """Return in how many seconds an actor that has died at ``now`` is restarted; None: never.
 
-        A number returned counts as a restart.
+        A number that is returned counts as a restart.
 
         Args:
-            why: how it died, for :meth:`causes`; of several lines the first is kept.
+            why: how it died, for :meth:`causes`; only the first line is kept.
         """
         if why:
             self._causes.append((now, why.partition("\n")[0][:_CUT]))
@@ -81,7 +81,7 @@ class RestartPolicy:
             self._in_row = 0
         wait = 0.0
         if self._in_row:
-            # The exponent is bounded: 2.0 ** 1024 is an error.
+            # The exponent is bounded, because 2.0 ** 1024 raises OverflowError.
             wait = min(self._backoff * 2.0 ** min(self._in_row - 1, 60), max(MAX_BACKOFF_S, self._backoff))
             if self._draw is not None:
                 wait *= 1.0 - JITTER * self._draw()
@@ -99,7 +99,7 @@ class RestartPolicy:
         return f"not restarted again: it has been {times}{within}, and max_restarts is {self.limit}"
 
     def causes(self) -> list[str]:
-        """Return how it died the last times, oldest first: within the window before the last death, at most ten."""
+        """Return the last causes of death, oldest first: within the window before the last death, at most ten."""
         if not self._causes:
             return []
         since = -1.0 if self.window_s is None else self._causes[-1][0] - self.window_s

@@ -1,10 +1,9 @@
-"""What becomes of the children of a supervision group when one of them dies. Pure: it does nothing itself.
+"""What happens to the children of a supervision group when one of them dies. Pure computation without effects.
 
-It is told what happens to which child, and the time, and answers with orders (:class:`RestartOrder`). A child is a number here,
-from 0 in the order in which they start; whether it is an actor or a group of its own makes no difference. A
-:class:`RestartPlan` handles a death: it ends its members one by one, the last first, waits for the end of the back-off, and has
-them made again one by one, the first first. With ``one_for_one`` there may be several plans, which do not know each other;
-otherwise there is one, which grows when another child dies.
+The owner reports events of children and the time, and gets orders (:class:`RestartOrder`). A child is a number here, from 0 in
+the order in which children start; actors and groups are treated alike. A :class:`RestartPlan` handles a death: it ends its
+members one by one, the last first, waits for the end of the back-off, and restarts them one by one, in order. With
+``one_for_one`` there may be several independent plans; otherwise there is one, which grows when another child dies.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ __all__ = ["STRATEGIES", "RestartOrder", "RestartPlan", "RestartStrategy", "Stra
 
 Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
 STRATEGIES: Final = ("one_for_one", "one_for_all", "rest_for_one")
-# "up" and "making": it has an incarnation, whose end is heard of once; "ending": that has been ordered; "down": it has none
-# and is to have one; "left": it is out of the group for good.
+# "up" and "making": it has an incarnation, whose end will be reported once; "ending": its end was ordered; "down": it has no
+# incarnation and should get one; "left": it is out of the group for good.
 State = Literal["up", "making", "ending", "down", "left"]
 
 
 class RestartPlan:
-    """Ends some children, and then, if its ``goal`` is ``"up"``, makes them again.
+    """Ends some children, and then, if its ``goal`` is ``"up"``, restarts them.
 
     Attributes:
         members: the children.
         goal: ``"up"``; ``"down"`` and ``"fail"`` end with the children's end.
         stage: ``"ending"``, then ``"making"``.
-        held: the back-off is not over.
+        held: the back-off has not ended.
     """
 
     __slots__ = ("goal", "held", "members", "stage")
@@ -52,8 +51,8 @@ class RestartOrder:
 
     Attributes:
         what: ``"end"`` and ``"make"`` a child; ``"wait"`` so many seconds before ``due(plan)``; ``"up"``, ``"down"`` and
-            ``"failed"`` are news for the group above: all children live; all have ended, as they were to; all have
-            ended, as the group has given up.
+            ``"failed"`` are events for the parent group: all children live; all have ended, as ordered; all have
+            ended, because the group has given up.
     """
 
     what: Literal["end", "make", "wait", "up", "down", "failed"]
@@ -66,41 +65,41 @@ class RestartStrategy:
     """Decides for the children of one group. Not thread-safe.
 
     Args:
-        states: of the children at the beginning: ``"up"`` or ``"making"``.
-        restarts: how often and how soon.
+        states: the states of the children at the beginning: ``"up"`` or ``"making"``.
+        restarts: how many restarts are allowed, and when.
 
     Attributes:
-        failed: the group has given up; it stays so until it is made again.
-        exceeded: that is because there were too many deaths.
-        hopeless: a child cannot be made at all: making the group again is of no use.
-        why: how the child died whose death was one too many, or why it cannot be made.
+        failed: the group has given up, and was not restarted since.
+        exceeded: it has given up because there were too many deaths.
+        hopeless: a child cannot be made at all, so restarting the group is useless.
+        why: how the child died whose death exceeded the limit, or why it cannot be made.
     """
 
     def __init__(self, states: Iterable[State], strategy: Strategy, restarts: RestartPolicy) -> None:
         self._states: list[State] = list(states)
         self._strategy = strategy
         self._plans: list[RestartPlan] = []
-        self._rising = False  # the group above waits for all to be up
+        self._rising = False  # the parent group waits until all children are up
         self.restarts = restarts
         self.failed = self.exceeded = self.hopeless = False
         self.why = ""
 
     @property
     def states(self) -> tuple[State, ...]:
-        """What is known of the children, in their order."""
+        """The states of the children, in order."""
         return tuple(self._states)
 
     @property
     def busy(self) -> bool:
-        """Whether children are being ended or made again."""
+        """Whether children are being ended or restarted."""
         return bool(self._plans)
 
-    # -- what happens to children ------------------------------------------------------------------------
+    # -- events of children ------------------------------------------------------------------------
 
     def made(self, child: int, now: float) -> list[RestartOrder]:
         """Record that a child lives."""
         if self._states[child] != "making":
-            return []  # it is about to be ended
+            return []  # its end was ordered
         self._states[child] = "up"
         return self._go(now)
 
@@ -112,7 +111,7 @@ class RestartStrategy:
         self._states[child] = "down"
         plan = next((each for each in self._plans if child in each.members), None)
         if state == "ending" or (plan is not None and plan.stage == "ending"):
-            return self._go(now)  # it was to end in any case
+            return self._go(now)  # its end was ordered, or planned
         wait = self.restarts.next(now, why)
         if wait is None:
             self.exceeded = True
@@ -131,7 +130,7 @@ class RestartStrategy:
         return orders + self._go(now)
 
     def left(self, child: int, now: float) -> list[RestartOrder]:
-        """Record that a child is dead for good because that was asked for: the others continue without it."""
+        """Record that a child is dead for good and was ended on purpose: the others continue without it."""
         if self._states[child] == "left":
             return []
         self._states[child] = "left"
@@ -140,7 +139,7 @@ class RestartStrategy:
         return self._go(now)
 
     def lost(self, child: int, now: float, why: str) -> list[RestartOrder]:
-        """Record that a child cannot be made at all: then the group cannot be whole, and gives up."""
+        """Record that a child cannot be made at all: the group can never be complete, and gives up."""
         if self._states[child] == "left":
             return []
         self._states[child] = "left"
@@ -157,13 +156,13 @@ class RestartStrategy:
     # -- orders from the owner ---------------------------------------------------------------------------
 
     def bring_down(self, now: float) -> list[RestartOrder]:
-        """End all children, the last first; ``"down"`` is ordered when that is done."""
+        """End all children, the last first; the order ``"down"`` follows when all have ended."""
         self.failed = self.exceeded = self._rising = False
         self._plans = [RestartPlan(self._left_over(), "down")]
         return self._go(now)
 
     def bring_up(self, now: float, restarts: RestartPolicy) -> list[RestartOrder]:
-        """Make all children again, in order, with a new account of restarts; ``"up"`` is ordered when they live."""
+        """Restart all children, in order, with a new count of restarts; the order ``"up"`` follows when they live."""
         self.failed = self.exceeded = False
         self.why = ""
         self.restarts = restarts
@@ -188,7 +187,7 @@ class RestartStrategy:
         self._plans = [RestartPlan(self._left_over(), "fail")]
         return self._go(now)
 
-    # -- going on ----------------------------------------------------------------------------------------
+    # -- next steps ----------------------------------------------------------------------------------------
 
     def _go(self, now: float) -> list[RestartOrder]:
         """Take the next step of every plan."""

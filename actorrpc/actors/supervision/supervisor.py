@@ -1,12 +1,11 @@
-"""The supervisor: makes the actors that this process creates, restarts them, knows why they died, and ends them.
+"""The supervisor: makes the actors that this process creates, restarts them, records why they died, and ends them.
 
-Everything it does is a reaction: to a call, to the answer of a worker, to the end of a worker. Nothing waits on a
-thread: callbacks of futures and timers continue a step that takes time. Events that carry an incarnation other than the
-present one are stale and are ignored.
+It only reacts to events: calls, answers of workers, ends of workers. It blocks no thread: callbacks of futures and timers
+continue operations that take time. Events of an incarnation that is not the present one are stale and are ignored.
 
-``lock`` guards the table, every :class:`ActorRecord` in it, and their families (``groups.py``). Nothing is called
-under it; it is re-entrant, as the collector may run there. ``LifetimeToken.__del__`` only appends to ``_dropped``, whose single
-steps are atomic.
+``lock`` guards the table, every :class:`ActorRecord` in it, and their supervision groups (``groups.py``). No foreign code is
+called under it. It is re-entrant, because the garbage collector may run while it is held. ``LifetimeToken.__del__`` only appends
+to ``_dropped``, whose single operations are atomic.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-_REMEMBERED: Final = 10_000  # dead actors
-_UNSEEN_S: Final = 30.0  # how long an actor may be dead for a caller and alive for us
-_AGAIN_S: Final = 0.1  # how soon another place is asked for, if the named worker has ended
+_REMEMBERED: Final = 10_000  # dead actors that are kept
+_UNSEEN_S: Final = 30.0  # how long a caller may consider an actor dead that this worker considers alive
+_AGAIN_S: Final = 0.1  # when another place is requested, if the named worker has ended
 _END_S: Final = 5.0  # how long actors may take to end when this process leaves
 
 
-# Numbers of actors and of incarnations start at random and grow in steps that are odd, so that no number comes twice, and large,
-# so that the numbers of actors that are made together look different. A system call for each would release the GIL each time.
+# Numbers of actors and incarnations start at random. They grow in steps that are odd, so that no number occurs twice, and large,
+# so that actors made together have different-looking numbers. A random number from the system would release the GIL each time.
 _STEP: Final = 0x9E3779B97F4A7C15
 _TOP: Final = 1 << 63
 _numbers = itertools.count()
@@ -78,15 +77,15 @@ os.register_at_fork(after_in_child=_draw_numbers)
 
 
 def _new_id() -> int:
-    """Return a number for an actor, or an incarnation of one: no other has it."""
+    """Return a unique number for an actor or an incarnation."""
     return next(_numbers) * _STEP % _TOP | _TOP
 
 
 class Supervisor:
-    """Looks after the actors that this process created; that of rank 0 also after detached ones. Thread-safe.
+    """Supervises the actors that this process created; that of rank 0 also supervises detached actors. Thread-safe.
 
     Args:
-        draw: gives random numbers from 0 to 1, for the waits before restarts.
+        draw: returns random numbers from 0 to 1, for the waits before restarts.
     """
 
     def __init__(self, runtime: Runtime, draw: Callable[[], float] = random.random) -> None:
@@ -102,7 +101,7 @@ class Supervisor:
         self._dropped: deque[int] = deque()
         self._places = Placements(runtime)
         self._closed = False
-        #: the last result of _prepared(), with its options: many actors are made with the same object
+        #: The last result of _prepared(), with its options, because many actors are made with the same options object.
         self._options: tuple[weakref.ref[ActorOptions], ActorOptions, ActorOptions] | None = None
         self._agent.on_peer_end.append(self._peer_ended)
 
@@ -118,11 +117,11 @@ class Supervisor:
     ) -> ActorDescriptor:
         """Begin to make an actor; does not wait for its constructor. Class and arguments are taken as they are now.
 
-        A name, and a detached actor, are agreed upon with rank 0 before this returns.
+        A name, and a detached actor, are registered with rank 0 before this returns.
 
         Returns:
-            The actor's descriptor, with an anchor; without one for a detached actor, and for one that has the name
-            already (with ``get_if_exists``).
+            The actor's descriptor, with an anchor; without an anchor for a detached actor, and for an existing actor that has the
+            name (with ``get_if_exists``).
 
         Raises:
             NameTakenError: there is an actor of that name.
@@ -155,23 +154,23 @@ class Supervisor:
         info: ClassInfo,
         options: ActorOptions,
     ) -> ActorDescriptor:
-        """Do as :meth:`create` does, for a detached actor that another process wants."""
+        """Like :meth:`create`, for a detached actor that another process makes."""
         options, shown = self._prepared(options)
         return self._adopt(actor_id, cls, arguments, info, options, shown, self._places.place(options))
 
     def _prepared(self, options: ActorOptions) -> tuple[ActorOptions, ActorOptions]:
-        """Return the options of an actor with its namespace, and the options that travel with every handle."""
+        """Return the options of an actor with its namespace, and the options that are sent with every handle."""
         found = self._options
         if found is None or found[0]() is not options:
             named = options
             if named.namespace is None:
                 named = replace(named, namespace=self._names.namespace)
-            # What only the supervisor needs does not travel.
+            # Options that only the supervisor needs are not sent.
             shown = replace(named, worker=None, env=None, working_dir=None)
             if getattr(type(options.worker), "_is_actor_handle", False):
-                if options.lifetime == "detached":  # its place is put into words for rank 0
+                if options.lifetime == "detached":  # the place is converted for rank 0 later
                     return named, shown
-                # Its place is known: kept, the handle would keep its actor alive.
+                # Its place is known. Drop the handle, which would keep the other actor alive.
                 named = replace(named, worker=None)
             found = self._options = weakref.ref(options), named, shown
         return found[1], found[2]
@@ -217,14 +216,14 @@ class Supervisor:
             descriptor = descriptor.held_by(RRef(LifetimeToken(self.drop, actor_id)))
         near = self._near(actor.place)
         if near is not None:
-            # On this thread: the orders for many actors leave together, and no thread of the pool is woken for each.
+            # In this thread, so that the messages for many actors are sent together, and no pool thread is woken for each.
             self.begin(actor, near)
         else:
             self._agent.submit(partial(self.begin, actor))
         return descriptor
 
     def _near(self, place: Any) -> Peer | None:
-        """Return the worker that can be told to make an actor at once, as if no call, context or trace were in force."""
+        """Return the worker to which the order to make an actor can be sent at once; None if that could have side effects."""
         agent = self._agent
         if (
             place is None
@@ -237,7 +236,7 @@ class Supervisor:
         location = None if type(place) is WorkerKey else place.location
         worker = place if location is None else location.worker
         if type(worker) is not WorkerKey:
-            return None  # it is not known yet where the neighbour lives
+            return None  # the location of the other actor is not known yet
         try:
             peer = peer_of(agent, worker)
         except RpcError:
@@ -250,7 +249,7 @@ class Supervisor:
         )
 
     def begin(self, actor: ActorRecord, near: Peer | None = None) -> None:
-        """Make the next incarnation, unless it is being made, or has to wait. May block, unless ``near`` is given.
+        """Make the next incarnation, unless it is being made or has to wait. May block, unless ``near`` is given.
 
         Args:
             near: the worker where it is made, to which the order is sent soon, together with other messages.
@@ -285,7 +284,7 @@ class Supervisor:
         if done.error is not None:
             self._agent.submit(partial(self._not_made, actor, life, done.error))
             return
-        # Connecting may wait: not on the thread that completes other's futures.
+        # Connecting may block, so it must not be done by the thread that completes the future.
         self._agent.submit(partial(self._moved_in, actor, life, done.value_or_none))
 
     def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
@@ -295,7 +294,7 @@ class Supervisor:
         except RpcError as error:
             self._not_made(actor, life, error)
             return
-        if not self._construct(actor, life, peer, process):  # it was given up meanwhile
+        if not self._construct(actor, life, peer, process):  # its end was ordered meanwhile
             self._places.left(life.id)
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.kill(process)
@@ -320,7 +319,7 @@ class Supervisor:
         *,
         flushes: bool = True,
     ) -> bool:
-        """Send the order to a worker; False if the incarnation has been given up, or the worker has ended."""
+        """Send the order to a worker; return False if the incarnation's end was ordered, or the worker has ended."""
         with self.lock:
             if actor.life is not life or actor.phase == "dead" or life.killed or life.ended_by_group:
                 return False
@@ -371,7 +370,8 @@ class Supervisor:
             if flight_recorder is not None and actor.phase == "restarting":
                 flight_recorder.noted(now, "restart", actor.descriptor.title)
             actor.come_to_life(life, answer if isinstance(answer, int) else 0, now)
-            if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
+            # Drop the other actor's route, so that it does not keep that actor alive.
+            if isinstance(actor.place, Route):
                 actor.place = self._routes.of(replace(actor.place.descriptor, anchor=None))
             answers = actor.take_answered()
             orphaned = actor.orphaned
@@ -385,13 +385,13 @@ class Supervisor:
     # -- ends -------------------------------------------------------------------------------------------
 
     def _not_made(self, actor: ActorRecord, life: Incarnation, error: BaseException) -> None:
-        """End an incarnation that could not be made: for good, unless only its process could not be started again."""
+        """Process that an incarnation could not be made; this is final unless only its process could not be started again."""
         original = exceptions.original(error)
         if is_a(original, ActorDiedError) and (life.killed or life.ended_by_group):
             return  # the thread that ends it does the rest
         text, final = deaths.not_made(error, None if life.worker is None else life.worker_name)
         if actor.family is not None and actor.epoch:
-            # Its group will try again, as often as it may, if there is a place for it.
+            # Its group will try again, as often as its limit allows, if there is a place for it.
             final = bool(self._bound(actor)) or is_a(original, ActorDiedError)
         elif not final:
             final = not actor.options.movable and (actor.epoch == 0 or actor.place is not None)
@@ -403,7 +403,8 @@ class Supervisor:
             return ""
         if not actor.options.movable:
             return "worker= has put it there"
-        if self._places.next_worker().is_self:  # which is to outlive what it has others do
+        # The actor is supposed to outlive other workers, not to move here.
+        if self._places.next_worker().is_self:
             return "no other worker is left"
         actor.place = "turn"
         return ""
@@ -414,7 +415,7 @@ class Supervisor:
         return [(actor, life) for actor, life in lives if life is not None and life.worker == key]
 
     def _peer_ended(self, peer: Peer) -> None:
-        """Handle the deaths of the actors on a worker that has ended."""
+        """Process the deaths of the actors on a worker that has ended."""
         with self.lock:
             lost = self.living_on(peer.key)
         if lost:
@@ -440,10 +441,10 @@ class Supervisor:
         final: bool = False,
         wanted: bool = False,
     ) -> None:
-        """Record the end of an incarnation, and begin the next one if there is to be one.
+        """Record the end of an incarnation, and begin the next one if one follows.
 
         Args:
-            final: there is no next one.
+            final: no incarnation follows.
             wanted: the actor ended itself with ``exit_actor()``.
         """
         bound = self._bound(actor)
@@ -493,8 +494,8 @@ class Supervisor:
         """Record that an actor is dead for good. Idempotent.
 
         Args:
-            verdict: why it is not made again.
-            lost: the actor died; it was not asked to end.
+            verdict: why it is not restarted.
+            lost: the actor died, and was not asked to end.
         """
         descriptor = actor.descriptor
         with self.lock:
@@ -524,7 +525,7 @@ class Supervisor:
         perform(actions)
 
     def drop(self, actor_id: int) -> None:
-        """Record that an actor's last handle was dropped. Called from ``__del__``: takes no lock."""
+        """Record that an actor's last handle was freed. Called from ``__del__``: takes no lock."""
         self._dropped.append(actor_id)
         if not self._agent.closed_down:
             submit = self._agent.submit
@@ -547,10 +548,10 @@ class Supervisor:
                 self._end_gently(actor)
             elif waits:
                 self.mark_dead(actor, "its last handle is gone")
-            # Otherwise it is being made, and ends as soon as it lives.
+            # Otherwise it is being made, and ends as soon as it was made.
 
     def _end_gently(self, actor: ActorRecord) -> None:
-        """Let an actor finish the calls that it has, and end."""
+        """Let an actor run the calls in its mailbox, and end."""
         with self.lock:
             life = actor.life
             if actor.phase != "alive" or life is None:
@@ -560,13 +561,13 @@ class Supervisor:
         self.end_there(life, "drain", why).add_done_callback(lambda _: self.ended(actor, life, why))
 
     def end_there(self, life: Incarnation, how: str, why: str) -> Future[Any]:
-        """End an incarnation where it lives: ``"drain"`` or ``"now"``. The future completes when it has ended, or cannot be."""
+        """End an incarnation on its worker: ``"drain"`` or ``"now"``. The future completes when it has ended or failed."""
         agent, worker = self._agent, life.worker
         assert worker is not None
         return call_quietly(agent, lambda: peer_of(agent, worker), registry.end, (life.id, how, why))
 
     def kill(self, actor_id: int, no_restart: bool = True) -> Future[None]:
-        """End an actor at once. The future completes when that is under way; does nothing to a dead actor."""
+        """End an actor at once. The future completes when its end was ordered. Does nothing to a dead actor."""
         done: Future[None] = Future()
         with self.lock:
             actor = self._actors.get(actor_id)
@@ -579,18 +580,18 @@ class Supervisor:
             self.mark_dead(actor, why)
         if actor is not None and life is not None:
             if process is not None and self._runtime.spawner is not None:
-                self._runtime.spawner.kill(process)  # its end is handled when it is reported
+                self._runtime.spawner.kill(process)  # its end is processed when it is reported
             elif worker is not None:
                 self.end_there(life, "now", why).add_done_callback(lambda _: self.ended(actor, life, why))
-            elif not no_restart:  # its process is being started, and is released when it comes
+            elif not no_restart:  # its process is starting, and is released when it has joined
                 self._agent.submit(partial(self.ended, actor, life, why))
         done.set_result(None)
         return done
 
-    # -- what others want to know, and tell ---------------------------------------------------------------
+    # -- queries and events of other workers ---------------------------------------------------------------
 
     def locate(self, actor_id: int, after: int = -1, wait: bool = True) -> Future[Any]:
-        """Return a future for where an actor lives.
+        """Return a future of an actor's location.
 
         Args:
             after: the last incarnation of which the asking worker knows that it has ended.
@@ -619,7 +620,7 @@ class Supervisor:
         return future
 
     def _unseen(self, actor: ActorRecord, after: int) -> None:
-        """Give those up who cannot reach an actor that we can."""
+        """Fail queries of workers that cannot reach an actor that this worker can reach."""
         with self.lock:
             if actor.epoch > after:
                 return
@@ -632,7 +633,7 @@ class Supervisor:
             future.try_fail(error)
 
     def death_of(self, actor_id: int) -> ActorDiedError:
-        """Return how an actor died; if that was forgotten, an error that says so."""
+        """Return the error that describes an actor's death; if it was forgotten, an error that says so."""
         with self.lock:
             actor = self._dead.get(actor_id)
         death = actor.death if actor is not None else None
@@ -655,7 +656,7 @@ class Supervisor:
         return self._actors.get(actor_id)
 
     def alive(self, actor_id: int) -> Future[bool]:
-        """Return a (complete) future that says whether an actor lives, or is being made or restarted."""
+        """Return a completed future that says whether an actor lives, or is being made or restarted."""
         future: Future[bool] = Future()
         with self.lock:
             found = actor_id in self._actors
@@ -663,8 +664,8 @@ class Supervisor:
         return future
 
     def ends(self, actor_id: int) -> Future[bool]:
-        """Return a future that says False where an actor lives on, and True where it does not, when it is dead."""
-        # Handles that were dropped a moment ago count.
+        """Return a future: False if an actor is not about to end; True, when it is dead, if it is."""
+        # Count handles that were just freed.
         self._runtime.references.collect()
         self._sweep()
         over: Future[bool] = Future()
@@ -684,8 +685,8 @@ class Supervisor:
         """Record that an actor has ended by itself.
 
         Args:
-            kind: ``"exit"`` (it wanted to) and ``"constructor"`` are final; after anything else it may be restarted.
-            error: what the constructor raised.
+            kind: ``"exit"`` (by exit_actor()) and ``"constructor"`` are final; after any other kind it may be restarted.
+            error: the exception of the constructor.
         """
         with self.lock:
             actor = self._actors.get(actor_id)
@@ -705,13 +706,13 @@ class Supervisor:
         )
 
     def note_checkpoint(self, actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:
-        """Keep the state for the actor's next incarnation; False if another incarnation than ``epoch`` is the present one."""
+        """Store the state for the actor's next incarnation; return False if ``epoch`` is not the present incarnation."""
         with self.lock:
             actor = self._actors.get(actor_id)
             return actor is not None and actor.keep(epoch, number, state)
 
     def states(self) -> list[ActorState]:
-        """Return what there is to say of this supervisor's actors, dead ones behind."""
+        """Return the states of this supervisor's actors, dead ones last."""
         with self.lock:
             return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
 
@@ -719,8 +720,8 @@ class Supervisor:
         """Return a part of :meth:`states`, with the latest deaths first, and whether there is more.
 
         Args:
-            first: so many are left out, and ``most`` returned at most.
-            dead: the number of dead actors that count.
+            first: how many to skip; at most ``most`` are returned.
+            dead: how many dead actors count.
         """
         with self.lock:
             ended = itertools.islice(reversed(self._dead.values()), dead)
@@ -730,13 +731,13 @@ class Supervisor:
             return [each.row(self._agent.name) for each in found[:most]], len(found) > most
 
     def close(self, graceful: bool = True, patience: float = _END_S) -> None:
-        """End all actors at once; waits at most 5 s for them, or ``patience``; a quarter of one if not ``graceful``."""
+        """End all actors at once; waits at most 5 s for them, or ``patience``; 0.25 s if not ``graceful``."""
         with self.lock:
             self._closed = True
             actors = list(self._actors.values())
             living = [one.life for one in actors if one.life is not None and one.life.worker is not None]
             processes = [life.process for life in living]
-        why = f"worker {self._agent.name!r}, which looked after it, has shut down"
+        why = f"worker {self._agent.name!r}, its supervisor, has shut down"
         over = [self.end_there(life, "now", why) for life in living]
         if over:
             try:

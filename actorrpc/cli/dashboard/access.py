@@ -1,4 +1,4 @@
-"""Who may see the page: the one-time link, the cookies that it is exchanged for, and which hosts and origins are ours. No I/O."""
+"""Access to the page: the one-time link, the cookies for which it is exchanged, and the allowed hosts and origins. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 __all__ = ["Access", "is_loopback"]
 
-_SESSIONS: Final = 32  # browsers that are logged in; one more logs the oldest out
+_SESSIONS: Final = 32  # browsers that are logged in; a further one logs the oldest out
 _NAMES: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _host_of(netloc: str) -> str | None:
-    """Return the name in a ``Host`` header or an origin, without its port; None where it is none."""
+    """Return the name in a ``Host`` header or an origin, without its port; None if it has none."""
     try:
         parts = urlsplit(f"//{netloc}")
         _ = parts.port
@@ -36,15 +36,15 @@ def _host_of(netloc: str) -> str | None:
 
 
 class Access:
-    """The rules of one server. To be used by one thread.
+    """The rules of one server. Not thread-safe.
 
-    A page of another site can send requests to this server, and by DNS rebinding under a name of its own: the ``Host`` must
-    be one of ours. What is no GET must come from a page of this server: ``Origin``. Only hashes of secrets are kept, so that an
-    attacker learns nothing from the time of a comparison.
+    A page of another site can send requests to this server, and by DNS rebinding it can do so under a name of its own. Therefore
+    the ``Host`` header must be a name of this server, and the ``Origin`` of every request except GET must be a page of this
+    server. Only hashes of secrets are stored, so that the time of a comparison tells an attacker nothing.
 
     Args:
-        bound: the address that is listened at.
-        more: further names under which the page may be reached, such as the names of a proxy.
+        bound: the address on which the server listens.
+        more: further names of the server, such as the name of a proxy.
     """
 
     def __init__(self, bound: str, more: Iterable[str] = ()) -> None:
@@ -54,17 +54,17 @@ class Access:
         self._hosts = frozenset({*_NAMES, *own, *given} if is_loopback(bound) else {*own, *given})
         self._token = b""
         self._sessions: dict[bytes, None] = {}
-        #: part of the path: a cookie is not sent to a server at another port of this host, which has other paths
+        #: Part of the path. A server at another port of this host has other paths, so browsers do not send it the cookie.
         self.place = secrets.token_hex(8)
 
     def new_token(self) -> str:
-        """Return a token that lets one browser in, once; the one before is void."""
+        """Return a token that lets one browser in, once; earlier tokens become invalid."""
         token = secrets.token_urlsafe(32)
         self._token = _hash(token)
         return token
 
     def exchange(self, token: str) -> str | None:
-        """Return a cookie for the token; None where it is not the one, or was used."""
+        """Return a cookie for the token; None if the token is wrong or was used."""
         if not self._token or not hmac.compare_digest(self._token, _hash(token)):
             return None
         self._token = b""
@@ -76,19 +76,19 @@ class Access:
 
     def knows(self, cookie: str | None) -> bool:
         """Say whether a cookie belongs to a browser that is logged in."""
-        # Hashes are compared: an attacker learns nothing about the cookies from the time that this takes.
+        # Comparing hashes: the time that this takes tells an attacker nothing about the cookies.
         return cookie is not None and _hash(cookie) in self._sessions
 
     def is_host(self, header: str) -> bool:
-        """Say whether a ``Host`` header names this server; any port: a tunnel has another one."""
+        """Say whether a ``Host`` header names this server. Any port is right, because a tunnel has another port."""
         return _host_of(header) in self._hosts
 
     def is_origin(self, header: str, host: str) -> bool:
-        """Say whether an ``Origin`` header is that of this server's page, which ``Host`` was asked for."""
+        """Say whether an ``Origin`` header is this server's page, given the ``Host`` header of the request."""
         scheme, separator, netloc = header.lower().partition("://")
         if not separator or scheme not in ("http", "https"):
             return False
-        # Behind a proxy, the host of the page may be another one than that which the proxy asks for.
+        # Behind a proxy, the host name of the page may differ from the name with which the proxy sends requests.
         return netloc == host.lower() or _host_of(netloc) in self._proxies
 
 

@@ -1,4 +1,4 @@
-"""What ``--allow-actions`` lets the page do: kill and restart actors, drain workers. Each looks its actor or worker up first."""
+"""The actions of the page with ``--allow-actions``: kill and restart actors, drain workers. The target is looked up first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARTS: Final = ["process", "actors", "supervised"]
 
 
 def request_of(body: bytes) -> tuple[str, str]:
-    """Return the action of a request, and the actor or worker that it is for.
+    """Return the action of a request, and the actor or worker that it names.
 
     Raises:
         ConfigError: the request cannot be understood.
@@ -38,16 +38,16 @@ def request_of(body: bytes) -> tuple[str, str]:
         or found.get("do") not in _ACTIONS
         or not isinstance(found.get("whom"), str)
     ):
-        raise ConfigError("that is nothing that can be done")
+        raise ConfigError("there is no such action")
     return found["do"], found["whom"]
 
 
 def act(see: See, what: str, whom: str) -> str:
-    """Do something to an actor, by its id, or to a worker, by its name; return what there is to say. Waits.
+    """Apply an action to an actor, by its id, or to a worker, by its name; return a sentence about the result. Blocks.
 
     Raises:
-        ConfigError: there is no such actor or worker, or nothing can be done to it.
-        RpcError, OSError: who could do it is not to be reached, or refuses.
+        ConfigError: there is no such actor or worker, or the action does not apply to it.
+        RpcError, OSError: the worker that has to do it cannot be reached, or refuses.
     """
     seen = see(_PARTS)
     picture = Picture.of(seen)
@@ -56,13 +56,15 @@ def act(see: See, what: str, whom: str) -> str:
         if worker is None or worker.rank == 0:
             raise ConfigError(f"there is no worker {whom!r} that could be drained")
         by = next((each.name for each in picture.state.workers if each.rank == 0), "")
-        said = f"worker {whom} is drained: nothing new is placed there, and it leaves when its calls are over"
+        said = (
+            f"worker {whom} is drained: nothing new is placed there, and it leaves when its calls have ended"
+        )
     else:
         actor = next((each for each in picture.state.actors if each.actor_id == whom), None)
         if actor is None or actor.state == "DEAD":
-            raise ConfigError("that actor is dead, or gone")
+            raise ConfigError("that actor is dead or does not exist")
         if what == "restart" and actor.max_restarts == 0:
-            raise ConfigError(f"{actor.title} cannot begin anew: its max_restarts is 0")
+            raise ConfigError(f"{actor.title} cannot be restarted: its max_restarts is 0")
         by = actor.supervisor
         said = f"{actor.title} " + ("is killed" if what == "kill" else "begins anew")
     visit = Visit(_target(seen, by), time.monotonic() + _PATIENCE_S, acts=True)
@@ -80,4 +82,4 @@ def _target(seen: GroupLook, name: str) -> Target:
     for record, _ in seen.answers.values():
         if record.name == name:
             return seen.target(record)
-    raise ConfigError(f"worker {name!r}, which would have to do it, is not to be found")
+    raise ConfigError(f"worker {name!r}, which would have to do it, was not found")

@@ -1,7 +1,7 @@
-"""Reads the state of a group for all browsers that have the page open: once a second, and not while no browser asks.
+"""Reads the state of a group for all browsers that have the page open: once a second, and only while a browser asks.
 
-Coroutines ask for the next state, a *look*. Looks are taken until no coroutine has asked for ``_IDLE_S``, on a thread, as they
-wait for workers. All methods belong to the event loop's thread.
+Coroutines wait for the next state, a *look*. Looks are taken in a thread, because they wait for workers, until no coroutine has
+asked for ``_IDLE_S``. All methods belong to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ _log = logging.getLogger("actorrpc.cli")
 
 _EVERY_S: Final = 1.0
 _IDLE_S: Final = 3.0
-_REST: Final = 2.0  # times the processor time of a look passes between two looks
-_CHEAP_S: Final = 0.02  # of processor time: most looks that cost more are looks at the workers alone
-_SHARE: Final = 50  # times the processor time of a look at the actors passes between two of these
-_MOST_S: Final = 10.0  # but no more than this
-_WINDOW: Final = 10  # looks: over these, rates and percentiles of calls are taken
+# The pause between two looks is at least this many times the processor time of the last look.
+_REST: Final = 2.0
+_CHEAP_S: Final = 0.02  # processor time: if looks cost more, most of them read the workers alone
+_SHARE: Final = 50  # the pause between two looks at the actors is this many times their processor time,
+_MOST_S: Final = 10.0  # but at most this long
+_WINDOW: Final = 10  # looks: rates and percentiles of calls are taken over so many
 _PARTS: Final = ("process", "actors", "supervised")
 _LOG_BYTES: Final = 16 << 20
-_TRACED: Final = 100_000  # records of all workers in a file
+_TRACED: Final = 100_000  # greatest number of records, of all workers, in a trace file
 
 
 class See(Protocol):
-    """Looks at the group once.
+    """Reads the state of the group once.
 
     Args:
-        parts: what of; see :mod:`actorrpc.observe.protocol`.
-        begin: where to begin with the parts that come in pages.
+        parts: the parts to read; see :mod:`actorrpc.observe.protocol`.
+        begin: for parts that come in pages, where to begin.
 
     Raises:
-        RpcError: there is none.
+        RpcError: there is no group.
     """
 
     def __call__(self, parts: list[str], begin: dict[str, int] | None = None) -> GroupLook: ...
@@ -65,10 +66,10 @@ class FeedLook:
     """The state of a group at one moment.
 
     Attributes:
-        number: grows with each look.
-        picture: None where no worker has answered; ``problem`` says why.
-        now: what the first view shows, as JSON has it.
-        rates: calls of an actor per second, by its id.
+        number: increases with each look.
+        picture: None if no worker has answered; ``problem`` says why.
+        now: the data of the first view, as JSON values.
+        rates: calls per second of each actor, by its id.
         calls: the rows of the view of calls; None if no browser has that view open.
         actors_at: when the state of the actors was read, on the monotonic clock.
     """
@@ -84,13 +85,13 @@ class FeedLook:
     _packed: bytes = b""
 
     def body(self) -> bytes:
-        """Return ``now`` as JSON: made once, for all who look. On the event loop's thread."""
+        """Return ``now`` as JSON, encoded once for all browsers. On the event loop's thread."""
         if not self._body:
             self._body = encoded(self.now)
         return self._body
 
     def packed(self) -> bytes:
-        """Return that, compressed by gzip."""
+        """Return :attr:`body`, compressed by gzip."""
         if not self._packed:
             self._packed = gzip.compress(self.body(), 5, mtime=0)
         return self._packed
@@ -105,10 +106,10 @@ class Feed:
     """The looks of one server.
 
     Args:
-        see: looks at the group once.
-        groups: the groups whose logs are read.
+        see: reads the state of the group.
+        groups: returns the groups whose logs are read.
         acts: the page may also kill and restart actors, and drain workers.
-        rest: is called when looks end, on any thread.
+        rest: called in any thread when no more looks are taken.
     """
 
     def __init__(
@@ -140,12 +141,12 @@ class Feed:
             every,
             lambda: self._seen(["process", "holders"], payloads.memory, objects=[], holders=[]),
         )
-        self._records_lock = asyncio.Lock()  # one look at records at a time
+        self._records_lock = asyncio.Lock()  # records are read for one request at a time
         self._logs_lock = asyncio.Lock()  # guards the reader and its lines
         self._logs = _LogLines(groups)
 
     async def after(self, number: int, *, calls: bool = False) -> FeedLook:
-        """Return the first look that comes after one; ``calls``: the first that has sums over calls."""
+        """Return the first look after number ``number``; with ``calls``, the first of them that has sums over calls."""
         while True:
             moment = time.monotonic()
             self._asked = moment
@@ -174,7 +175,7 @@ class Feed:
             await asyncio.wait([self._task])
 
     def hang_up(self) -> None:
-        """Close what logs were read over; the event loop and its threads have ended."""
+        """Close the connections over which logs were read, after the event loop and its threads have ended."""
         self._logs.end()
         self._rest()
 
@@ -197,16 +198,16 @@ class Feed:
             self._number += 1
             try:
                 self._look = await asyncio.to_thread(self._take, self._number, parts, self._look)
-            except Exception as error:  # the coroutines that wait for this look are told
+            except Exception as error:  # passed to the coroutines that wait for this look
                 _log.exception("a look at the group has failed")
                 self._look = _failed(self._number, repr(error))
             self._published.set()
             self._published = asyncio.Event()
-            # What this process computes may be at the expense of the job: of a very large group, there are fewer looks.
+            # This process takes processor time from the job, so looks at a very large group are less frequent.
             await asyncio.sleep(max(begun + self._every - time.monotonic(), _REST * self._spent))
 
     def _take(self, number: int, parts: list[str], before: FeedLook | None) -> FeedLook:
-        """Take a look, on a thread of its own."""
+        """Read the state of the group; runs in a thread of its own."""
         begun = time.thread_time()
         try:
             return self._take_one(number, parts, before)
@@ -223,12 +224,12 @@ class Feed:
             picture = None
             if "actors" not in parts and before is not None and old is not None:
                 picture = old.with_workers(seen)
-                if picture is None:  # something has happened
+                if picture is None:  # the set of workers has changed
                     parts[:] = [*_PARTS, *parts[1:]]
                     seen = self._see(parts)
         except (RpcError, OSError) as error:
             return _failed(number, str(error))
-        kept = before if picture is not None else None  # whose actors are still shown
+        kept = before if picture is not None else None  # its actors are still shown
         if picture is None:
             picture = Picture.of(seen)
         now = payloads.now(number, picture, old, None if kept is None else kept.now)
@@ -253,24 +254,24 @@ class Feed:
     # -- on demand -----------------------------------------------------------------------------------------------
 
     async def stacks(self) -> dict[str, Any]:
-        """Return the stacks of all threads, equal ones as one."""
+        """Return the stacks of all threads, equal stacks once."""
         return await self._stacks.get()
 
     async def memory(self) -> dict[str, Any]:
-        """Return which worker holds what."""
+        """Return which worker holds which memory."""
         return await self._memory.get()
 
     def _seen(
         self, parts: list[str], payload: Callable[[Picture], dict[str, Any]], **empty: Any
     ) -> dict[str, Any]:
-        """Return the payload of a look at these parts; the problem and ``empty`` if no worker answers."""
+        """Read these parts, and return their payload; if no worker answers, the problem and ``empty``."""
         try:
             return payload(Picture.of(self._see(parts)))
         except (RpcError, OSError) as error:
             return {"problem": str(error), **empty}
 
     async def timeline(self, seconds: float) -> dict[str, Any]:
-        """Return the last calls of all workers, as a picture of lanes."""
+        """Return the last calls of all workers, arranged in lanes."""
         async with self._records_lock:
             return await asyncio.to_thread(self._take_timeline, seconds)
 
@@ -281,7 +282,7 @@ class Feed:
             return {**timeline([], seconds), "problem": str(error)}
 
     async def trace(self, seconds: float) -> BinaryIO | str:
-        """Return the last calls of all workers as a file for Perfetto, which the caller closes; or why there is none."""
+        """Return the last calls of all workers as a file for Perfetto, which the caller closes; or the reason of a failure."""
         async with self._records_lock:
             return await asyncio.to_thread(self._write_trace, seconds)
 
@@ -291,7 +292,7 @@ class Feed:
             begun = time.monotonic() - seconds
             for each in found:
                 each.since(begun)
-            # The file is deleted before it is read: however this process ends, no file stays.
+            # The file is deleted before it is read, so that no file is left, however this process ends.
             with tempfile.TemporaryDirectory(prefix="actorrpc-page-") as folder:
                 path = os.path.join(folder, "trace.json")
                 write(path, found)
@@ -312,11 +313,11 @@ class Feed:
         return 1 if look is None or look.picture is None else len(look.picture.state.workers)
 
     async def act(self, what: str, whom: str) -> str:
-        """Do something, and return what there is to say of it; errors as of :func:`actions.act`."""
+        """Apply an action, and return a sentence about the result; errors as of :func:`actions.act`."""
         return await asyncio.to_thread(actions.act, self._see, what, whom)
 
     async def logs(self, text: str, whom: str, most: int) -> dict[str, Any]:
-        """Return the last lines that have a text in them."""
+        """Return the last lines that contain a text."""
         async with self._logs_lock:
             return await asyncio.to_thread(self._logs.search, text, whom, most)
 
@@ -326,7 +327,7 @@ def _failed(number: int, problem: str) -> FeedLook:
 
 
 class _Shared:
-    """A look that is taken on demand, one at a time; one that is younger than ``every`` seconds is used again."""
+    """A look on demand, one at a time. A look that is younger than ``every`` seconds is used again."""
 
     def __init__(self, every: float, take: Callable[[], dict[str, Any]]) -> None:
         self._every = every
@@ -344,7 +345,7 @@ class _Shared:
 
 
 class _LogLines:
-    """The lines that processes have printed, as far as they were read. Lines stay when a process ends. One thread at a time."""
+    """The printed lines that were read. Lines of a process stay after its end. Not thread-safe."""
 
     def __init__(self, groups: Callable[[], list[FoundGroup]]) -> None:
         self._groups = groups
@@ -359,7 +360,7 @@ class _LogLines:
             self._size -= len(self._lines.popleft().text) + 64
 
     def _read(self) -> str:
-        """Read on; returns why that cannot be."""
+        """Read new lines; return why that failed, or an empty text."""
         try:
             if self._reader is None:
                 reader = Reader(self._groups(), Wanted(None, None, None), 0.8)
@@ -370,7 +371,7 @@ class _LogLines:
                 self._reader = reader
             elif not self._reader.more():
                 self._reader = None
-                return "the driver has ended; these are the lines that it had by then"
+                return "the driver has ended; these lines are the last that were read"
         except (RpcError, OSError) as error:
             return str(error)
         return ""
@@ -382,7 +383,7 @@ class _LogLines:
             self._reader = None
 
     def search(self, text: str, whom: str, most: int) -> dict[str, Any]:
-        """Return the last lines with a text, of a process or a label (empty: all); upper and lower case are the same."""
+        """Return the last lines with a text, of a process or label (empty: all); not case-sensitive."""
         problem = self._read()
         text, whom = text.lower(), whom.lower()
         found: deque[Line] = deque(maxlen=most)

@@ -1,4 +1,4 @@
-"""The state of a group as the views of the page get it: plain values, bounded in size. No I/O."""
+"""The state of a group as data for the views of the page: plain values, bounded in size. No I/O."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CLASSES: Final = 64
 _CONTEXTS: Final = 50
 _HOPS: Final = 200
 _FOLDS: Final = 200
-_SHOWN: Final = 12  # threads and calls at one place that are named
+_SHOWN: Final = 12  # greatest number of threads and calls that are named for one stack
 _FRAMES: Final = 60
 _TEXT: Final = 2000
-_OBJECTS: Final = 100  # the largest; and as many rows of who refers to values
+_OBJECTS: Final = 100  # largest objects that are shown; also the greatest number of rows of references
 _METHODS: Final = 400
 
-#: How actors may be sorted: by what they have most of first; ``title`` from A to Z.
+#: The columns by which actors may be sorted: largest values first, ``title`` from A to Z.
 SORTS: Final = ("waiting", "oldest", "rate", "p50", "p99", "done", "title")
 _FIGURES: Final[Mapping[str, Callable[[ObservedActor], float]]] = {
     "waiting": lambda each: each.waiting,
@@ -40,7 +40,7 @@ _FIGURES: Final[Mapping[str, Callable[[ObservedActor], float]]] = {
 
 
 def _figure(value: float) -> float | None:
-    """Return a number as JSON has it: what another process has sent may be no number."""
+    """Return a number for JSON, or None: what another process has sent may be infinite, or not a number."""
     return round(value, 6) if math.isfinite(value) else None
 
 
@@ -52,7 +52,7 @@ def _cut(text: str) -> str:
 
 
 def nothing(number: int, problem: str) -> dict[str, Any]:
-    """Return the first view of a group of which no worker has answered."""
+    """Return the first view of a group if none of its workers has answered."""
     return {"number": number, "problem": _cut(problem), "workers": [], "findings": [], "classes": []}
 
 
@@ -62,8 +62,8 @@ def now(
     """Return the first view: workers, classes of actors, and faults.
 
     Args:
-        before: the picture before.
-        shown: the view of that, if this picture has the same actors: its rows of them are used again.
+        before: the previous picture.
+        shown: the view of the previous picture, if this one has the same actors: its rows of actors are used again.
     """
     state, group = picture.state, picture.group
     counts = (
@@ -72,7 +72,7 @@ def now(
         else {each["name"]: each["actors"] for each in shown["workers"]}
     )
     share = shares([before.state], [state]) if before is not None else {}
-    # Workers that are not alive are shown in any case.
+    # Workers that are not alive come first, so that they are always shown.
     workers = sorted(state.workers, key=lambda each: each.state == "alive")[:_WORKERS]
     workers.sort(key=lambda each: (each.rank, each.name))
     return {
@@ -120,7 +120,7 @@ def _worker(worker: ObservedWorker, share: float | None, actor_count: int) -> di
 
 
 def _training(workers: Sequence[ObservedWorker]) -> dict[str, Any]:
-    """Return the contexts of distributed autograd, and their hops: sender, receiver and number of messages."""
+    """Return the contexts of distributed autograd, and their messages: sender, receiver and number."""
     names = {str(each.rank): each.name for each in workers}
     hops: Counter[tuple[str, str]] = Counter()
     contexts: dict[str, dict[str, Any]] = {}
@@ -187,7 +187,7 @@ def actors(
 
     Args:
         speed: calls per second, by the actor's id.
-        text: only actors with this in their title, class, worker, state or id.
+        text: only actors whose title, class, worker, state or id contains this text.
         sort: one of :data:`SORTS`.
     """
     if picture is None:
@@ -244,7 +244,7 @@ def _actor(actor: ObservedActor, speed: Mapping[str, float], callers: Mapping[st
 
 
 def stacks(picture: Picture) -> dict[str, Any]:
-    """Return the stacks of all threads, equal ones as one."""
+    """Return the stacks of all threads, equal stacks once."""
     state = picture.state
     folds = folded(state.workers, state.actors)
     return {
@@ -286,7 +286,7 @@ def stacks(picture: Picture) -> dict[str, Any]:
 
 
 def logs(lines: Iterable[Line], matches: int, total: int, problem: str) -> dict[str, Any]:
-    """Return lines that processes have printed."""
+    """Return the data of printed lines."""
     return {
         "problem": _cut(problem),
         "matches": matches,
@@ -310,7 +310,7 @@ _Sums = Mapping[tuple[str, str, bool], tuple[int, float, list[int]]]
 
 
 def memory(picture: Picture) -> dict[str, Any]:
-    """Return the large objects, each with who holds it, and who refers to whose values."""
+    """Return the large objects with the workers that hold them, and which worker refers to values of which."""
     objects = objects_of(picture.state.workers)
     rows = [(worker.name, each) for worker in picture.state.workers for each in worker.holders]
     rows.sort(key=lambda each: (-each[1].bytes, -each[1].references))
@@ -342,7 +342,7 @@ def memory(picture: Picture) -> dict[str, Any]:
 
 
 def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:
-    """Return a row for each side and method: how often, how long, how many failed; the package's own methods are the last.
+    """Return a row per side and method: number, duration and failures. The package's own methods come last.
 
     Percentiles are of the calls between the two looks; without such calls, of all calls that were counted.
     """
@@ -385,7 +385,7 @@ def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:
 
 
 def percentile(buckets: Sequence[int], share: float) -> float | None:
-    """Return below which time so many of the calls are, as far as buckets tell; None where there are none."""
+    """Return the upper bound of the bucket that contains this percentile; None if there are no calls."""
     wanted = share * sum(buckets)
     if wanted <= 0:
         return None
@@ -395,4 +395,4 @@ def percentile(buckets: Sequence[int], share: float) -> float | None:
             lower = BUCKETS[place - 1] if place else 0.0
             return round(lower + (BUCKETS[place] - lower) * (wanted - below) / number, 7)
         below += number
-    return BUCKETS[-1]  # or longer: the last bucket has no bound
+    return BUCKETS[-1]  # or longer: the last bucket has no upper bound

@@ -1,8 +1,8 @@
 """The HTTP server of ``actorrpc dashboard``: starlette and uvicorn (extra ``dashboard``), on an address of this host.
 
-The page itself has no data and is shown to everybody who knows its path. What it shows comes from ``api/``, which wants a cookie;
-that is given for the one-time link's token, which travels in the body of a request and so is in no log. Nothing changes a job;
-with ``--allow-actions`` there is one more request, which does.
+The page itself contains no data, and is sent to everybody who knows its path. The data comes from ``api/``, which requires a
+cookie. A browser gets the cookie for the token of the one-time link. The token is sent in the body of a request, so that it is
+in no log. No request changes a job, except for the request that ``--allow-actions`` adds.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ __all__ = ["Dashboard", "make_app"]
 _ACTS: Final = "x-actorrpc-action"
 _COOKIE: Final = "actorrpc-dashboard"
 _CONNECTIONS: Final = 100
-_STREAMS: Final = 32  # pages that are sent looks as they come; more of them ask for each
-_PATIENCE_S: Final = 10.0  # for a whole request, and for a reader to take what it is sent
+_STREAMS: Final = 32  # pages to which looks are pushed; further pages poll
+_PATIENCE_S: Final = 10.0  # for a whole request, and for a client to read the response
 _BODY: Final = 1024
-_SMALL: Final = 1024  # bytes that are not worth compressing
+_SMALL: Final = 1024  # smaller bodies are not compressed
 _ROWS: Final = 200
 _LINES: Final = 500
 _QUERY: Final = 2000
-_SECONDS: Final = 86_400  # of the timeline
+_SECONDS: Final = 86_400  # longest time span of the timeline
 _CHUNK: Final = 1 << 16
 
 _Answer = Callable[[Request], Awaitable[Any]]
@@ -74,7 +74,7 @@ _TYPES: Final = {
 
 
 class _RequestGuard:
-    """Refuses requests that no page of this server has sent, and gives all answers the headers that browsers obey."""
+    """Refuses requests that no page of this server has sent, and adds security headers to all responses."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -106,7 +106,7 @@ class _RequestGuard:
             origins = headers.getlist("origin")
             if len(origins) != 1 or not self._access.is_origin(origins[0], hosts[0]):
                 return PlainTextResponse("This request comes from another page.", 403)
-        # A proxy may leave its own part of the path in front. The rest is not a path of a file, but a key of the table of routes.
+        # A proxy may add a prefix to the path. The rest is not the path of a file, but a key of the table of routes.
         _, found, path = scope["path"].partition(f"/{self._access.place}/")
         if not found:
             return PlainTextResponse(
@@ -118,7 +118,7 @@ class _RequestGuard:
         return None
 
 
-# -- answers -------------------------------------------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------------------------------------
 
 
 def _json(request: Request, value: Any) -> Response:
@@ -131,7 +131,7 @@ def _json(request: Request, value: Any) -> Response:
 
 
 async def _body(request: Request) -> bytes | Response:
-    """Return what a request says, or the refusal of one that says much, or slowly."""
+    """Return the body of a request, or the response that refuses a large or slow one."""
     body = b""
     try:
         async with asyncio.timeout(_PATIENCE_S):
@@ -170,12 +170,12 @@ def _query(request: Request) -> dict[str, str]:
 
 
 class _Api:
-    """What the page asks for, and what it may do.
+    """The requests for data and actions.
 
     Args:
-        secure: it is served over TLS.
-        logged_in: is called when the link was used.
-        ends: says whether the server is to end: then pages are sent nothing more.
+        secure: the page is served over TLS.
+        logged_in: called when the link was used.
+        ends: returns whether the server is shutting down; then pages are sent no more looks.
     """
 
     def __init__(
@@ -194,7 +194,6 @@ class _Api:
         self._streams = 0
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
         shown = (self.now, self.events, self.actors, self.calls, self.stacks, self.memory)
         recorded = (self.timeline, self.trace, self.logs)
         found = [
@@ -213,7 +212,7 @@ class _Api:
                 return PlainTextResponse(
                     "Open the link that actorrpc dashboard has printed; it works once.", 401
                 )
-            # Browsers say which page a request comes from; pages of other ports of this host send our cookie, too.
+            # Pages of other ports of this host would send our cookie, too; this header says which site sent the request.
             if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
                 return PlainTextResponse("This request comes from another page.", 403)
             found = await answer(request)
@@ -229,14 +228,14 @@ class _Api:
         if cookie is None:
             return PlainTextResponse("That link was used before, or there is a newer one.", 401)
         answer = Response(status_code=204)
-        # Without a path, the cookie is for this server's part of the paths, as the browser sees it: also behind a proxy.
+        # Without a path, the browser sends the cookie to this server's paths only, as the browser sees them, also behind a proxy.
         answer.set_cookie(_COOKIE, cookie, path=None, httponly=True, samesite="strict", secure=self._secure)
         self._logged_in()
         return answer
 
     async def act(self, request: Request) -> Any:
-        # The guard has seen that the origin is this page. No form and no image can set this header, nor can a script elsewhere
-        # without asking first, which is refused; and the cookie does not come with requests that other sites cause.
+        # The guard has checked that the origin is this page. This header cannot be set by forms, images, or scripts of other
+        # sites (their preflight request is refused); and the cookie is not sent with requests that other sites cause.
         if request.headers.getlist(_ACTS) != ["1"]:
             return PlainTextResponse("This request comes from another page.", 403)
         body = await _body(request)
@@ -304,7 +303,7 @@ class _Api:
         return await self._feed.memory()
 
     async def timeline(self, request: Request) -> Response:
-        # There may be some 100 000 figures: events for others are sent meanwhile.
+        # Encode in a thread, so that events for other pages are sent meanwhile: there may be some 100 000 numbers.
         return await asyncio.to_thread(_json, request, await self._feed.timeline(_seconds(request)))
 
     async def trace(self, request: Request) -> Response:
@@ -339,28 +338,28 @@ def make_app(
         *_Api(feed, access, secure, logged_in, ends).routes(),
     ]
     app = Starlette(routes=routes)
-    app.router.redirect_slashes = False  # it would leave out our part of the path
+    app.router.redirect_slashes = False  # redirects would leave out the server's part of the path
     return _RequestGuard(app, access)
 
 
 def _files() -> dict[str, bytes]:
-    """Return the files of the page by name: read once, so that no request names a file."""
+    """Return the files of the page by name. They are read once, so that no request can name a file."""
     folder = resources.files("actorrpc.cli.dashboard") / "static"
     return {
         each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES
     }
 
 
-#: each comes after the modules that it imports
+#: Each module comes after the modules that it imports.
 _MODULES: Final = ("dom.js", "timeline.js", "views.js", "saved.js", "app.js")
 _IMPORT: Final = re.compile(r"^import \{[^}]*\} from [^;]*;\n", re.MULTILINE)
 _EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
 
 
 def _offline(files: dict[str, bytes]) -> bytes:
-    """Return the page as one file that makes no requests; the page puts the data of its views into the element "saved".
+    """Return the page as one file that makes no requests. The page puts the data of its views into the element "saved".
 
-    Its policy names its script and its style by their hashes: nothing else runs, whatever is put there.
+    The policy contains the hashes of the script and the style: no other code runs, whatever the data contains.
     """
     texts = {name: body.decode() for name, body in files.items()}
     modules = [_EXPORT.sub("", _IMPORT.sub("", texts[name])) for name in _MODULES]
@@ -402,8 +401,8 @@ def _file(name: str, body: bytes) -> Callable[[Request], Any]:
 
 
 class _BoundedProtocol(H11Protocol):
-    """Connections of clients that are slow end: uvicorn bounds neither how long a request may take to come, nor how long a client
-    may take to read. Two timers of each connection do; all of it is on the event loop's thread."""
+    """Closes the connections of slow clients. uvicorn limits neither how long a request may take to arrive, nor how long a client
+    may take to read; two timers per connection do. Runs in the event loop's thread."""
 
     _request: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
@@ -415,7 +414,7 @@ class _BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # Between requests, uvicorn's own timer runs; here the first bytes of a request have been received.
+        # Between requests, uvicorn's own timer runs. This timer starts with the first bytes of a request.
         comes = self.cycle is None or self.cycle.response_complete
         if not comes and self._request is not None:
             self._request.cancel()
@@ -443,17 +442,17 @@ class _BoundedProtocol(H11Protocol):
 
 
 class Dashboard:
-    """A server that listens, and serves when :meth:`run` is called.
+    """A server that listens when it is made, and serves when :meth:`run` is called.
 
     Args:
-        host, port: where; port 0: any that is free.
-        names: further names that the page may be reached by.
-        tls: the files of a certificate and of its key; needed for addresses that other hosts reach.
-        say: is given the link, and the next one when that was used.
+        host, port: the address; port 0: any free port.
+        names: further host names of the page.
+        tls: the files of a certificate and its key; required for addresses that other hosts can reach.
+        say: called with the link, and with the next link when that was used.
 
     Raises:
-        ConfigError: the address is one that other hosts reach, and there is no certificate; or all of the host's, and no name.
-        OSError: the address cannot be listened at, or a file cannot be read.
+        ConfigError: other hosts can reach the address, and there is no certificate; or it is a wildcard address without names.
+        OSError: the address is not available, or a file cannot be read.
     """
 
     def __init__(
@@ -468,8 +467,8 @@ class Dashboard:
     ) -> None:
         if tls is None and not is_loopback(host):
             raise ConfigError(
-                f"--bind {host}: other hosts reach that address, and could read along: give --tls-cert and --tls-key, or leave "
-                "it at 127.0.0.1 and use a tunnel: ssh -L PORT:127.0.0.1:PORT HOST"
+                f"--bind {host}: other hosts can reach this address and read the traffic: give --tls-cert and --tls-key, or keep "
+                "127.0.0.1 and use a tunnel: ssh -L PORT:127.0.0.1:PORT HOST"
             )
         names = tuple(names)
         if host in ("0.0.0.0", "::") and not names:
@@ -490,7 +489,7 @@ class Dashboard:
             proxy_headers=False,
             limit_concurrency=_CONNECTIONS,
             timeout_keep_alive=int(_PATIENCE_S),
-            timeout_graceful_shutdown=3,  # pages are sent one look more
+            timeout_graceful_shutdown=3,  # time to send a last look to the pages
             ssl_certfile=tls[0] if tls else None,
             ssl_keyfile=tls[1] if tls else None,
         )
@@ -515,7 +514,7 @@ class Dashboard:
         """Serve until a signal ends it."""
         self._say_link()
         try:
-            # A signal that ends uvicorn also cancels this coroutine: later awaits in it may not run.
+            # When a signal ends uvicorn, this coroutine is cancelled, too: code after an await in it may not run.
             asyncio.run(self._server.serve(sockets=[self._socket]))
         finally:
             self._feed.hang_up()
@@ -524,5 +523,5 @@ class Dashboard:
         return self._server.should_exit
 
     def stop(self) -> None:
-        """Have :meth:`run` return soon. Any thread may call it."""
+        """Make :meth:`run` return soon. Thread-safe."""
         self._server.should_exit = True

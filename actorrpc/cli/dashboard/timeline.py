@@ -1,8 +1,8 @@
-"""What the view of the timeline is sent: the records of all workers, laid out in lanes, bounded. No I/O.
+"""The data of the timeline view: the records of all workers, arranged in lanes, bounded in number. No I/O.
 
-A worker's calls are one track, each of its actors is another one, and so is what else took a time; the package's own calls are
-the last tracks. What overlaps in a track is in
-several lanes of it. A slice is a row of figures, texts are named by their places in a table: there are many slices and few texts.
+The calls of a worker are one track; each of its actors has a track, and so have its other activities. The package's own calls are
+the last tracks. A track has several lanes if its records overlap. A slice is a row of numbers, and texts are indices into a
+table, because there are many slices and few different texts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from actorrpc.observe.tracing.trace import Recording
 
 __all__ = ["SLICES", "share", "timeline"]
 
-#: records of all workers in one answer: some 40 bytes each
+#: Records of all workers in one response; a record takes some 40 bytes.
 SLICES: Final = 12_000
 
-_LEAST: Final = 100  # records of a worker, however many workers there are
-_ACTORS: Final = 12  # of a worker, that have tracks of their own
-_LANES: Final = 10  # of a track; what overlaps more is drawn over each other
+_LEAST: Final = 100  # records per worker, however many workers there are
+_ACTORS: Final = 12  # actors of a worker that have a track of their own
+_LANES: Final = 10  # lanes of a track; further overlapping records are drawn over others
 _TEXT: Final = 200
 _CALLS: Final = "calls made"
 _NOTES: Final = "restarts, backward passes"
@@ -32,7 +32,7 @@ _OWN_FUNCTIONS: Final = "internal functions"
 
 
 def share(workers: int, most: int = SLICES) -> int:
-    """Return how many records each of so many workers is asked for."""
+    """Return how many records each of so many workers should send."""
     return max(_LEAST, most // max(1, workers))
 
 
@@ -41,9 +41,9 @@ class _Slice:
     """A record, with times on one clock.
 
     Attributes:
-        process: the place of its worker in the list of workers that have answered.
-        came: when the message came that was executed; else ``begun``.
-        execution: names an execution: the calling worker, the executing worker, and the call's number.
+        process: the index of its worker in the list of workers that have answered.
+        came: for an execution, when the request was received; else ``begun``.
+        execution: identifies an execution: the calling worker, the executing worker, and the call's number.
     """
 
     process: int
@@ -73,11 +73,11 @@ class _Slice:
 
     @property
     def room(self) -> tuple[float, float]:
-        """From when to when it occupies its lane: without the wait in the mailbox."""
+        """The time span for which it occupies its lane: without the wait in the mailbox."""
         return self.begun, self.ended
 
     def track(self, known: set[str], actors: int) -> tuple[int, int, str]:
-        """Return the track that it is in, as tracks are sorted; ``known``: the actors that have tracks of their own."""
+        """Return the sort key of its track; ``known``: the actors that have tracks of their own."""
         if self.kind == CALLED:
             return (self.process, 4, _OWN_CALLS) if self.text.startswith(OWN) else (self.process, 0, _CALLS)
         if self.kind != EXECUTED:
@@ -97,10 +97,10 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
         most: slices; the oldest are left out.
 
     Returns:
-        ``lanes``: ``[process, title, number in its track]`` of each; ``slices``: ``[lane, kind, begun, ended, text, failed,
-        waited, other, unfinished]`` of each, by their beginning: times are microseconds since the first one, ``waited`` those in
-        the mailbox before; ``other`` is the place of the execution of a call, or -1. What is ``unfinished`` ends where its worker
-        was asked, and begins before 0 where it is older than the time that is shown.
+        ``lanes``: a list of ``[process, title, number in its track]``. ``slices``: a list of ``[lane, kind, begun, ended, text,
+        failed, waited, other, unfinished]``, ordered by ``begun``. Times are microseconds since the first slice. ``waited`` is
+        the time in the mailbox. ``other`` is the index of the execution that belongs to a call, or -1. An ``unfinished`` slice
+        ends when its worker was asked; it begins before 0 if it is older than the time span.
     """
     found = list(recordings)
     there = [each for each in found if not each.why]
@@ -116,7 +116,7 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
     zero = min((each.came for each in slices if not each.is_under_way), default=last)
     under_way = min((each.came for each in slices if each.is_under_way), default=last)
     zero = min(zero, max(under_way, last - seconds))
-    texts: dict[str, int] = {}  # and their places
+    texts: dict[str, int] = {}  # text -> its index
     executions = {each.execution: place for place, each in enumerate(slices) if each.kind == EXECUTED}
     rows = [
         [

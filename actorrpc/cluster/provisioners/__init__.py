@@ -1,3 +1,3 @@
-"""Where processes come from: this host, Ray."""
+"""Sources of processes: this host, Ray."""
 
 __all__: list[str] = []

@@ -1,18 +1,18 @@
-"""Provisioners: who starts the workers of a cluster, says where they can be, watches them, and stops them.
+"""Provisioners: they start the workers of a cluster, watch them, and stop them.
 
-The driver's :class:`~actorrpc.cluster.driver.Cluster` names the workers, keeps the list of them and decides where actors
-go; it asks one engine for processes. Calls never pass through an engine: workers reach each other over their own
-connections. An engine is a subclass of :class:`Engine` that can do four things: list the machines where workers can be
-started (:meth:`Engine.nodes`), start a worker (:meth:`Engine.launch`), stop it (:meth:`Engine.stop`), and say that its
-process has ended (:meth:`Engine.ended`, which it calls). The table of the workers that were started is kept here.
+The driver's :class:`~actorrpc.cluster.driver.Cluster` names the workers, keeps their list and decides where actors are
+placed; it requests processes from one engine. Calls never pass through an engine: workers reach each other over their own
+connections. An engine is a subclass of :class:`Engine` with four functions: it lists the machines where workers can be
+started (:meth:`Engine.nodes`), starts a worker (:meth:`Engine.launch`), stops it (:meth:`Engine.stop`), and reports that its
+process has ended (by calling :meth:`Engine.ended`). The base class keeps the table of started workers.
 
 * the embedded engine (``local.py``) forks workers on this machine;
-* one on top of a scheduler derives from :class:`LaunchedEngine`. The process that it launches calls
+* an engine on top of a scheduler derives from :class:`LaunchedEngine`. The process that it launches calls
   :func:`actorrpc.cluster.join.serve_order` with ``order.environment()`` in its environment, and is a worker from then on,
-  exactly as a worker that was started by hand with ``python -m actorrpc.worker --join``.
+  exactly like a worker that was started by hand with ``python -m actorrpc.worker --join``.
 
-Both are thread-safe. ``_lock`` guards the table; it is re-entrant, because the garbage collector may run a finaliser that starts
-or kills a worker on the thread that holds it. No user code runs under it, and nothing waits under it for a worker.
+Both are thread-safe. ``_lock`` guards the table. It is re-entrant, because the garbage collector may run a finaliser that starts
+or kills a worker in the thread that holds it. No user code runs under it, and no code waits under it for a worker.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "LaunchRequest", "LaunchedEngine", "Node", "StartedWorker", "not_started"]
 
 _START_S: Final = (
-    120.0  # how long a launched worker may take to join, waiting in the scheduler's queue included
+    120.0  # how long a launched worker may take to join, including the wait in the scheduler's queue
 )
 _STOP_S: Final = 5.0
-_KEPT: Final = 1000  # reports on the ends of workers
+_KEPT: Final = 1000  # reports on ends of workers that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine, or what a scheduler takes for one, on which an engine can start workers.
+    """A machine, or a unit that a scheduler treats like a machine, on which an engine can start workers.
 
     Attributes:
-        host: its name or address, as ``.options(host=...)`` says it.
-        num_cpus, num_gpus, resources: what it has in all, used or not.
-        labels: what ``.options(labels=...)`` looks for.
+        host: its name or address, for ``.options(host=...)``.
+        num_cpus, num_gpus, resources: its total resources, used or not.
+        labels: its labels, for ``.options(labels=...)``.
     """
 
     host: str
@@ -73,15 +73,15 @@ class LaunchRequest:
 
     Attributes:
         name: its name, which the driver has reserved for it.
-        rank: its rank, where the driver gives that to it at once; -1 where it gets one when it joins.
+        rank: its rank, if the driver assigns it now; -1 if it gets one when it joins.
         address: where the driver listens, ``tcp://host:port``.
         spec: label for its output, ``num_cpus``, ``num_gpus`` (None: the engine's default), further environment variables,
             working directory.
-        resources: what it needs in addition to processors and devices, by the names that the engine knows.
+        resources: the resources that it needs besides processors and devices, by the engine's names.
         labels: labels that the machine must have.
-        host: the machine that it must be on; None for any machine.
+        host: the machine where it must run; None for any machine.
         spread: whether it should be as far as possible from existing workers.
-        secret: the group's key. Never show it, never put it into an argument of a process: use :meth:`environment`.
+        secret: the group's key. Never show it, and never put it into an argument of a process: use :meth:`environment`.
     """
 
     name: str
@@ -95,7 +95,7 @@ class LaunchRequest:
     secret: str = field(default="", repr=False)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that the worker's process needs, the key among them."""
+        """Return the environment variables that the worker's process needs, including the key."""
         return {
             **self.spec.env,
             "ACTORRPC_JOIN": self.address,
@@ -106,14 +106,14 @@ class LaunchRequest:
 
 
 class StartedWorker:
-    """A worker from the request for it to the end of its process. Guarded by its engine's lock.
+    """A worker from its request to the end of its process. Guarded by its engine's lock.
 
     Attributes:
-        future: completes when the worker has joined, or fails saying why it has not.
-        timer: fires when it has not joined in time.
-        joined: it has.
-        killed: it is stopped, or will be as soon as its process is there.
-        asked: each is completed with the report on its end.
+        future: completes when the worker has joined, or fails with the reason why it has not.
+        timer: fires if it has not joined in time.
+        joined: it has joined.
+        killed: it was stopped, or will be stopped as soon as its process exists.
+        asked: futures of the report on its end.
     """
 
     def __init__(self, order: LaunchRequest) -> None:
@@ -136,12 +136,12 @@ def not_started(known: StartedWorker, why: str) -> RpcError:
 
 
 class Engine(abc.ABC):
-    """Starts and ends worker processes, for the driver. Thread-safe; nothing but :meth:`end` waits.
+    """Starts and ends worker processes, for the driver. Thread-safe; only :meth:`end` blocks.
 
     Attributes:
-        name: what messages call it: ``"local"``, ``"ray"``.
-        agent: the driver's; set by :meth:`attach` before anything is started.
-        reception: what the workers need to join; set by the cluster before anything is started.
+        name: its name in messages: ``"local"``, ``"ray"``.
+        agent: the driver's agent; set by :meth:`attach` before any worker is started.
+        reception: the data that workers need to join; set by the cluster before any worker is started.
         on_end: called with the name of a worker and the report on its end, before other callers get the report.
     """
 
@@ -155,50 +155,50 @@ class Engine(abc.ABC):
         self._workers: dict[str, StartedWorker] = {}
         self._ended: dict[str, DeathReport] = {}
         self._closing = False
-        self._stopping = False  # all are being stopped
+        self._stopping = False  # all workers are being stopped
         self._gone = threading.Event()
         self.on_end: Callable[[str, DeathReport], object] = lambda _worker, _report: None
 
-    # -- what an engine says itself ------------------------------------------------------------------------
+    # -- implemented by engines ------------------------------------------------------------------------
 
     @abc.abstractmethod
     def nodes(self) -> list[Node]:
-        """Return where workers can be started; empty for an engine that cannot start any."""
+        """Return the machines where workers can be started; empty for an engine that cannot start any."""
 
     @abc.abstractmethod
     def launch(self, order: LaunchRequest) -> None:
         """Begin to start a worker; does not wait for it to join.
 
-        An exception says why the worker could not be started. When the process ends, for whatever reason, the engine must call
+        Raises an exception if the worker could not be started. When the process ends, for whatever reason, the engine must call
         :meth:`ended`.
         """
 
     @abc.abstractmethod
     def stop(self, worker: str) -> None:
-        """Kill a worker's process, or take it out of the queue. Called on a pool thread. Harmless when repeated."""
+        """Kill a worker's process, or remove it from the queue. Called in a pool thread. Idempotent."""
 
     def close(self) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """Disconnect from the scheduler: all workers have ended, or were stopped."""
+        """Disconnect from the scheduler, after all workers have ended or were stopped."""
 
     def lose(self) -> None:  # noqa: B027 (an engine may have nothing to do)
         """Close descriptors that a forked child of the driver must not share; called in that child. Takes no lock."""
 
     def open(self, reception: Reception, joined: Callable[[], list[WorkerRecord]]) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """Start the first workers, and wait for them. Called once, on the driver's thread.
+        """Start the first workers, and wait for them. Called once, in the driver's thread.
 
         Args:
             reception: where they join, and with which key.
-            joined: gives the workers that have joined.
+            joined: returns the workers that have joined.
         """
 
-    # -- what it is told -------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------
 
     def attach(self, agent: Agent) -> None:
-        """Take the driver's agent: called once, before anything is started."""
+        """Set the driver's agent. Called once, before any worker is started."""
         self.agent = agent
 
     def ended(self, worker: str, report: DeathReport | None = None) -> None:
-        """Record that a worker's process has ended. From any thread; idempotent."""
+        """Record that a worker's process has ended. Thread-safe; idempotent."""
         with self._lock:
             known = self._workers.pop(worker, None)
             if known is None:
@@ -223,7 +223,7 @@ class Engine(abc.ABC):
     # -- for the cluster ---------------------------------------------------------------------------------------
 
     def start(self, order: LaunchRequest) -> Future[WorkerInfo]:
-        """Start a worker; the future completes when it has joined, or fails saying why."""
+        """Start a worker; the future completes when it has joined, or fails with the reason."""
         known = self._entry(order)
         with self._lock:
             closing = self._closing
@@ -253,16 +253,16 @@ class Engine(abc.ABC):
             self._fail(known, error)
             self.ended(name)
             return
-        if not self._wants(known):  # it was killed, or all has ended, before there was anything to stop
+        if not self._wants(known):  # it was killed, or the cluster ended, before there was a process to stop
             self.stop(name)
 
     def _wants(self, known: StartedWorker) -> bool:
-        """Say whether a worker is still to be started: it was neither given up nor stopped."""
+        """Say whether a worker should still be started: it was neither abandoned nor stopped."""
         with self._lock:
             return not self._stopping and self._workers.get(known.order.name) is known and not known.killed
 
     def _expect(self, known: StartedWorker, seconds: float) -> None:
-        """Give a worker up that has not joined after so many seconds from now on. Under the lock."""
+        """Abandon a worker if it has not joined within ``seconds``. Under the lock."""
         if known.timer is not None:
             known.timer.cancel()
         late = partial(self.agent.submit, partial(self._not_joined, known, seconds))
@@ -274,44 +274,44 @@ class Engine(abc.ABC):
             self.kill(known.order.name)
 
     def _late(self, known: StartedWorker, seconds: float) -> RpcError:
-        """Return the error of a worker that has not joined within so many seconds."""
+        """Return the error of a worker that has not joined within ``seconds``."""
         return RpcTimeoutError(
             f"the worker {known.order.name!r} that engine {self.name!r} was asked for has not joined within {seconds:g} s: "
-            f"it may wait for resources, or not reach {known.order.address}",
+            f"it may wait for resources, or cannot reach {known.order.address}",
             maybe_executed=False,
             worker=known.order.name,
         )
 
     def register(self, record: WorkerRecord) -> None:
-        """Record that a worker has joined that this engine was asked to start.
+        """Record that a worker which this engine has started has joined.
 
         Raises:
-            ShutdownError: the worker was given up before it joined; it must leave.
+            ShutdownError: the worker was abandoned before it joined; it must leave.
         """
         with self._lock:
             known = self._workers.get(record.name)
             if known is None or self._closing or known.killed or (not known.joined and known.future.done()):
-                raise ShutdownError(f"nobody waits for {record.name!r} any more", maybe_executed=False)
+                raise ShutdownError(f"the driver no longer waits for {record.name!r}", maybe_executed=False)
             known.joined = True
             if known.timer is not None:
                 known.timer.cancel()
         known.future.try_complete(record.info, self.agent.submit)
 
     def kill(self, worker: str) -> None:
-        """End a worker at once, and what it has started. Does nothing to workers that this engine has not started."""
+        """End a worker at once, with the processes that it has started. Ignores workers that this engine has not started."""
         known = self._workers.get(worker)
         if known is not None:
             known.killed = True
             self.agent.submit(partial(self.stop, worker))
 
     def give_up(self, worker: str) -> None:
-        """End a worker that has not joined yet; leave others alone, which may be about to exit."""
+        """End a worker that has not joined yet; ignore others, which may be about to exit."""
         known = self._workers.get(worker)
         if known is not None and not known.joined:
             self.kill(worker)
 
     def report(self, worker: str) -> Future[DeathReport]:
-        """Return how a worker ended; completes when it has. Fails with UnknownWorkerError if it is not ours."""
+        """Return a future of the report on a worker's end. It fails with UnknownWorkerError if this engine did not start it."""
         future: Future[DeathReport] = Future()
         future.label = f"the death report of {worker!r}"
         with self._lock:
@@ -323,7 +323,7 @@ class Engine(abc.ABC):
             future.set_result(found)
         else:
             future.set_exception(
-                UnknownWorkerError(f"{worker!r} is no worker that engine {self.name!r} has started")
+                UnknownWorkerError(f"{worker!r} is not a worker that engine {self.name!r} has started")
             )
             future.acknowledge()
         return future
@@ -353,7 +353,7 @@ class Engine(abc.ABC):
         finally:
             with self._lock:
                 self._stopping = True
-            with contextlib.ExitStack() as stack:  # runs the rest of it, whatever a part of it raises
+            with contextlib.ExitStack() as stack:  # runs all remaining steps even if one of them raises
                 stack.callback(self.close)
                 for known in list(self._workers.values()):
                     error = ShutdownError("the cluster has shut down", maybe_executed=False)
@@ -374,13 +374,13 @@ class Engine(abc.ABC):
 
 
 class LaunchedEngine(Engine):
-    """An engine on top of something that starts processes elsewhere: three methods are its own.
+    """An engine on top of a scheduler that starts processes elsewhere. Subclasses implement three methods.
 
-    :meth:`launch` is called on a pool thread and may wait some seconds.
+    :meth:`launch` is called in a pool thread and may block for some seconds.
 
     Attributes:
-        num_workers: how many workers it keeps from the start that take several actors each, its pool; 0: it has no pool.
-        pool: the names of the workers in its pool now.
+        num_workers: the size of its pool: workers that it starts at the beginning and that take several actors each; 0: no pool.
+        pool: the names of the present workers of its pool.
     """
 
     name = "launched"
@@ -395,12 +395,12 @@ class LaunchedEngine(Engine):
         """Add workers to its pool, like the present ones, and wait for them; only for engines with a pool.
 
         Args:
-            timeout: for all of it, in seconds.
+            timeout: for the whole operation, in seconds.
 
         Raises:
             ConfigError: there is no pool.
             PlacementError: there is no place for them.
-            PeerDiedError: one has ended before it had joined.
+            PeerDiedError: one has ended before it joined.
             RpcTimeoutError: not all have joined in time.
         """
         raise ConfigError(f"engine {self.name!r} has no pool of workers to which {count} could be added")

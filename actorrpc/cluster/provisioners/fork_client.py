@@ -1,10 +1,10 @@
-"""The driver's end of a fork server: starts it, sends it commands, and receives what it says of its children.
+"""The driver's end of a fork server: starts it, sends it commands, and receives its messages about its children.
 
-The server is started without waiting for it: commands queue in ``_outbox`` until it says that it is ready, and then
-leave few at a time, so that sending never waits long. What it says is read by the agent's pool, one thread at a time.
+The server is started without waiting for it: commands queue in ``_outbox`` until it reports that it is ready. Then a few at a
+time are sent, so that sending never blocks long. Its messages are read by the agent's pool, one thread at a time.
 
-``_lock`` guards the outbox and the state; it is re-entrant, because the collector may run a finaliser that spawns on
-the thread that has it. Nothing but the short send is called under it.
+``_lock`` guards the outbox and the state. It is re-entrant, because the garbage collector may run a finaliser that spawns in
+the thread that holds it. Only the short send is called under it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["ForkServer", "arguments", "import_path"]
 
-_WINDOW: Final = 4  # commands to fork that the server has not answered yet
+_WINDOW: Final = 4  # commands to fork that were sent and not answered yet
 _SEND_S: Final = 10.0
 _END_S: Final = 2.0
-# Threads that libraries start when they are imported do not survive a fork: they are told to start none.
+# Threads that libraries start at import do not survive a fork, so these variables disable them.
 _SINGLE: Final = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
-# Run by a bare interpreter: it needs the driver's sys.path before it can import anything of ours. Written out here, since
-# `-m` would look for this package on a path that may not have it. What is imported sees the arguments of the driver's script.
+# Run by a bare interpreter, which needs the driver's sys.path before it can import this package. Not `-m`, because the default
+# path may not contain this package. Imported modules see the arguments of the driver's script.
 _BOOT: Final = f"""
 import json, os, sys
 def read(size):
@@ -58,7 +58,7 @@ main(fd, before, start["preload"])
 
 
 def import_path() -> list[str]:
-    """Return ``sys.path`` as another process needs it, whatever its directory."""
+    """Return ``sys.path`` for another process: relative entries are made absolute."""
     found = []
     for entry in sys.path:
         if isinstance(entry, str):
@@ -68,7 +68,7 @@ def import_path() -> list[str]:
 
 
 def arguments() -> list[str]:
-    """Return ``sys.argv`` as another process can have it."""
+    """Return ``sys.argv`` in a form that can be sent to another process."""
     return [each for each in getattr(sys, "argv", ()) if isinstance(each, str)]
 
 
@@ -76,10 +76,10 @@ class ForkServer:
     """One fork server process. Thread-safe.
 
     Args:
-        pool: the threads that read what the server says.
-        hello: what it is told first (see ``fork_server.main``).
+        pool: its threads read the server's messages.
+        hello: the first message to the server (see ``fork_server.main``).
         preload: the modules that it imports before it forks.
-        heard: called with each message of the server, on a pool thread; must not block.
+        heard: called with each message of the server, in a pool thread; must not block.
         ended: called once, when the server has ended, in the same way.
     """
 
@@ -105,7 +105,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self.is_gone = False
-        #: the variables that the server had at its start: children are told only the changes since
+        #: The environment variables of the server at its start: children only get the changes since then.
         self.environment: dict[str, str] = {}
 
     @property
@@ -133,7 +133,7 @@ class ForkServer:
                 stdout=stdout,
                 stderr=stderr,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in the terminal is the driver's
+                start_new_session=True,  # Ctrl-C in the terminal is for the driver only
             )
             ours.sendall(len(first).to_bytes(4, "big") + first)
             send(ours, self._hello)
@@ -142,16 +142,16 @@ class ForkServer:
         self._pool.watch(ours.fileno(), self._read)
         self._pool.epoll.register(ours.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
 
-    # -- saying ----------------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------------
 
     def fork(self, message: dict[str, Any], fds: tuple[int, ...]) -> None:
-        """Order a child; the descriptors are closed here when they have been sent, or when the server has ended."""
+        """Order a child; the descriptors are closed here after they were sent, or when the server has ended."""
         with self._lock:
             self._outbox.append(({**message, "do": "fork", "fds": len(fds)}, fds))
         self._push()
 
     def kill(self, pid: int) -> None:
-        """Have a child killed, and what it has started."""
+        """Order the end of a child and of the processes that it has started."""
         with self._lock:
             self._outbox.appendleft(({"do": "kill", "pid": pid}, ()))
         self._push()
@@ -160,7 +160,7 @@ class ForkServer:
     def _push(self) -> None:
         with self._lock:
             if self._sending:
-                return  # by this very thread, in a frame further up, which sends the rest
+                return  # this thread is sending in an outer frame, which sends the rest
             self._sending = True
             try:
                 while self._outbox:
@@ -174,16 +174,16 @@ class ForkServer:
                             send(self._sock, message, fds)
                             self._unanswered += is_fork
                         except OSError:
-                            pass  # the server has ended: _read() is told by the closed connection
+                            pass  # the server has ended: _read() notices the closed connection
                     for fd in fds:
                         os.close(fd)
             finally:
                 self._sending = False
 
-    # -- hearing ---------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take what the server says. One thread at a time: the descriptor is one-shot."""
+        """Process the server's messages. Only one thread at a time, because the descriptor is registered as one-shot."""
         sock, reader = self._sock, self._reader
         if sock is None or reader is None:
             return
@@ -224,7 +224,7 @@ class ForkServer:
         self._ended()
 
     def _end_process(self, timeout: float = 0.0) -> None:
-        """Wait for the process to end, and kill it where it does not in time."""
+        """Wait for the process to end, and kill it after the time-out."""
         process = self._process
         if process is None:
             return
@@ -233,19 +233,19 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # The kernel may be at something that cannot be ended.
+                # It may be in an uninterruptible system call.
                 process.wait(_END_S)
 
     # -- the end ---------------------------------------------------------------------------------------
 
     def close(self, timeout: float = _END_S) -> None:
-        """End the server: it kills the rest of its children, and exits. Idempotent.
+        """End the server: it kills its remaining children, and exits. Idempotent.
 
-        Where it does not within ``timeout`` seconds, it is killed, and the kernel kills its children.
+        If it does not exit within ``timeout`` seconds, it is killed, and the kernel kills its children.
         """
         self._hang_up()
         if self._process is not None:
-            # Before it is ready it is still importing, and has no children.
+            # Before it is ready, it is still importing, and has no children.
             self._end_process(timeout if self.is_ready else 0.0)
         if self._reader is not None:
             self._reader.close()
@@ -260,4 +260,4 @@ class ForkServer:
                 os.close(fd)
         self._outbox.clear()
         if self._process is not None:
-            self._process.returncode = 0  # it is no child of this process, which does not wait for it
+            self._process.returncode = 0  # it is not a child of this process, which must not wait for it

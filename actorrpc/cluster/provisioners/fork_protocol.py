@@ -1,8 +1,8 @@
-"""What the driver and its fork server say to each other: msgpack messages on a stream socket, with descriptors.
+"""The protocol of the driver and its fork server: msgpack messages on a stream socket, with descriptors.
 
-A message is its length (4 bytes), then a msgpack map. Descriptors come with the first byte of a length, so lengths
-are always read by :meth:`MessageReader.feed`, which takes them. Both ends are one user's processes on one host, connected by
-a socket pair that nobody else has: nothing here defends against a stranger. Not thread-safe.
+A message is its length (4 bytes), followed by a msgpack map. Descriptors come with the first byte of a length, so lengths
+are always read by :meth:`MessageReader.feed`, which receives them. Both ends are processes of one user on one host, connected by
+a private socket pair, so messages are not checked for attacks. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MAX_FDS: Final = 16
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send one message, all of it.
+    """Send one whole message.
 
     Raises:
-        OSError: the other end is gone, or takes nothing within the socket's time-out.
+        OSError: the other end is closed, or accepts nothing within the socket's time-out.
     """
     body: bytes = msgpack.packb(message, unicode_errors="surrogateescape")
     data = memoryview(_LENGTH.pack(len(body)) + body)
@@ -38,7 +38,7 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
 
 
 class MessageReader:
-    """Takes messages from a socket."""
+    """Reads messages from a socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -46,14 +46,14 @@ class MessageReader:
         self._fds: list[int] = []
 
     def feed(self, flags: int = 0) -> list[tuple[dict[str, Any], list[int]]] | None:
-        """Receive once; return the messages that are whole, each with the descriptors that came with it.
+        """Receive once; return the messages that are complete, each with its descriptors.
 
         ``None``: the other end is closed.
 
         Raises:
-            OSError: nothing can be received (BlockingIOError: now).
+            OSError: receiving failed (BlockingIOError: no data now).
         """
-        # One read never takes bytes of two messages if the second one has descriptors: the kernel sees to that.
+        # The kernel never returns bytes of two messages in one read if the second one has descriptors.
         data, ancillary, _, _ = self._sock.recvmsg(
             _CHUNK, socket.CMSG_SPACE(_MAX_FDS * 4), flags | socket.MSG_CMSG_CLOEXEC
         )
@@ -80,6 +80,6 @@ class MessageReader:
         return whole
 
     def close(self) -> None:
-        """Close descriptors that belong to no whole message."""
+        """Close descriptors of incomplete messages."""
         while self._fds:
             os.close(self._fds.pop())

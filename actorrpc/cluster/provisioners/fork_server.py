@@ -1,14 +1,14 @@
 """The fork server: a process that has imported torch and actorrpc, and forks workers from itself on command.
 
-It has one thread, and nothing but the driver talks to it, over an inherited socket. It reaps its children and says how
+It has one thread, and only communicates with the driver, over an inherited socket. It reaps its children and reports how
 each ended. When the driver has ended, for whatever reason, the server kills its children, removes their files, and ends. If it is
-killed itself, the kernel kills its children (PR_SET_PDEATHSIG). Modules that the driver wants preloaded are imported before
-the server is ready; where that fails, the server says so and ends.
+killed itself, the kernel kills its children (PR_SET_PDEATHSIG). It imports the modules that the driver wants preloaded before
+it is ready; if that fails, it reports the failure and ends.
 
-Messages of the driver: ``{"do": "fork", "id": ..., ...}`` with two descriptors (the child's stdout and stderr; the rest is for
-``cluster/worker_process.py``), ``{"do": "kill", "pid": ...}``. Of the server: ``{"is": "ready"}`` or
-``{"is": "not_preloaded", "module", "why"}``, ``{"is": "forked", "id", "pid"}``, ``{"is": "failed", "id", "why"}``, ``{"is":
-"ended", "id", "pid", "code", "signal", "memory", "uptime"}``.
+Messages of the driver: ``{"do": "fork", "id": ..., ...}`` with two descriptors (the child's stdout and stderr; the other fields
+are for ``cluster/worker_process.py``), ``{"do": "kill", "pid": ...}``. Messages of the server: ``{"is": "ready"}`` or ``{"is":
+"not_preloaded", "module", "why"}``, ``{"is": "forked", "id", "pid"}``, ``{"is": "failed", "id", "why"}``, ``{"is": "ended", "id",
+"pid", "code", "signal", "memory", "uptime"}``.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ __all__ = ["main"]
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _GONE_S: Final = 5.0
-_IDLE_MS: Final = 1000  # how long the server gets no command before it imports more for later children
+# After this time without a command, the server imports more modules for later children.
+_IDLE_MS: Final = 1000
 _LATER: Final = ("torch._dynamo",)
-_COMES_WITH: Final = {"torch.optim": _LATER}  # the first optimizer that a process makes imports it
+_COMES_WITH: Final = {"torch.optim": _LATER}  # making the first optimizer in a process imports these
 
 
 def main(fd: int, before: dict[str, str | None], preload: Sequence[str]) -> None:
     """Serve the driver at the other end of ``fd`` until the driver ends. Never returns.
 
     Args:
-        before: variables that were changed for the imports, as they were.
+        before: the former values of variables that were changed for the imports.
         preload: modules to import before the first child is forked.
     """
-    # Whatever travels by value from the user's main module must not find this program in its place.
+    # Objects of the user's main module that are sent by value must not find this program as the main module.
     sys.modules["__main__"] = types.ModuleType("__main__")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(  # type: ignore[union-attr]
@@ -79,7 +80,7 @@ def main(fd: int, before: dict[str, str | None], preload: Sequence[str]) -> None
 
 
 class _Server:
-    """The server's state; in a child, :meth:`run` returns what it has to do."""
+    """The server's state. In a child, :meth:`run` returns the child's job."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -99,7 +100,7 @@ class _Server:
         self._look.register(self._alarm, select.POLLIN)
 
     def preload(self, names: Sequence[str]) -> None:
-        """Import modules; if one cannot be imported, or children could not use it, tell the driver and end the process."""
+        """Import modules; if one cannot be imported, or used by children, tell the driver and end the process."""
         for name in [each for given in names for each in (given, *_COMES_WITH.get(given, ()))]:
             why = _import_module(name, self.glance)
             if why:
@@ -110,11 +111,11 @@ class _Server:
     def run(self) -> dict[str, Any] | None:
         """Serve until the driver ends, then end; in a child, return its job."""
         try:
-            # The server ends even if another process has inherited the driver's end of the socket.
+            # With a pidfd, the server ends even if another process has inherited the driver's end of the socket.
             self._driver = os.pidfd_open(os.getppid())
             self._look.register(self._driver, select.POLLIN)
         except OSError:
-            pass  # an old kernel, or the driver has ended: then the socket is closed
+            pass  # an old kernel; or the driver has ended, and the socket is closed
         _settle()
         prepared = False
         try:
@@ -139,7 +140,7 @@ class _Server:
         return None
 
     def _take(self, ready: set[int]) -> bool:
-        """Reap children and read commands, without waiting; return False when the driver has ended."""
+        """Reap children and read commands, without blocking; return False when the driver has ended."""
         if self._alarm in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._alarm, 4096)
@@ -153,7 +154,7 @@ class _Server:
         return self._driver not in ready
 
     def glance(self) -> None:
-        """Do what cannot wait, in the middle of an import: kill, reap, and end with the driver. Forks wait."""
+        """Do urgent work during an import: kill, reap, and end with the driver. Forks wait."""
         ready = {fd for fd, _ in self._look.poll(0)}
         if not ready:
             return
@@ -161,9 +162,7 @@ class _Server:
             if not self._take(ready):
                 self._end()
             for message, fds in self._todo:
-                if (
-                    message.get("do") == "kill"
-                ):  # the first message, which says how all children are, has no "do"
+                if message.get("do") == "kill":  # the first message, with data for all children, has no "do"
                     self._act(message, fds)
         except OSError:  # the driver has ended
             self._end()
@@ -185,7 +184,7 @@ class _Server:
     def _fork(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about threads in C: in this process they hold no locks
+                warnings.simplefilter("ignore")  # about C threads, which hold no locks in this process
                 pid = os.fork()
         except OSError as error:
             self._say({"is": "failed", "id": message["id"], "why": explain_fork(error)})
@@ -206,7 +205,7 @@ class _Server:
     def _become_child(self, message: dict[str, Any], fds: list[int]) -> None:
         """Close the server's descriptors, and reset the signal handlers."""
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._pid:  # it was killed before the kernel knew
+        if os.getppid() != self._pid:  # the server was killed before prctl() took effect
             os._exit(1)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
@@ -235,7 +234,7 @@ class _Server:
                 return
             if found is None:
                 return
-            # What it has started ends, too; its number is not given away before it is reaped.
+            # Also kill the processes that it has started. Its pid cannot be reused before it is reaped.
             _kill(found.si_pid)
             pid, status, usage = os.wait4(found.si_pid, 0)
             id, begun = self._children.pop(pid, ("", 0.0))
@@ -275,25 +274,25 @@ class _Server:
 
 
 def _settle() -> None:
-    """Have all objects that are there now shared with the children for good: the collector does not write into it."""
+    """Freeze all present objects, so that the garbage collector does not write to memory that children share."""
     gc.collect()
     gc.disable()
     gc.freeze()
 
 
 class _Between:
-    """Finds no module: it is asked before each import, and looks around meanwhile."""
+    """An import hook that finds no module. It is called before each import, and checks for messages of the driver."""
 
     def __init__(self, glance: Callable[[], None]) -> None:
         self._glance = glance
 
     def find_spec(self, _name: str, _path: Any = None, _target: Any = None) -> None:
-        """Find nothing, after a glance at the driver."""
+        """Find nothing, after checking for messages of the driver."""
         self._glance()
 
 
 def _import_module(name: str, glance: Callable[[], None]) -> str:
-    """Import a module; return why children cannot use it, or an empty text. ``glance()`` is called before each import."""
+    """Import a module; return the reason why children cannot use it, or an empty text. Calls ``glance()`` before each import."""
     between = _Between(glance)
     sys.meta_path.insert(0, between)
     try:
@@ -312,9 +311,9 @@ def _import_module(name: str, glance: Callable[[], None]) -> str:
 
 
 def _prepare(glance: Callable[[], None]) -> None:
-    """Import what most children will: making an optimizer imports it, which takes each of them a second otherwise.
+    """Import what making an optimizer imports, because most children need it: otherwise it takes each of them a second.
 
-    It takes seconds, on a busy machine many: ``glance()`` is called all the time, so that processes can be killed meanwhile.
+    This takes seconds, or longer on a busy machine: ``glance()`` is called regularly, so that processes can be killed meanwhile.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -324,7 +323,7 @@ def _prepare(glance: Callable[[], None]) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Kill a child and its process group. It is ours, and not reaped: the number is its own."""
+    """Kill a child and its process group. The child was not reaped, so its pid was not reused."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(OSError):
             kill(pid, signal.SIGKILL)

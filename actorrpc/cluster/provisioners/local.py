@@ -1,6 +1,6 @@
 """The embedded engine: it forks the processes of the cluster on this machine, and kills them.
 
-:class:`LocalCluster` gives the orders to a fork server, and is told by it, on a pool thread, what becomes of the processes.
+:class:`LocalCluster` sends commands to a fork server, whose messages about the processes are handled in a pool thread.
 Starting the fork server and the short sends to it happen under the engine's lock.
 """
 
@@ -35,22 +35,22 @@ __all__ = ["LocalCluster", "Process"]
 _log = logging.getLogger("actorrpc.cluster")
 _IMPORT_S: Final = 120.0  # how long the fork server may take to import torch
 _START_S: Final = 60.0  # how long a forked process may take to join
-# How long it all may take from then on where an end is by force: with the agent's, less than 2 s.
+# How long a forced end may take from then on: together with the agent's end, less than 2 s.
 _FORCED_S: Final = 1.0
 _AT_LEAST_S: Final = 0.1
-_DEVICES_S: Final = 10.0  # how long a process waits for devices of others, which may be ending
-_LOGS_S: Final = 1.0  # how long a report waits for the last lines
+_DEVICES_S: Final = 10.0  # how long a process waits for devices that others use, which may be ending
+_LOGS_S: Final = 1.0  # how long a report waits for the last lines of output
 
 
 class Process(StartedWorker):
-    """One process, from the wish for it to its end.
+    """One process, from its request to its end.
 
     Attributes:
-        message: what the fork server is told of it; ``environment``: the variables that it is to have.
+        message: the command for the fork server; ``environment``: the environment variables for the process.
         pipes: the reading ends of its output, until the logs have them.
-        server: the fork server that has the order for it; None while it waits for devices.
+        server: the fork server that has the command; None while the process waits for devices.
         pid: 0 until it was forked.
-        over: it has ended; its report is still to come.
+        over: it has ended; its report follows.
     """
 
     def __init__(self, order: LaunchRequest) -> None:
@@ -66,12 +66,12 @@ class Process(StartedWorker):
 
 
 class LocalCluster(Engine):
-    """The processes of one embedded cluster. Thread-safe; only :meth:`end` waits.
+    """The processes of one embedded cluster. Thread-safe; only :meth:`end` blocks.
 
     Args:
-        num_cpus: what one process may ask for at most.
-        num_gpus: how many devices there are to give; None: all that are visible.
-        resources, labels: what else this machine has.
+        num_cpus: the most that one process may request.
+        num_gpus: how many devices can be assigned; None: all that are visible.
+        resources, labels: further resources and labels of this machine.
         log_to_driver: whether the output of the processes is shown.
         preload: the modules that the fork server imports, for all processes.
     """
@@ -97,13 +97,13 @@ class LocalCluster(Engine):
         self._resources = resources
         self._labels = labels
         self._preload = tuple(preload)
-        #: why the fork server could not import a module of ``preload``
+        #: The reason why the fork server could not import a module of ``preload``.
         self._not_preloaded: ConfigError | None = None
-        self._waiting: list[Process] = []  # for devices
+        self._waiting: list[Process] = []  # processes that wait for devices
         self._server_output: Output | None = None
 
     def open(self, reception: Reception, joined: Callable[[], list[WorkerRecord]]) -> None:
-        """Start the thread of the logs and the fork server; does not wait for it.
+        """Start the logs' thread and the fork server; does not wait for the server.
 
         Raises:
             OSError: it cannot be started.
@@ -132,7 +132,7 @@ class LocalCluster(Engine):
         return Process(order)
 
     def launch(self, order: LaunchRequest) -> None:
-        """Order a process from the fork server, or have it wait for devices. The process is as things are now."""
+        """Order a process from the fork server, or let it wait for devices. The process gets the present environment."""
         with self._lock:
             process = self._workers[order.name]
             self._prepare(process)
@@ -143,13 +143,13 @@ class LocalCluster(Engine):
                 self._expect(process, _DEVICES_S)
 
     def _prepare(self, process: Process) -> None:
-        """Write down how things are at the moment of the wish."""
+        """Record the present environment for the process."""
         spec = process.order.spec
         cpus = 1.0 if spec.num_cpus is None else spec.num_cpus
         if cpus < 0 or cpus > self.num_cpus:
             raise ConfigError(
                 f"num_cpus={cpus:g} was asked for {spec.label!r}, but this cluster has {self.num_cpus:g}: ask for "
-                "less, or say init(num_cpus=...)"
+                "less, or use init(num_cpus=...)"
             )
         threads = max(1, int(cpus))
         path = import_path()
@@ -160,7 +160,7 @@ class LocalCluster(Engine):
             directory = os.path.abspath(directory)
             path.insert(0, directory)
         else:
-            with contextlib.suppress(OSError):  # the driver's own was removed: then that of the server
+            with contextlib.suppress(OSError):  # the driver's directory was removed: use the server's
                 directory = os.getcwd()
         process.environment = {
             **os.environ,
@@ -179,7 +179,7 @@ class LocalCluster(Engine):
         }
 
     def _has_devices(self, process: Process) -> bool:
-        """Give a process its devices; say whether it has all that it needs."""
+        """Assign devices to a process; return whether it has all that it needs."""
         spec = process.order.spec
         if spec.num_gpus is None:
             return True
@@ -259,14 +259,14 @@ class LocalCluster(Engine):
             worker=name,
         )
 
-    # -- what the fork server says ---------------------------------------------------------------------------
+    # -- messages of the fork server ---------------------------------------------------------------------------
 
     def _heard(self, message: dict[str, Any]) -> None:
         kind = message["is"]
         if kind == "not_preloaded":
             self._not_preloaded = ConfigError(
                 f"init(preload=): the module {message['module']!r} cannot be preloaded, therefore no process was started. "
-                f"{message['why']}. Leave the module out, or have it importable by the path of this process"
+                f"{message['why']}. Leave the module out, or make it importable with the sys.path of this process"
             )
         process = self._workers.get(message.get("id", ""))
         if process is None:
@@ -295,7 +295,7 @@ class LocalCluster(Engine):
                 self._expect(process, _START_S)
 
     def _exited(self, process: Process, message: dict[str, Any]) -> None:
-        """Give back what a process had, and report on its end when its last lines have been read."""
+        """Release the resources of a process, and report its end after its last lines were read."""
         name = process.order.name
         with self._lock:
             if process.over:
@@ -307,7 +307,7 @@ class LocalCluster(Engine):
         over = partial(self.agent.submit, partial(self._reported, process, message))
         if process.output is not None:
             self.logs.end(process.output, over)
-            # The terminal may be stopped, and the thread of the logs with it.
+            # If the terminal is stopped, the logs' thread may be blocked: do not wait longer than _LOGS_S.
             self.agent.clock.after(_LOGS_S, over)
         else:
             over()
@@ -342,7 +342,7 @@ class LocalCluster(Engine):
             self.ended(process.order.name)
 
     def _server_ended(self, server: ForkServer) -> None:
-        """Record that the fork server has ended, and with it all that it had forked."""
+        """Record that the fork server has ended, and its children with it."""
         with self._lock:
             failed, output = self._not_preloaded, self._server_output
             lost = [each for each in self._workers.values() if each.server is server and not each.over]
@@ -385,7 +385,7 @@ class LocalCluster(Engine):
     # -- ends --------------------------------------------------------------------------------------------------
 
     def stop(self, worker: str) -> None:
-        """Kill a process (SIGKILL), and what it has started."""
+        """Kill a process (SIGKILL), and the processes that it has started."""
         with self._lock:
             process = self._workers.get(worker)
             if process is None:
@@ -411,9 +411,9 @@ class LocalCluster(Engine):
         super().ended(worker, report)
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """End all processes and the fork server, and show all that they have written; see :class:`Engine`.
+        """End all processes and the fork server, and show all their output; see :class:`Engine`.
 
-        What has not gone by itself is killed; that may take a second.
+        Processes that have not ended by themselves are killed, which may take a second.
         """
         super().end(graceful and self._has_forked(), timeout)
 
@@ -423,7 +423,7 @@ class LocalCluster(Engine):
 
     @uninterruptible
     def close(self) -> None:
-        """End the fork server, and the thread of the logs. Takes a second at most, for which Ctrl-C waits."""
+        """End the fork server and the logs' thread. Takes a second at most, which Ctrl-C does not interrupt."""
         until = time.monotonic() + _FORCED_S
         if self._has_forked():
             self._gone.wait(_FORCED_S / 2)

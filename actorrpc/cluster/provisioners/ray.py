@@ -1,14 +1,14 @@
-"""The Ray engine: our workers inside Ray actors. Ray's scheduler places them and restarts them; calls stay our own.
+"""The Ray engine: workers inside Ray actors. Ray's scheduler places and restarts them; calls use actorrpc's own connections.
 
 The engine starts two kinds of workers. Workers of a *pool* (``num_workers=``) join as if they were started by hand, and hold
 several actors each; when such a worker dies, Ray starts it again, on another node if its node is lost. A worker for *one actor*
-ends with that actor, and is never restarted by Ray, since supervision asks for another one.
+ends with that actor, and is never restarted by Ray, because supervision requests another worker.
 
-The key goes to each worker as an argument of its Ray actor's constructor: over Ray's own connections, into Ray's own tables
-(it makes the actor again from there), never into a command line or a log. Whatever runs code in that Ray can have the key.
+The key is passed to each worker as an argument of its Ray actor's constructor: over Ray's own connections, into Ray's own tables
+(from which Ray restarts the actor), never into a command line or a log. All code that runs in that Ray can read the key.
 
-Thread-safe. ``_guard`` guards the tables of hosts and bundles, and is a leaf. Ray reports ends on threads of its
-own, which hand them to the agent's pool at once.
+Thread-safe. ``_guard`` guards the tables of hosts and bundles, and is a leaf. Ray reports ends in its own threads, which pass
+them to the agent's pool at once.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = ["RayEngine", "make"]
 
 _log = logging.getLogger("actorrpc.cluster")
 _AGAIN_S: Final = (
-    0.5  # between two questions to an actor that Ray cannot reach: it is being restarted, or its node is lost
+    0.5  # between two queries of an actor that Ray cannot reach: it is being restarted, or its node is lost
 )
-_STAYS_S: Final = 5.0  # how long a process that is lost to us may take to end by itself
+_STAYS_S: Final = 5.0  # how long a process to which the connection has ended may take to end by itself
 _LOOK_S: Final = 0.02
-_LEFT_S: Final = 2.0  # how long a process may take to end that has left
-_GONE_S: Final = 3.0  # how long stopped actors are waited for at the end
+_LEFT_S: Final = 2.0  # how long a process that has left the group may take to end
+_GONE_S: Final = 3.0  # how long to wait at the end for stopped actors
 _TEXT: Final = 400
 _BESIDE: Final = ("CPU", "GPU", "memory", "object_store_memory")
 
@@ -64,24 +64,24 @@ class _Hosted:
         self.bundle: int | None = None
         self.node = ""  # its node, if it was added later to a strict pool
         self.stopped = False
-        self.heard = 0  # how often Ray has said that it cannot reach the process
+        self.heard = 0  # how often Ray has reported that it cannot reach the process
 
 
 class RayEngine(LaunchedEngine):
     """Starts workers inside Ray actors.
 
     Args:
-        address: which Ray; see :class:`~actorrpc.cluster.provisioners.ray_link.Link`.
-        num_workers: how many workers the pool has from the start.
-        num_cpus, num_gpus, resources: what each worker of the pool books with Ray, and has for actors. One that is started
-            for an actor books what that asks for.
-        strategy: how the workers of the pool lie: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"``, ``"STRICT_SPREAD"`` (a
+        address: the Ray to use; see :class:`~actorrpc.cluster.provisioners.ray_link.Link`.
+        num_workers: the initial number of workers of the pool.
+        num_cpus, num_gpus, resources: what each worker of the pool books with Ray, and has for actors. A worker for one
+            actor books what the actor requests.
+        strategy: the placement of the workers of the pool: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"``, ``"STRICT_SPREAD"`` (a
             placement group), or None for wherever Ray puts them.
         max_restarts: how often Ray restarts each worker of the pool; -1 (the default): without limit.
         start_timeout: how long connecting, booking, and each start of a worker may take, in seconds.
-        log_to_driver: show here what the workers print; only where this connects to Ray.
-        runtime_env: Ray's, for the workers' processes (packages, files, variables).
-        ray_options: further arguments of ``ray.init``; only where this connects to Ray.
+        log_to_driver: show the output of the workers here; only if this process connects to Ray.
+        runtime_env: Ray's option, for the workers' processes (packages, files, variables).
+        ray_options: further arguments of ``ray.init``; only if this process connects to Ray.
 
     Raises:
         ConfigError: Ray is not installed, or an argument cannot be used.
@@ -106,7 +106,7 @@ class RayEngine(LaunchedEngine):
         runtime_env: Mapping[str, Any] | None = None,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
-        package()  # before all other checks, so that a missing Ray is what the error says
+        package()  # before all other checks, so that a missing Ray is the reported error
         self.num_workers = integer("num_workers", num_workers, least=0, error=WrongTypeError)
         self._max_restarts = integer("max_restarts", max_restarts, least=-1, error=WrongTypeError)
         self._timeout = float(_amount("start_timeout", start_timeout, unit="seconds", above=True))
@@ -130,14 +130,14 @@ class RayEngine(LaunchedEngine):
         with undo_on_error(self.close):
             self._book()
 
-    # -- what Ray has --------------------------------------------------------------------------------------
+    # -- Ray's nodes --------------------------------------------------------------------------------------
 
     def host(self) -> str:
-        """Return the address on which the driver is to listen: one that Ray's nodes reach; the loopback for a single node."""
+        """Return the address on which the driver listens: one that Ray's nodes reach; the loopback for a single node."""
         return "127.0.0.1" if self.link.alone else self.link.host()
 
     def nodes(self) -> list[Node]:
-        """Return Ray's nodes, with Ray's labels of them."""
+        """Return Ray's nodes, with their labels in Ray."""
         return [
             Node(
                 host=str(node["NodeManagerAddress"]),
@@ -157,10 +157,10 @@ class RayEngine(LaunchedEngine):
         return missing(shape, count, strategy, [node["Resources"] for node in self.link.alive()])
 
     def _book(self) -> None:
-        """Book the place of the pool.
+        """Book the placement group of the pool.
 
         Raises:
-            PlacementError: Ray does not give it within the time-out, or never can.
+            PlacementError: Ray does not make it within the time-out, or never can.
         """
         if not self.num_workers:
             return
@@ -172,19 +172,19 @@ class RayEngine(LaunchedEngine):
         if not self._group.wait(self._timeout):
             raise PlacementError(
                 f"Ray has not made the placement group ({self._strategy}, {self.num_workers} x {self._shape}) within "
-                f"{self._timeout:g} s: others have booked what it needs. All there is: {self.link.ray.cluster_resources()}; "
+                f"{self._timeout:g} s: others have booked what it needs. In total: {self.link.ray.cluster_resources()}; "
                 f"free: {self.link.ray.available_resources()}"
             )
         self._free = list(range(self.num_workers))
 
     def _await_room(self, count: int, strategy: str | None) -> None:
-        """Wait until Ray has nodes for so many workers of the pool; not for a Ray that was started here."""
+        """Wait until Ray has nodes for so many workers of the pool; do not wait for a Ray that was started here."""
         until = time.monotonic() + (0.0 if self.link.alone else self._timeout)
         told = False
         while lacking := self._lacking(self._shape, count, strategy):
             if time.monotonic() >= until:
                 raise PlacementError(
-                    f"Ray has no place for {count} workers: {lacking}. Add nodes to it, or ask for less; in all it has "
+                    f"Ray has no place for {count} workers: {lacking}. Add nodes to it, or ask for less; in total it has "
                     f"{self.link.ray.cluster_resources()}"
                 )
             if not told:
@@ -198,7 +198,7 @@ class RayEngine(LaunchedEngine):
         """See :class:`LaunchedEngine`.
 
         Raises:
-            PeerDiedError: a worker has ended before it had joined.
+            PeerDiedError: a worker has ended before it joined.
             RpcTimeoutError: not all have joined in time.
         """
         self._joined = joined
@@ -222,7 +222,7 @@ class RayEngine(LaunchedEngine):
             if _time.now() >= until:
                 raise RpcTimeoutError(
                     f"{', '.join(absent)} of the Ray engine have not joined within {timeout:g} s. They wait for resources "
-                    f"(Ray has free: {self.link.ray.available_resources()}), or do not reach {address}",
+                    f"(Ray has free: {self.link.ray.available_resources()}), or cannot reach {address}",
                     maybe_executed=False,
                     worker=absent[0],
                 )
@@ -305,7 +305,7 @@ class RayEngine(LaunchedEngine):
         elif order.spread or (hosted.pooled and self._strategy == "SPREAD"):
             options["scheduling_strategy"] = "SPREAD"
         elif hosted.pooled and self._strategy in ("STRICT_PACK", "STRICT_SPREAD"):
-            # A placement group does not grow: later workers are put on nodes by name.
+            # A placement group does not grow, so later workers are put on nodes by node id.
             hosted.node = self._node_for_more(shape)
             options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(
                 hosted.node, soft=False
@@ -332,7 +332,7 @@ class RayEngine(LaunchedEngine):
     # -- watching ------------------------------------------------------------------------------------------
 
     def _watch(self, hosted: _Hosted) -> None:
-        """Have Ray tell when the worker has left, or its process has ended."""
+        """Ask Ray to report when the worker has left, or its process has ended."""
         with self._guard:
             if self._closed or self._hosts.get(hosted.name) is not hosted:
                 return
@@ -343,7 +343,7 @@ class RayEngine(LaunchedEngine):
             self._over(hosted, error)
 
     def _heard(self, hosted: _Hosted, done: Any) -> None:
-        """On a thread of Ray's."""
+        """Handle Ray's report, in one of Ray's threads."""
         try:
             error = done.exception()
         except Exception as problem:  # cancelled: Ray is shutting down
@@ -353,7 +353,7 @@ class RayEngine(LaunchedEngine):
     def _submit(self, function: Callable[[], Any]) -> None:
         try:
             self.agent.submit(function)
-        except Exception:  # the agent is closed, and with it everything
+        except Exception:  # the agent is closed, so the report is not needed
             pass
 
     def _over(self, hosted: _Hosted, error: BaseException | None) -> None:
@@ -366,13 +366,13 @@ class RayEngine(LaunchedEngine):
             self.agent.clock.after(_AGAIN_S, partial(self._submit, partial(self._watch, hosted)))
             return
         text = "" if error is None else _words(error)
-        self._kill(hosted)  # if it has left, its actor is still there, and its resources are booked
+        self._kill(hosted)  # if the worker has left, its Ray actor still exists and holds its resources
         self._forget(hosted)
         if not hosted.pooled:
             self.ended(hosted.name, DeathReport(worker=hosted.name, stderr=tuple(text.splitlines())))
         elif text:
             self._failed[hosted.name] = text
-            _log.warning("worker %r has ended for good; Ray says: %s", hosted.name, text)
+            _log.warning("worker %r has ended for good; Ray's message: %s", hosted.name, text)
 
     # -- stopping ------------------------------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ class RayEngine(LaunchedEngine):
         agent.on_peer_end.append(self._disconnected)
 
     def _disconnected(self, peer: Peer) -> None:
-        """Have Ray restart a worker of the pool some seconds after its connection has ended, if its process still runs."""
+        """Ask Ray to restart a worker of the pool some seconds after its connection has ended, if its process still runs."""
         with self._guard:
             hosted = self._hosts.get(peer.name)
         if hosted is not None and hosted.pooled:
@@ -423,7 +423,7 @@ class RayEngine(LaunchedEngine):
                     self._free.sort()
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """See :class:`LaunchedEngine`; workers of the pool, which the cluster has asked to leave, may finish that."""
+        """See :class:`LaunchedEngine`. Workers of the pool, which the cluster has asked to leave, may finish that."""
         until = _time.now() + timeout
         if graceful:
             with self._guard:
@@ -457,7 +457,7 @@ class RayEngine(LaunchedEngine):
             _log.warning("Ray could not be tidied up: %s", error)
         finally:
             self.link.close()
-            keys.sweep()  # files of workers that were killed here
+            keys.sweep()  # removes files of workers that were killed here
 
 
 def make(address: str | None = None, **options: Any) -> RayEngine:
@@ -478,12 +478,12 @@ _amount = partial(number, error=WrongTypeError)
 
 
 def _needs(order: LaunchRequest) -> dict[str, float]:
-    """Return what the worker of one actor books."""
+    """Return the resources that the worker of one actor books."""
     return _shape(order.spec.num_cpus or 0, order.spec.num_gpus or 0, order.resources)
 
 
 def _shape(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
-    """Return what a worker books, by Ray's names, without amounts of 0."""
+    """Return the resources that a worker books, by Ray's names, without amounts of 0."""
     found = {"CPU": _amount("num_cpus", num_cpus), "GPU": _amount("num_gpus", num_gpus)}
     found.update(amounts("resources", resources, error=WrongTypeError))
     return {name: float(amount) for name, amount in found.items() if amount}
@@ -495,7 +495,7 @@ def _words(error: BaseException) -> str:
     kept = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "namespace:"))]
     if any("No module named 'actorrpc'" in line for line in lines):
         return (
-            "actorrpc cannot be imported by Ray's processes there: install it on every node, or hand it over with "
+            "actorrpc cannot be imported by Ray's processes there: install it on every node, or send it with "
             "runtime_env={'py_modules': [...]} or {'pip': [...]}"
         )
     text = "\n".join(kept[-6:])

@@ -1,7 +1,7 @@
-"""What runs inside a Ray actor: a process that Ray has placed becomes a worker of our cluster.
+"""Runs inside a Ray actor, in a process that Ray has placed, and makes it a worker of an actorrpc cluster.
 
-Ray makes a :class:`Host` again in a new process when it restarts the actor: that one joins as a new incarnation of the
-same worker. The constructor starts a thread that serves, so that a restart needs no call; the main thread, on which Ray runs the
+When Ray restarts the actor, it makes a :class:`Host` again in a new process, which joins as a new incarnation of the
+same worker. The constructor starts a thread that serves, so that a restart needs no call. The main thread, in which Ray runs the
 actor's methods, waits in :meth:`Host.wait` for the end.
 """
 
@@ -25,12 +25,12 @@ _LOST: Final = 1  # the exit code of a worker that has lost its driver: Ray may 
 
 
 class Host:
-    """One worker, for as long as its process lives. Thread-safe.
+    """One worker, as long as its process lives. Thread-safe.
 
     Args:
-        environment: variables for this process, the address to join, the worker's name and the key among them.
-        directory: where it runs; None to stay where Ray has put it.
-        num_cpus, num_gpus, resources: what it has, as the driver books it. Its labels are the labels of Ray's node.
+        environment: environment variables for this process, including the address to join, the worker's name and the key.
+        directory: its working directory; None to stay where Ray has put it.
+        num_cpus, num_gpus, resources: its resources, as the driver books them. Its labels are the labels of Ray's node.
         timeout: how long joining may take, in seconds.
     """
 
@@ -67,7 +67,7 @@ class Host:
     def _serve(self) -> None:
         try:
             member = self._join()
-            os.environ.pop("ACTORRPC_KEY", None)  # what the actors here start need not have it
+            os.environ.pop("ACTORRPC_KEY", None)  # processes that the actors start do not need it
             try:
                 member.wait()
             finally:
@@ -81,7 +81,7 @@ class Host:
             self._over.set()
 
     def _join(self) -> Any:
-        """Join; where the last incarnation of this worker is not known to be gone yet, try again."""
+        """Join; if the former incarnation of this worker is not known to have ended yet, try again."""
         until = time.monotonic() + self._timeout
         while True:
             try:

@@ -1,6 +1,6 @@
-"""The driver's link to Ray: importing it, connecting to it within a time-out, and what it has.
+"""The driver's link to Ray: imports it, connects to it within a time-out, and reads its resources.
 
-Ray is an optional dependency: :func:`package` is the only place that imports it. No state but Ray's own.
+Ray is an optional dependency: only :func:`package` imports it. The module has no state of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["STRATEGIES", "Link", "fits", "labels_here", "missing", "package"]
 STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _CLIENT_PORT: Final = 10001
 _PORT: Final = 6379
-#: what a client of HTTP/2 says first, and an empty frame of settings: any gRPC server answers with its own settings
+#: The first bytes of an HTTP/2 client, and an empty SETTINGS frame: any gRPC server answers with its own settings.
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _SETTINGS_FRAME: Final = 4
 _SLACK: Final = 1e-6
@@ -45,15 +45,15 @@ class Link:
 
     Attributes:
         ray: the module.
-        owned: we have connected, and disconnect at the end; else it was connected already and stays so.
-        alone: we have started this Ray here: nobody adds machines to it.
+        owned: this object has connected, and will disconnect; otherwise the process was connected before and stays so.
+        alone: this object has started this Ray here, so no machines will be added to it.
 
     Args:
-        address: None or ``"ray://"`` for the Ray that this process is connected to, or the one that ``RAY_ADDRESS`` names
-            or that runs on this machine, or a new one; ``"local"`` for a new one; ``"auto"`` for one that runs;
-            ``"host:port"`` (6379) of a head node; ``"ray://host:port"`` (10001) for Ray's client.
+        address: None or ``"ray://"``: the Ray to which this process is connected, or the one named by ``RAY_ADDRESS``,
+            or one that runs on this machine, or a new one; ``"local"``: a new one; ``"auto"``: a running one;
+            ``"host:port"`` (6379): that of a head node; ``"ray://host:port"`` (10001): through Ray's client.
         timeout: how long connecting may take, in seconds.
-        log_to_driver: show here what the workers print.
+        log_to_driver: show the output of the workers here.
         options: further arguments of ``ray.init``.
 
     Raises:
@@ -112,7 +112,7 @@ class Link:
         except ConfigError as error:
             raise ConfigError(f"the address of Ray, {wanted!r}, cannot be used: {error}") from None
         port = port or (_CLIENT_PORT if self.client else _PORT)
-        # Ray itself tries for two minutes, and may end this process then.
+        # Check first: Ray itself would try for two minutes, and may then end this process.
         _knock(wanted, host, port, timeout)
         if self.client:
             given = {name: value for name, value in given.items() if name != "log_to_driver"}
@@ -123,25 +123,25 @@ class Link:
             raise RendezvousError(_unreachable(wanted, str(error) or type(error).__name__)) from error
 
     def close(self) -> None:
-        """Disconnect, if it was us who connected; ends Ray if we have started it. Idempotent."""
+        """Disconnect, if this object has connected; ends Ray if it has started it. Idempotent."""
         if self.owned:
             self.owned = False
             self.ray.shutdown()
 
     def host(self) -> str:
-        """Return the address of this machine at which Ray's nodes reach it."""
+        """Return the address at which Ray's nodes reach this machine."""
         if self.client:
             nodes = self.alive()
             return _own_address(str(nodes[0]["NodeManagerAddress"])) if nodes else "127.0.0.1"
         return str(self.ray.util.get_node_ip_address())
 
     def alive(self) -> list[dict[str, Any]]:
-        """Return Ray's description of each node that lives."""
+        """Return Ray's descriptions of the living nodes."""
         return [node for node in self.ray.nodes() if node.get("Alive")]
 
 
 def labels_here() -> dict[str, str]:
-    """Return Ray's labels of the node that this process is on, its id among them; only in a process of Ray's."""
+    """Return the labels that Ray has for this process's node, including its id. Only in a process of Ray's."""
     context = package().get_runtime_context()
     labels: dict[str, str] = getattr(context, "get_node_labels", dict)()
     return {
@@ -151,17 +151,17 @@ def labels_here() -> dict[str, str]:
 
 
 def fits(shape: Mapping[str, float], there: Mapping[str, float]) -> bool:
-    """Say whether a node that has ``there`` in all can ever hold a worker of this shape."""
+    """Say whether a node with the total resources ``there`` can ever hold a worker of this shape."""
     return all(there.get(name, 0.0) + _SLACK >= amount for name, amount in shape.items())
 
 
 def missing(
     shape: Mapping[str, float], count: int, strategy: str | None, nodes: Sequence[Mapping[str, float]]
 ) -> str:
-    """Say what nodes lack for so many workers of this shape; empty where they could hold them all.
+    """Describe what the nodes lack for so many workers of this shape; empty if they could hold all.
 
     Args:
-        nodes: what each node has in all.
+        nodes: the total resources of each node.
     """
     what = ", ".join(f"{name} {amount:g}" for name, amount in shape.items()) or "nothing"
     if not shape and strategy != "STRICT_SPREAD":
@@ -178,7 +178,7 @@ def missing(
         return f"no single node has all that one worker needs ({what})"
     if strategy == "STRICT_SPREAD":
         if len(suited) < count:
-            return f"STRICT_SPREAD wants {count} nodes with {what} each, and there are {len(suited)}"
+            return f"STRICT_SPREAD needs {count} nodes with {what} each, and there are {len(suited)}"
         return ""
     room = [
         min(
@@ -189,14 +189,14 @@ def missing(
     ]
     if strategy == "STRICT_PACK":
         if max(room) < count:
-            return f"STRICT_PACK wants {count} workers with {what} each on one node, and none holds more than {max(room)}"
+            return f"STRICT_PACK needs {count} workers with {what} each on one node, and no node holds more than {max(room)}"
     elif sum(room) < count:
         return f"{count} workers with {what} each are wanted, and all nodes together hold {sum(room)}"
     return ""
 
 
 def _normal(address: str | None) -> str | None:
-    """Return an address with the ways to say nothing or a single word made one; None for nothing."""
+    """Return an address with all forms of "no address" replaced by None."""
     if address is None:
         return None
     if not isinstance(address, str):
@@ -210,18 +210,18 @@ def _normal(address: str | None) -> str | None:
 def _unreachable(address: str, why: str) -> str:
     return (
         f"no Ray cluster answers at {address!r}: {why.strip()}. Is it running there (ray start --head), is that its port "
-        f"({_PORT} of the head node, {_CLIENT_PORT} with ray://), and does this machine reach it? Ray's version must be the "
+        f"({_PORT} of the head node, {_CLIENT_PORT} with ray://), and can this machine reach it? Ray's version must be the "
         "same on both sides"
     )
 
 
 def _knock(address: str, host: str, port: int, timeout: float) -> None:
-    """See that a gRPC server answers: in time, and without any of Ray's retries."""
+    """Check that a gRPC server answers, within the time-out and without Ray's retries."""
     until = time.monotonic() + timeout
     try:
         with socket.create_connection((host, port), timeout) as sock:
             if os.environ.get("RAY_USE_TLS") == "1":
-                return  # it speaks TLS first
+                return  # the server expects TLS, which is not checked here
             sock.sendall(_PREFACE)
             head = b""
             while len(head) < 9:
@@ -237,7 +237,7 @@ def _knock(address: str, host: str, port: int, timeout: float) -> None:
 
 
 def _own_address(towards: str) -> str:
-    """Return the address of this machine from which it reaches another one. Sends nothing."""
+    """Return the address of this machine from which it reaches another one. Sends no packet."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((towards, 9))

@@ -1,7 +1,7 @@
-"""What workers tell each other about RRefs: ids, messages and their bytes. No I/O, no state, no pickle.
+"""The messages that workers send each other about RRefs: ids, messages and their bytes. No I/O, no state, no pickle.
 
-An id carries the incarnation of the worker that made it, because the count of a restarted worker starts at 0
-again. On the wire each worker is written once per message, and then an id is two numbers. What comes in is
+An id contains the incarnation of the worker that made it, because the count of a restarted worker starts at 0
+again. A message contains each worker once; an id then takes two numbers. Received bytes are
 checked before use.
 """
 
@@ -58,19 +58,19 @@ class _Id(NamedTuple):
 
 
 class RRefId(_Id):
-    """Names a value, wherever it lives: the worker that asked for it, and that worker's count."""
+    """Names a value: the worker that asked for it, and that worker's count. The value may be on another worker."""
 
     __slots__ = ()
 
 
 class ForkId(_Id):
-    """Names one handle on a value: the worker that handed it out, and that worker's count."""
+    """Names one handle on a value: the worker that sent it, and that worker's count."""
 
     __slots__ = ()
 
 
 class ForkData(NamedTuple):
-    """An RRef on the wire: what :meth:`RRefTable.fork` gives and :meth:`RRefTable.receive` takes."""
+    """An RRef in a message: :meth:`RRefTable.fork` returns it, and :meth:`RRefTable.receive` takes it."""
 
     owner: WorkerKey
     rref_id: RRefId
@@ -103,7 +103,7 @@ class ForkAck:
 
 @dataclass(frozen=True, slots=True)
 class ChildAccept:
-    """Child to parent: the owner knows these forks, so they no longer keep the parent."""
+    """Child to parent: the owner knows these forks, so the parent need not be kept for them."""
 
     items: tuple[tuple[ForkId], ...]
 
@@ -193,7 +193,7 @@ def unpack_message(data: bytes) -> Message:
     """Read a message.
 
     Raises:
-        ProtocolError: the bytes are not one.
+        ProtocolError: the bytes are not a message.
     """
     tag, workers, flat = _unpack(data, _MAX_BYTES, 3)
     if type(tag) is not int or tag not in _SHAPES:
@@ -223,7 +223,7 @@ def unpack_forks(data: bytes) -> list[ForkData]:
     """Read what :func:`pack_forks` wrote.
 
     Raises:
-        ProtocolError: the bytes are not that.
+        ProtocolError: the bytes are no such list.
     """
     if not data:
         return []

@@ -1,10 +1,10 @@
-"""The RRef protocol as a state machine: who holds which fork of which RRef, and when a value may go.
+"""The RRef protocol as a state machine: who holds which fork of which RRef, and when a value may be released.
 
 One :class:`RRefTable` per agent, used by any thread. It does no I/O, reads no clock and runs no callbacks: each
 method changes the tables under one lock and returns :class:`Effects`, which the caller carries out afterwards
 (messages to send, waiters to wake, values to release).
 
-Promise while no worker dies: a value lives while a handle on it exists, or a message under way carries one (a parent
+While no worker dies, this holds: a value lives while a handle on it exists, or an undelivered message carries one (a parent
 stays until the owner knows its child); the value is released when the last of them has ended. The table needs an agent
 that delivers each message at least once unless its destination dies, in any order, and each call at most once. All
 handles of a dead worker are released at once; its key is never used again.
@@ -79,7 +79,7 @@ class HeldValue(NamedTuple):
     """A value that lives here, and who refers to it.
 
     Attributes:
-        outcome: None where it is not there yet.
+        outcome: None while the value has not been set.
         handles: how many objects of this worker refer to it.
         holders: the worker of each fork.
     """
@@ -90,7 +90,7 @@ class HeldValue(NamedTuple):
 
 
 class PendingCounts(NamedTuple):
-    """What still keeps this worker from leaving; all zero when nothing does."""
+    """Counts of what keeps this worker from leaving; all are zero when nothing does."""
 
     users: int
     children: int
@@ -104,7 +104,7 @@ class PendingCounts(NamedTuple):
 
 
 class ReceivedFork(NamedTuple):
-    """What the forks in a message became: a handle for each, in order."""
+    """The handles that were made of the forks in a message, in order."""
 
     handles: list[Handle]
     pending: Pending
@@ -113,10 +113,10 @@ class ReceivedFork(NamedTuple):
 
 @uninterruptible
 class RRefTable:
-    """Everything one worker knows of RRefs. Thread-safe; see the module's docstring for the rules.
+    """All records of one worker about RRefs. Thread-safe; see the module's docstring for the rules.
 
     Args:
-        me: this life of this worker.
+        me: the key of this incarnation of this worker.
         tombstones: how many released ids are remembered, so that late messages do not bring them back.
     """
 
@@ -142,7 +142,7 @@ class RRefTable:
         """Put a value that is already here behind a new RRef.
 
         Args:
-            keep: is called with the handle, before a signal handler can run.
+            keep: called with the handle, before a signal handler can run.
 
         Raises:
             ShutdownError: after :meth:`close`.
@@ -180,7 +180,7 @@ class RRefTable:
     def create_user(self, owner: WorkerKey) -> Handle:
         """Start a remote creation, which ends with :meth:`confirmed` or :meth:`creation_failed`.
 
-        Where this worker is the owner, a fork of the RRef's own name holds the entry until then, and
+        If this worker is the owner, a fork of the RRef's own name holds the entry until then, and
         :meth:`creation_arrived` is not needed.
 
         Raises:
@@ -281,9 +281,9 @@ class RRefTable:
     def creation_given_up(
         self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey, error: BaseException
     ) -> Effects:
-        """Note that a creation has failed before its function ran, and never will: the RRef has ``error`` for good.
+        """Record that a creation has failed before its function ran, and that it will not run: the RRef keeps ``error``.
 
-        Without effect where the function runs or has run: then its outcome counts.
+        Without effect if the function runs or has run.
 
         Raises:
             ProtocolError: the ids are not the sender's.
@@ -304,16 +304,16 @@ class RRefTable:
         return self._set(rref_id, Outcome(value))
 
     def set_error(self, rref_id: RRefId, error: BaseException) -> Effects:
-        """Give an RRef an error for good. Without effect if it has a value or an error, or was released."""
+        """Give an RRef an error, which it keeps. Without effect if it has a value or an error, or was released."""
         return self._set(rref_id, Outcome(error=error))
 
     def known_outcome(self, rref_id: RRefId | tuple[int, int, str]) -> Outcome | None:
-        """Give the outcome of an RRef that is here and has one. Takes no lock: an outcome never changes."""
+        """Return the outcome of an RRef, None if it is not here or has none. Takes no lock: an outcome never changes."""
         entry = self._owned.get(rref_id)  # type: ignore[arg-type]
         return None if entry is None else entry.outcome
 
     def fetch(self, rref_id: RRefId, waiter: Callable[[Outcome], object]) -> Outcome | None:
-        """Give the outcome of an RRef that this worker owns, or keep ``waiter`` until there is an outcome.
+        """Return the outcome of an RRef that this worker owns, or keep ``waiter`` until there is an outcome.
 
         A fetch may overtake the creation. The caller bounds the wait and ends it by :meth:`cancel_fetch`.
         """
@@ -331,7 +331,7 @@ class RRefTable:
             return entry.outcome
 
     def cancel_fetch(self, rref_id: RRefId, waiter: Callable[[Outcome], object]) -> Effects:
-        """Forget the very object that was given to :meth:`fetch`."""
+        """Forget a waiter, the same object that was passed to :meth:`fetch`."""
         step = Effects()
         with self._lock:
             entry = self._owned.get(rref_id)
@@ -343,7 +343,7 @@ class RRefTable:
     # -- RRefs in messages -----------------------------------------------------------------------
 
     def fork(self, handle: Handle, to: WorkerKey) -> ForkData:
-        """Make a fork for a message to ``to``, which may be any worker, this one too.
+        """Make a fork for a message to ``to``, which may be any worker, also this one.
 
         Raises:
             RRefError: the RRef was released here, or failed (the error is the cause).
@@ -370,9 +370,9 @@ class RRefTable:
         return ForkData(handle.owner, handle.rref_id, fork_id)
 
     def rollback(self, forks: Iterable[ForkData]) -> Effects:
-        """Undo forks made for a message that certainly does not arrive (pickling or sending failed).
+        """Undo forks made for a message that cannot arrive (pickling or sending failed).
 
-        Not for calls that timed out: their message may still arrive, and settles its forks then.
+        Not for calls that timed out: their message may still arrive, and its forks are settled then.
         """
         step = Effects()
         with self._lock:
@@ -384,9 +384,9 @@ class RRefTable:
         return step
 
     def receive(self, forks: Sequence[ForkData], from_: WorkerKey) -> ReceivedFork:
-        """Take the RRefs of a message; drop each handle once.
+        """Take the RRefs of a message. The caller must drop each handle once.
 
-        The function that they are arguments of may start only when ``pending`` is done.
+        If they are arguments of a function, it may start only when ``pending`` is done.
 
         Raises:
             ProtocolError: a fork was not made by the sender.
@@ -411,7 +411,7 @@ class RRefTable:
         return ReceivedFork(handles, pending, step)
 
     def refuse(self, forks: Sequence[ForkData], from_: WorkerKey) -> Effects:
-        """Settle the forks of a message that is not decoded (late, cancelled, or it cannot be).
+        """Settle the forks of a message that is not decoded, because it is late, cancelled or unreadable.
 
         Raises:
             ProtocolError: a fork was not made by the sender.
@@ -430,7 +430,7 @@ class RRefTable:
         return step
 
     def is_confirmed(self, handle: Handle) -> bool:
-        """Say whether the owner is known to know this handle."""
+        """Say whether the owner has confirmed this handle."""
         with self._lock:
             if handle.fork_id is None:
                 return True
@@ -438,14 +438,14 @@ class RRefTable:
             return user is not None and not user.pending and user.error is None
 
     def failure(self, handle: Handle) -> BaseException | None:
-        """Give the error that a user's handle failed with: creation not answered, owner dead, value gone. Takes no lock."""
+        """Return the error of a user's handle (creation not answered, owner dead, value released), or None. Takes no lock."""
         user = None if handle.fork_id is None else self._held.get(handle.fork_id)
         return None if user is None else user.error
 
     # -- messages and deaths ---------------------------------------------------------------------
 
     def handle(self, from_: WorkerKey, message: Message) -> Effects:
-        """Act on a message of another worker. Each may come twice, late, or from a worker that is dead."""
+        """Act on a message of another worker. A message may come twice, late, or from a dead worker."""
         step = Effects()
         with self._lock:
             if self._closed or from_ in self._deaths:
@@ -461,7 +461,7 @@ class RRefTable:
                 for rref_id, fork_id, is_known in message.items:
                     held = self._held.get(fork_id)
                     if held is None:
-                        if is_known:  # a late request has registered a released fork again
+                        if is_known:  # a late request has registered a released fork a second time
                             step.add(from_, UserDelete, (rref_id, fork_id))
                     elif held.pending and held.owner == from_ and held.parent is not None:
                         held.tell_owner = is_known
@@ -474,7 +474,7 @@ class RRefTable:
         return step
 
     def worker_died(self, worker: WorkerKey, error: BaseException) -> Effects:
-        """Release all that ``worker`` held, and fail all that it owned with ``error``, for good."""
+        """Release all that ``worker`` held, and fail all that it owned with ``error``."""
         step = Effects()
         with self._lock:
             if self._closed or worker in self._deaths or worker == self.me:
@@ -496,7 +496,7 @@ class RRefTable:
                     self._resolve(held, error, step)
         return step
 
-    # -- leaving, and looking --------------------------------------------------------------------
+    # -- leaving, and counters --------------------------------------------------------------------
 
     def delete_all_users(self) -> Effects:
         """Release every handle on other workers' values; handles that arrive from now on are released at once."""
@@ -509,7 +509,7 @@ class RRefTable:
         return step
 
     def close(self) -> Effects:
-        """Release everything and fall silent: later drops and messages have no effect. Wakes the threads that wait."""
+        """Release everything, and wake the threads that wait. Later drops and messages have no effect."""
         step = Effects()
         with self._lock:
             self._closed = True
@@ -528,7 +528,7 @@ class RRefTable:
         return step
 
     def pending_counts(self) -> PendingCounts:
-        """Count what still has to end before this worker may leave."""
+        """Count the entries that must end before this worker may leave."""
         with self._lock:
             owners = sum(1 for entry in self._owned.values() if entry.forks or not entry.created)
             return PendingCounts(len(self._held), len(self._children), owners, len(self._drops))
@@ -536,8 +536,8 @@ class RRefTable:
     def leaks(self) -> list[Leak]:
         """List the forks of values that live here, and the handles that are held here.
 
-        A fork without an object here is no leak of this worker, even if its owner has not confirmed it: an owner that
-        does not answer is stopped, or cut off.
+        A fork without an object here is not a leak of this worker, even if its owner has not confirmed it: such an owner is
+        stopped, or cannot be reached.
         """
         with self._lock:
             found = [
@@ -551,7 +551,7 @@ class RRefTable:
             return found
 
     def holders(self, rref_id: RRefId) -> dict[ForkId, WorkerKey] | None:
-        """List who holds forks of a value that lives here; ``None``: it does not."""
+        """List which worker holds which fork of a value that lives here; ``None`` if the value does not live here."""
         with self._lock:
             entry = self._owned.get(rref_id)
             return None if entry is None else dict(entry.forks)
@@ -567,7 +567,7 @@ class RRefTable:
         return found, len(entries) > first + most
 
     def debug_info(self) -> dict[str, int]:
-        """Give the counters that torch has, under its names. A value that was never shared does not count."""
+        """Return torch's counters, under torch's names. A value that was never shared does not count."""
         with self._lock:
             counts = self.pending_counts()
             return {
@@ -589,11 +589,11 @@ class RRefTable:
         return kind(self.me.rank, next(self._count), self.me.incarnation)
 
     def _why_dead(self, worker: WorkerKey) -> BaseException | None:
-        """Give the error for a dead worker. Earlier lives of this worker are dead without being reported."""
+        """Return the error for a dead worker, or None. Earlier incarnations of this worker are dead without a report."""
         error = self._deaths.get(worker)
         if error is None and worker.rank == self.me.rank and worker != self.me:
             error = PeerDiedError(
-                "the worker that held the value of this RRef was restarted: make the RRef anew",
+                "the worker that held the value of this RRef was restarted: create the RRef again",
                 maybe_executed=False,
             )
         return error
@@ -605,14 +605,14 @@ class RRefTable:
     # -- values of this worker -------------------------------------------------------------------
 
     def _expect(self, rref_id: RRefId) -> Owned:
-        """Return the entry of a value; make one for a value of which only the name is known."""
+        """Return the entry of a value; make one if only the id of the value is known."""
         entry = self._owned.get(rref_id)
         if entry is None:
             entry = self._owned[rref_id] = Owned(rref_id)
         return entry
 
     def _is_gone(self, rref_id: RRefId) -> bool:
-        """Say whether a value that is not here will never be created: only other workers' creations may be under way."""
+        """Say whether a value that is not here will never be created: only other workers may still send creations."""
         creator = rref_id.creator
         return rref_id in self._gone_rrefs or creator.rank == self.me.rank or creator in self._deaths
 
@@ -646,7 +646,7 @@ class RRefTable:
         return step
 
     def _finish(self, entry: Owned, outcome: Outcome, step: Effects) -> None:
-        """Give an entry its outcome, unless it has one, and wake the threads that wait for it."""
+        """Set the outcome of an entry, unless it has one, and wake the threads that wait for it."""
         if entry.outcome is None:
             entry.outcome = outcome
             step.callbacks += [partial(waiter, outcome) for waiter in entry.waiters]
@@ -675,7 +675,7 @@ class RRefTable:
     # -- handles on values of other workers --------------------------------------------------------
 
     def _take(self, data: ForkData, from_: WorkerKey, pending: Pending, step: Effects) -> None:
-        """Add a handle for a fork that came in. One from the owner itself was registered when it was sent."""
+        """Add a handle for a received fork. A fork from the owner itself was registered when it was sent."""
         held = self._held.get(data.fork_id)
         if held is None:
             direct = data.owner == from_
@@ -705,7 +705,7 @@ class RRefTable:
             self._tell(held.owner, UserDelete, (held.rref_id, held.fork_id), step)
 
     def _resolve(self, held: HeldFork, error: BaseException | None, step: Effects) -> None:
-        """End the wait for the owner; an error stays for good, also with a handle that was confirmed."""
+        """End the wait for the owner. A handle keeps its error, even if it was confirmed."""
         if held.error is None:
             held.error = error
         if held.pending:
@@ -725,7 +725,7 @@ class RRefTable:
             self._settle_handle(child[0], step)
 
     def _accept(self, parent: WorkerKey, fork_id: ForkId, step: Effects) -> None:
-        """Tell the parent of a fork that the fork no longer keeps it."""
+        """Tell the parent of a fork that it need not be kept for the fork."""
         if parent == self.me:
             self._child_settled(fork_id, step)
         else:

@@ -1,7 +1,7 @@
-"""The RRefs of one agent: between the protocol's state machine and the agent.
+"""The RRefs of one agent: connects the protocol's state machine to the agent.
 
 The table (``protocol.py``) returns the messages to send; :class:`References` sends them, reports deaths to the table, and puts
-forks into the header of every message that carries an RRef, so that they are processed even if the message is never opened.
+forks into the header of every message that carries an RRef, so that they are processed even if the message is never unpickled.
 ``RRef.__del__`` only puts the handle into a queue: deletes are sent in batches, from the pool. Thread-safe.
 """
 
@@ -49,8 +49,8 @@ class References(MessageReferences):
     """The RRefs of one agent. Thread-safe.
 
     Args:
-        default_timeout: returns the default time-out of fetches and calls, in seconds.
-        wrap: makes the user's object of a handle, and of the future of the call that creates its value.
+        default_timeout: a function that returns the default time-out of fetches and calls, in seconds.
+        wrap: a function that makes the user's object from a handle and the future of the call that creates the value.
         make: the function that is called on an owner to create a value there.
     """
 
@@ -68,7 +68,7 @@ class References(MessageReferences):
         self.default_timeout = default_timeout
         self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
         self.table = RRefTable(self.me)
-        #: the pending futures of promised values, by which a search for deadlocks finds what a promise waits for
+        #: The pending futures of promised values. The search for deadlocks uses them.
         self.promised: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
         self._collecting = False
         self._peers: dict[WorkerKey, Peer] = {}  # living peers that peer_of() has found
@@ -81,7 +81,7 @@ class References(MessageReferences):
         """Return the user's object for a handle."""
         return self._wrap(self, handle, creation)
 
-    # -- carrying out what the table asks for ------------------------------------------------------
+    # -- carrying out the effects of the table ------------------------------------------------------
 
     def carry_out(self, effects: Effects) -> None:
         """Send the messages of a step and run its callbacks. No lock is held."""
@@ -91,7 +91,7 @@ class References(MessageReferences):
             callback()
 
     def _notify(self, to: WorkerKey, name: str, body: bytes) -> None:
-        """Send a message of the protocol, unless its destination is dead: the table knows of deaths."""
+        """Send a message of the protocol. If its destination is dead, do nothing: the table learns of deaths."""
         peer = self._peer(to)
         if peer is not None:
             self.agent.notify_surely(peer, name, body)
@@ -106,7 +106,7 @@ class References(MessageReferences):
             return peer
         error = PeerDiedError(
             f"the worker of rank {key.rank} that held the value of this RRef has ended, and another one, {peer.name!r}, has "
-            f"taken its place: make the RRef anew there",
+            f"taken its place: create the RRef again there",
             maybe_executed=True,
             worker=peer.name,
         )
@@ -127,7 +127,7 @@ class References(MessageReferences):
         peer = self._peer(key)
         if peer is None:
             raise RRefError(
-                f"the worker of rank {key.rank} that held the value of this RRef is gone: make the RRef anew"
+                f"the worker of rank {key.rank} that held the value of this RRef has ended: create the RRef again"
             )
         if peer.state == "alive":
             self._peers[key] = peer
@@ -140,7 +140,7 @@ class References(MessageReferences):
         """Tell the owner that a creation has failed, so that threads there do not wait for its value."""
         owner = self._peer(handle.owner)
         dumps = codec.dumper(owner is not None and owner.same_main)
-        limit = self.agent.settings.chunk // 4  # a notice is one frame, and this error is pickled up to twice
+        limit = self.agent.settings.chunk // 4  # a notice is one frame, and the error may be in it twice
         packed = exceptions.dump(error, worker=self.agent.name, dumps=dumps, limit=limit)
         self._notify(handle.owner, _GIVEN_UP, msgpack.packb([_creation_of(handle), packed]))
 
@@ -194,7 +194,7 @@ class References(MessageReferences):
             if remaining <= 0:
                 raise RpcTimeoutError(
                     "the call was not executed: the workers that hold the values of the RRefs in its arguments did not answer in "
-                    "time. Give a longer timeout=, or see what they are doing",
+                    "time. Give a longer timeout=, or look at what they are doing",
                     maybe_executed=False,
                 )
             if done.acquire(timeout=min(_time.patience(remaining), 5.0)):
@@ -215,7 +215,7 @@ class References(MessageReferences):
             self.agent.submit(self.collect)
 
     def settle(self, until: float) -> None:
-        """Wait until no message of the reference protocol is under way, at most until ``until``."""
+        """Wait until no message of the reference protocol is unanswered, at most until ``until``."""
         pause = 0.0005
         while not self.table.pending_counts().idle and _time.now() < until:
             self.collect()
@@ -230,9 +230,9 @@ class References(MessageReferences):
     # -- creating and fetching -------------------------------------------------------------------------
 
     def copy_of(self, error: BaseException) -> BaseException:
-        """Return a copy of an error: one goes into the table, and others are raised.
+        """Return a copy of an error: the table keeps one object, and copies are raised.
 
-        Each raise adds frames to the traceback, and they may hold the very RRef that keeps the error in the table.
+        Each raise adds frames to the traceback, and the frames may refer to the RRef whose entry has the error.
         """
         try:
             if isinstance(error, RemoteError):
@@ -246,9 +246,9 @@ class References(MessageReferences):
         return made if type(made) is type(error) else error.with_traceback(None)
 
     def promise(self, future: Future[Any]) -> Any:
-        """Return an RRef of this worker to a future that will be completed with a value; a failed future fails the RRef."""
+        """Return an RRef of this worker to the value of a future. If the future fails, so does the RRef."""
         handle = self.table.create_user(self.me)
-        # No call is under way that could bring the value: nothing but its holders keeps the entry.
+        # No call creates the value, so only its holders keep the entry.
         self.carry_out(self.table.confirmed(handle))
         rref = self.wrapped(handle)
         rref_id = handle.rref_id
@@ -284,9 +284,9 @@ class References(MessageReferences):
         would leave an entry in the reference table that is never released.
 
         Args:
-            mail: names the mailbox of the worker to which the call is sent; ``function`` is not used then. The worker stores the
-                result with :meth:`keep`.
-            future: completes with the call; a new future by default.
+            mail: the name of the mailbox of the worker to which the call is sent; ``function`` is not used then. The worker
+                stores the result with :meth:`keep`.
+            future: the future of the call; by default a new one.
         """
         handle = self.table.create_user(peer.key)
         if future is None:
@@ -305,7 +305,7 @@ class References(MessageReferences):
                 told = handle.fork_id is not None and peer.state == "alive" and not self.agent.closed_down
                 reached = told or getattr(error, "maybe_executed", True) is not False
                 self.carry_out(self.table.creation_failed(handle, error, reached=reached))
-                if told:  # on another thread: this one may be in the middle of a batch
+                if told:  # on another thread, because this thread may be writing a batch
                     self.agent.submit(partial(self._give_up, handle, error))
 
         future.add_done_callback(created)
@@ -318,11 +318,11 @@ class References(MessageReferences):
             call = Call(self.agent, peer, self._make, timeout, future, label, None, mail)
             self.agent.send(call, self._make, args, kwargs)
         except BaseException as error:
-            if future.claim():  # otherwise the call has ended, and ``created`` knows how
+            if future.claim():  # otherwise the call has ended, and ``created`` gets the outcome
                 is_unsent = True
                 self.carry_out(self.table.creation_failed(handle, error, reached=False))
                 future.conclude(None, error)
-                future.cover()  # a route may complete its future later, with an error of its own
+                future.cover()  # the route may later fail its future, with another error
             raise
         self.agent.flush()
         return rref
@@ -331,7 +331,7 @@ class References(MessageReferences):
         """Keep the result of a call of a mailbox here, as the value of the RRef that its header names.
 
         Raises:
-            ProtocolError: the header names none, or one of another worker.
+            ProtocolError: the header names no value, or a value of another worker.
         """
         rref_id, fork_id = _created(creation)
         if creator == self.me or self.table.creation_arrived(rref_id, fork_id, creator):
@@ -339,16 +339,16 @@ class References(MessageReferences):
 
 
 def _creation_of(handle: Handle) -> bytes:
-    """Return what names a creation in messages."""
-    fork_id = handle.fork_id or ForkId(*handle.rref_id)  # its own name, where this worker is the owner
+    """Return the bytes that identify a creation in messages."""
+    fork_id = handle.fork_id or ForkId(*handle.rref_id)  # the RRef's own id, if this worker is the owner
     return pack_message(UserDelete(((handle.rref_id, fork_id),)))
 
 
 def _created(creation: Any) -> tuple[RRefId, ForkId]:
-    """Return the ids of a creation that a message names.
+    """Return the ids of the creation that a message names.
 
     Raises:
-        ProtocolError: it names none.
+        ProtocolError: the message names no creation.
     """
     message = unpack_message(creation) if type(creation) is bytes else None
     if type(message) is not UserDelete or len(message.items) != 1:

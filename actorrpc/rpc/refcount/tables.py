@@ -1,4 +1,4 @@
-"""What a worker knows of RRefs: one record for each value that it owns, and one for each handle on a value of another worker.
+"""A worker's records about RRefs: one for each value that it owns, and one for each handle on a value of another worker.
 
 :class:`~actorrpc.rpc.refcount.protocol.RRefTable` changes these records under its lock. Values are never compared, hashed or
 printed, and a released value dies with the :class:`Effects` of the step that released it, outside of the lock, because its
@@ -32,7 +32,7 @@ V = TypeVar("V")
 
 
 class Handle(NamedTuple):
-    """What one local RRef object holds. On the owner ``fork_id`` is ``None``."""
+    """The contents of one local RRef object. On the owner ``fork_id`` is ``None``."""
 
     rref_id: RRefId
     fork_id: ForkId | None
@@ -41,16 +41,16 @@ class Handle(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Outcome:
-    """The one terminal state of an RRef on its owner: a value, or an error."""
+    """The final state of an RRef on its owner: a value, or an error."""
 
     value: object = None
     error: BaseException | None = None
 
 
 class Effects:
-    """What the caller of a step does after it, outside of the lock: send ``messages``, then call ``callbacks``.
+    """The work of the caller after a step, without the lock: send ``messages``, then call ``callbacks``.
 
-    Keep no Effects: values released by the step die with it.
+    Do not keep Effects: values released by the step are freed with them.
     """
 
     __slots__ = ("_items", "_released", "callbacks")
@@ -99,7 +99,7 @@ class Pending:
     def when_done(self, callback: Callable[[], object]) -> bool:
         """Add ``callback`` to the callbacks of the step that ends the wait.
 
-        Returns ``False``, and keeps nothing, if there is nothing left to wait for.
+        Returns ``False``, and does not keep the callback, if the wait has ended.
         """
         with self._lock:
             if self._remaining == 0:
@@ -143,7 +143,7 @@ class Owned:
     """A value that lives here.
 
     Attributes:
-        created: its creation has come, or never will. Until then only other workers have named the value.
+        created: its creation has arrived, or cannot arrive any more. Until then only other workers have named the value.
         outcome: None until the value has been set, or its creation has failed.
         forks: the handles of workers on the value, by the worker that holds them.
         handles: how many objects of this worker refer to it.
@@ -165,7 +165,7 @@ class HeldFork:
     Attributes:
         parent: the worker that waits until the owner knows this fork; None for a creation, and for a fork from the owner.
         pending: the owner has not confirmed or refused this fork yet.
-        error: why the RRef is of no use.
+        error: the error that every use of the RRef raises.
         handles: how many objects of this worker use this fork.
         children: how many forks were made of this fork that the owner does not know yet.
         tell_owner: the owner may know this fork, so it is told when the fork ends.

@@ -1,6 +1,6 @@
-"""Which faults are in force in this process: the place where those who start them and the agent's fault_filter find each other.
+"""The faults that are in force in this process: the registry between the code that starts faults and the agent's FaultFilter.
 
-Here is also which workers and functions the arguments of faults and kill points mean.
+Also checks the arguments of faults and kill points that name workers and functions.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def _functions(_name: str, given: Any) -> list[str] | None:
         names = names_of(each)
         if not names:
             raise WrongTypeError(f"a function is named by itself or by a str, not by {each!r}")
-        # Of an actor's method only the name is known where it is called.
+        # The caller of an actor's method only has the method's name, so a function is matched by its name as well.
         found += [each] if isinstance(each, str) else [names[-1], f":{names[0]}"]
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectionOptions:
-    """What may be said of faults and of kill points."""
+    """Options that faults and kill points have in common."""
 
     to: Any = option(None, _workers)
     function: Any = option(None, _functions)
@@ -68,7 +68,7 @@ class InjectionOptions:
         check_fields(self)
 
     def mean(self, message: Message) -> bool:
-        """Say whether a message is among those that it concerns."""
+        """Say whether the options select this message."""
         peer = message.peer
         if self.to is not None and not any(
             worker == str(peer.record.rank) or fnmatchcase(peer.name, worker) for worker in self.to
@@ -80,14 +80,14 @@ class InjectionOptions:
 
 
 class Injection:
-    """What goes wrong on purpose: a fault or a kill point. Thread-safe.
+    """A fault or a kill point. Thread-safe.
 
-    It can be started again; and it can be pickled, without its counters, to be given to a process that is started.
+    It can be started again after it has ended. It can be pickled, without its counters, to be sent to a new process.
 
     Args:
-        call: the function that makes it, and what that gets by position.
-        given: what it gets by name.
-        options: the same, checked.
+        call: the name of the function that makes it, and its positional arguments.
+        given: its keyword arguments.
+        options: the same keyword arguments, checked.
     """
 
     def __init__(self, call: tuple[str, ...], given: dict[str, Any], options: InjectionOptions) -> None:
@@ -95,19 +95,19 @@ class Injection:
         default = {each.name: each.default for each in fields(options)}
         self._given = {name: value for name, value in given.items() if value != default[name]}
         self._on = options.on
-        # Guards this and the counters; a leaf.
+        # Guards _started and the counters of subclasses; a leaf.
         self._lock = threading.Lock()
         self._started = False
 
     def start(self) -> Self:
-        """Bring it into force on this worker; before ``init_rpc``, it is in force as soon as the worker has joined.
+        """Bring the fault into force on this worker. Before ``init_rpc``, it takes effect when the worker has joined.
 
         Raises:
-            RuntimeError: it is in force already, or the process is an in-process cluster, whose workers share it.
+            RuntimeError: it is in force already, or the process is an in-process cluster.
         """
         if here.worker is None and workers_here():
             raise RuntimeError(
-                f"{self!r} is for a worker that has its process: this one is an InProcessCluster, which has cut(), reset(), "
+                f"{self!r} needs a worker with its own process: this one is an InProcessCluster, which has cut(), reset(), "
                 "stop() and kill() of its own"
             )
         with self._lock:
@@ -118,7 +118,7 @@ class Injection:
         return self
 
     def stop(self) -> None:
-        """Take it out of force. Messages that it holds up leave now, in order. Idempotent."""
+        """End the fault. Its delayed messages are sent now, in order. Idempotent."""
         with _lock:
             if self in _early:
                 _early.remove(self)
@@ -135,20 +135,20 @@ class Injection:
 
     @property
     def active(self) -> bool:
-        """Whether it has been started, and neither stopped nor ended with its agent."""
+        """Whether it was started, and has ended neither by :meth:`stop` nor with its agent."""
         return self._started
 
     def is_for(self, worker: str) -> bool:
-        """Say whether it has any effect on this worker."""
+        """Say whether it applies to the worker of this name."""
         return self._on is None or fnmatchcase(worker, self._on)
 
     def ended(self) -> None:
-        """Note that it is in force no more."""
+        """Note that it has ended."""
         with self._lock:
             self._started = False
 
     def _enforce(self) -> None:
-        """Bring it into force: now, or when this process joins a group."""
+        """Bring it into force now, or when this process joins a group."""
         with _lock:
             if _fault_filter is None:
                 _early.append(self)
@@ -161,15 +161,15 @@ class Injection:
         return f"{name}({', '.join([*map(repr, arguments), *given])})"
 
 
-# Guards the two below. The fault_filter's and the faults' own locks are taken under it.
+# Guards the three below. The locks of the FaultFilter and of faults are taken while it is held.
 _lock = threading.Lock()
 _fault_filter: FaultFilter | None = None
-_worker = ""  # who this process is, or was last: points come even after the end of its agent
-_early: list[Injection] = []  # started before there was an agent
+_worker = ""  # the name of this process's worker, also after its agent has ended: kill points are still reached then
+_early: list[Injection] = []  # faults that were started before there was an agent
 
 
 def begin(fault_filter: FaultFilter | None) -> None:
-    """Name the fault_filter of the agent that is in force in this process; it gets the faults that wait for one."""
+    """Register the FaultFilter of this process's agent, or None; it gets the faults that were started before."""
     global _fault_filter, _worker
     with _lock:
         _fault_filter = fault_filter
@@ -181,12 +181,12 @@ def begin(fault_filter: FaultFilter | None) -> None:
 
 
 def worker() -> str:
-    """Return the name of the worker that this process is, or was last; empty where it has been none."""
+    """Return the name of the worker that this process is, or was last; empty if it never was a worker."""
     return _worker
 
 
 def _forget() -> None:
-    """In a forked child: another thread may have held the lock."""
+    """Replace the locks in a forked child: another thread of the parent may have held them."""
     global _fault_filter, _lock, _worker
     _lock = threading.Lock()
     _fault_filter = None

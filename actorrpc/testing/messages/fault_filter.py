@@ -1,10 +1,10 @@
-"""The hooks by which faults see each message of an agent before it leaves, lose it, or hold it up.
+"""The hooks by which faults drop or hold back an agent's messages before they are sent.
 
-They are added to the agent while a fault is in force. The types of messages are in ``types.py``. Messages that are held up wait
-in a :class:`WaitingRoom`, and leave one after the other when their time has come.
+They are installed in the agent while a fault is in force. ``types.py`` defines the types of messages. A :class:`WaitingRoom`
+holds messages back, and sends each of them when it is due.
 
-``_lock`` guards the lists of faults and rooms; the locks of rooms and faults are leaves, not taken under it. Messages are
-sent, and messages rolled back, with no lock held.
+``_lock`` guards the lists of faults and rooms. The locks of rooms and faults are leaves, and are not taken under it. No lock
+is held while messages are sent or rolled back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger("actorrpc.testing")
 
 
 def copied(encoded: Any) -> Any:
-    """Have a packed message keep copies of the memory that goes with it: the caller may change that soon."""
+    """Make a packed message copy the memory that it refers to, because the caller may change it before the message is sent."""
     if not isinstance(encoded, bytes) and encoded.spans:
         encoded.spans = [TensorSpan.of(bytearray(span.view())) for span in encoded.spans]
         encoded.outgoing, encoded.tensors = None, []
@@ -54,13 +54,13 @@ def copied(encoded: Any) -> Any:
 
 @dataclass(slots=True, eq=False)
 class HeldMessage:
-    """A message that waits.
+    """A delayed message.
 
     Attributes:
-        fault: what holds it up.
-        send: sends it; called on a pool thread, with no lock held.
-        discard: gives back what is in it, where it will not be sent.
-        in_line: no message that is in line may overtake another one.
+        fault: the fault that delays it.
+        send: sends it; called in a pool thread, with no lock held.
+        discard: releases the references in it; called if it will not be sent.
+        in_line: the message may not overtake other messages that are in line (calls of actors).
     """
 
     fault: Fault
@@ -70,10 +70,10 @@ class HeldMessage:
 
 
 class WaitingRoom:
-    """What is held up on its way to one worker. Thread-safe.
+    """Delayed messages to one worker. Thread-safe.
 
     Args:
-        emptied: called, with no lock held, when the last message has left.
+        emptied: called, with no lock held, when the last message was sent.
     """
 
     def __init__(self, agent: Agent, emptied: Callable[[], None]) -> None:
@@ -83,17 +83,18 @@ class WaitingRoom:
         self._lock = threading.Lock()
         self._heap: list[tuple[float, int, HeldMessage]] = []
         self._numbers = itertools.count()
-        self._queue = 0  # how many of those in line have not left
-        self._last: tuple[float, Fault] | None = None  # of those in line: when it is due, and why
-        self._busy = False  # somebody is sending what is due
+        self._queue = 0  # messages in line that are not sent yet
+        # When the last message in line is due, and the fault that delays it.
+        self._last: tuple[float, Fault] | None = None
+        self._busy = False  # a thread is in release()
 
     @property
     def empty(self) -> bool:
-        """Whether nothing waits, and nothing is just leaving."""
+        """Whether no message waits and none is being sent."""
         return not self._heap and not self._busy
 
     def put(self, held: HeldMessage, seconds: float) -> None:
-        """Have a message wait for some time, and for those before it in line."""
+        """Delay a message for some time; a message in line also waits for the messages before it in line."""
         due = self._agent.clock.now() + seconds
         with self._lock:
             if held.in_line:
@@ -106,21 +107,21 @@ class WaitingRoom:
         self._agent.clock.at(due, partial(self._agent.submit, self.release))
 
     def line_held_by(self) -> Fault | None:
-        """Return the fault for which the line waits; None if nobody is in line."""
+        """Return the fault that delays the last message in line; None if no message is in line."""
         with self._lock:
             return self._last[1] if self._queue and self._last is not None else None
 
     def put_behind(self, held: HeldMessage) -> None:
-        """Have a message wait for those before it in line, and no longer."""
+        """Delay a message until the messages before it in line have been sent."""
         with self._lock:
             due = self._last[0] if self._queue and self._last is not None else float("-inf")
             self._queue += 1
             heapq.heappush(self._heap, (due, next(self._numbers), held))
         held.fault.hold(1)
-        self._agent.submit(self.release)  # those before it may be gone by now
+        self._agent.submit(self.release)  # the messages before it may have been sent by now
 
     def hasten(self, fault: Fault | None) -> None:
-        """Let what a fault holds up (None: everything) leave now, in order."""
+        """Make the messages of a fault (None: of all faults) due now, in order."""
         with self._lock:
             heap: list[tuple[float, int, HeldMessage]] = []
             front = float("-inf")
@@ -136,7 +137,7 @@ class WaitingRoom:
                 self._last = front, self._last[1]
 
     def release(self) -> None:
-        """Send what is due, on this thread, unless another one does."""
+        """Send the messages that are due, in this thread. Does nothing if another thread is sending them."""
         clock = self._agent.clock
         with self._lock:
             if self._busy:
@@ -161,7 +162,7 @@ class WaitingRoom:
             self._emptied()
 
     def discard(self) -> None:
-        """Give up all that waits."""
+        """Discard all messages that wait."""
         with self._lock:
             heap, self._heap = self._heap, []
             self._queue = 0
@@ -171,12 +172,12 @@ class WaitingRoom:
 
 
 _INFINITE: Final = float("inf")
-_AGAIN_S: Final = 1.0  # a held notice that cannot be sent is tried again after this time
+_AGAIN_S: Final = 1.0  # a delayed notice that could not be sent is retried after this time
 _WATCHED: Final = (RECEIPT, transport.NOTICE)
 
 
 class FaultFilter(CallHooks):
-    """The faults of one agent, at work. Thread-safe."""
+    """Applies the faults and kill points of one agent. Thread-safe."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -184,9 +185,9 @@ class FaultFilter(CallHooks):
         self.worker = agent.name
         self._faults: tuple[Fault, ...] = ()
         self._kills: tuple[KillPoint, ...] = ()
-        self._idle: list[Injection] = []  # they are for other workers
+        self._idle: list[Injection] = []  # faults that apply to other workers only
         self._rooms: dict[Peer, WaitingRoom] = {}
-        # Notices that were dropped and have not been sent since, by their contents.
+        # Notices that were dropped and not sent again since, by their message key.
         self._lost: dict[bytes, tuple[Fault, hooks.OutgoingMessage]] = {}
         self._handlers: dict[str, Callable[[Peer, bytes], None]] = {}
         self._closed = False
@@ -194,7 +195,7 @@ class FaultFilter(CallHooks):
     # -- faults --------------------------------------------------------------------------------------
 
     def add(self, fault: Injection) -> None:
-        """Bring a fault or kill point into force, if it is for this worker."""
+        """Bring a fault or kill point into force, if it applies to this worker."""
         with self._lock:
             if self._closed or not fault.is_for(self.worker):
                 self._idle.append(fault)
@@ -206,7 +207,7 @@ class FaultFilter(CallHooks):
                 self._look()
 
     def remove(self, fault: Injection) -> None:
-        """Take a fault or kill point out of force: what it holds up leaves now, and notices that it dropped are sent."""
+        """End a fault or kill point: send its delayed messages and the notices that it dropped."""
         with self._lock:
             self._kills = tuple(each for each in self._kills if each is not fault)
             self._faults = tuple(each for each in self._faults if each is not fault)
@@ -225,7 +226,7 @@ class FaultFilter(CallHooks):
             self._look()
 
     def close(self, graceful: bool) -> None:
-        """Take all faults out of force; what is held up leaves now, or, at an end that is not graceful, never."""
+        """End all faults. If ``graceful``, send the delayed messages; otherwise discard them."""
         with self._lock:
             faults = [*self._faults, *self._kills, *self._idle]
             self._faults, self._kills = (), ()
@@ -244,7 +245,7 @@ class FaultFilter(CallHooks):
             self._look()
 
     def _look(self) -> None:
-        """Take part in the agent's calls for as long as there is anything to do. Under the lock."""
+        """Install the hooks if there are faults or messages to send, else remove them. Under the lock."""
         agent = self._agent
         if self._faults or self._kills or any(not room.empty for room in self._rooms.values()):
             agent.hooks.add(self)
@@ -291,13 +292,13 @@ class FaultFilter(CallHooks):
     # -- executions ----------------------------------------------------------------------------------
 
     def on_start(self, execution: Execution, function: Any, args: tuple[Any, ...]) -> None:
-        """Reach the point before an execution, and note what its answer will be the answer of."""
+        """Reach the point before an execution, and record the message, which describes the later answer."""
         type, called, _ = type_of_request(function, args, None, "")
         execution.notes[self] = Message(type, execution.peer, called)
         self._reach("starting", self._executed(execution))
 
     def on_end(self, execution: Execution, error: BaseException | None) -> None:
-        """Reach the point after an execution, unless it has failed."""
+        """Reach the point after an execution that has succeeded."""
         if error is None:
             self._reach("finished", self._executed(execution))
 
@@ -310,7 +311,7 @@ class FaultFilter(CallHooks):
     # -- messages ------------------------------------------------------------------------------------
 
     def _described(self, sent: hooks.OutgoingMessage) -> Message | None:
-        """Return a message as faults see it; None for a notice that has no type."""
+        """Return the message as faults see it; None for a notice that has no type."""
         if sent.kind == frames.NOTICE:
             assert isinstance(sent.encoded, bytes)
             notice = type_of_notice(sent.name, sent.encoded)
@@ -327,7 +328,7 @@ class FaultFilter(CallHooks):
 
     @uninterruptible
     def before_send(self, sent: hooks.OutgoingMessage) -> bool:
-        """Lose a message or hold it up, where a fault takes it."""
+        """Drop the message or hold it back if a fault selects it. Returns whether the agent should send it now."""
         message = self._described(sent)
         if message is None:
             return True
@@ -337,7 +338,7 @@ class FaultFilter(CallHooks):
             if self._lost:
                 with self._lock:
                     self._lost.pop(message.key(), None)
-            # A call of an actor may not overtake earlier calls that are held up.
+            # A call of an actor must not overtake earlier calls that are delayed.
             room = None if sent.mail is None else self._rooms.get(sent.peer)
             ahead = None if room is None else room.line_held_by()
             if room is not None and ahead is not None:
@@ -350,7 +351,7 @@ class FaultFilter(CallHooks):
         if sent.kind == frames.NOTICE:
             with self._lock:
                 if fault not in self._faults:
-                    return True  # it has ended in this moment
+                    return True  # another thread has just ended the fault
                 self._lost[message.key()] = fault, sent
             sent.lost = True
             return False
@@ -359,7 +360,7 @@ class FaultFilter(CallHooks):
         return False
 
     def after_send(self, sent: hooks.OutgoingMessage) -> None:
-        """Reach the point after a message has been handed to the kernel."""
+        """Reach the point after a message was handed to the kernel."""
         if not any(kill.wants("sent") for kill in self._kills):
             return
         message = self._described(sent)
@@ -373,17 +374,17 @@ class FaultFilter(CallHooks):
             self._agent.references.roll_back(sent.context)
 
     def _lose(self, sent: hooks.OutgoingMessage, message: Message, fault: Fault) -> None:
-        """End the call that waits for a message which is dropped, where nothing else would end it, or at once.
+        """End the call whose message is dropped, if it has no deadline or the fault says ``at_once``.
 
         Raises:
-            RpcTimeoutError: it is a message without an answer.
+            RpcTimeoutError: the message is neither a request nor an answer.
         """
         call, agent = sent.call, self._agent
         if call is not None:
             self._expect(call)
             if fault.at_once or call.deadline == _INFINITE:
                 if sent.peer.pending.pop(call.id, None) is not None:
-                    # The loss is noted before the RRef can be used, so no other code can have added a callback yet.
+                    # Fail the RRef's call in this thread: no code has the RRef yet, so there are no callbacks to run.
                     submit = None if message.type == "remote" else agent.submit
                     call.fail(_loss(str(call), sent.peer, fault), submit)
         elif sent.is_answer:
@@ -399,10 +400,10 @@ class FaultFilter(CallHooks):
             raise _loss(f"a message of type {message.type}", sent.peer, fault)
 
     def _expect(self, call: Call) -> None:
-        """Have a call that is not sent, but that its caller takes for sent, end as others do.
+        """Register a call that is not sent (yet), so that its deadline, a cancellation or its peer's death ends it.
 
         Raises:
-            PeerDiedError, ShutdownError: there is nobody, or nobody any more, who could end it.
+            PeerDiedError, ShutdownError: the peer is dead or this worker has shut down.
         """
         agent, peer = self._agent, call.peer
         call.sent = True
@@ -412,7 +413,7 @@ class FaultFilter(CallHooks):
             raise ShutdownError(f"worker {agent.name!r} has shut down", maybe_executed=True)
         agent.scheduler.watch(call)
 
-    # -- messages that are held up ---------------------------------------------------------------------
+    # -- delayed messages ---------------------------------------------------------------------
 
     def _held(self, sent: hooks.OutgoingMessage, fault: Fault) -> HeldMessage:
         call, left = sent.call, _INFINITE
@@ -431,7 +432,7 @@ class FaultFilter(CallHooks):
         return HeldMessage(fault, send, discard, in_line=sent.mail is not None)
 
     def _send(self, sent: hooks.OutgoingMessage, left: float, fault: Fault) -> None:
-        """Send a message that was held up, whether or not a caller still waits for it."""
+        """Send a delayed message, even if its call has ended meanwhile."""
         agent, call, peer = self._agent, sent.call, sent.peer
         if sent.kind == frames.NOTICE:
             if not self._send_notice(sent) and peer.state == "alive" and not agent.closed_down:
@@ -439,9 +440,10 @@ class FaultFilter(CallHooks):
             return
         if call is not None:
             if not call.done and call.deadline <= agent.clock.now():
-                call.expire()  # no thread has expired it yet; a later CANCEL would overtake the call
+                call.expire()  # its CANCEL would otherwise be sent later, and might overtake the call
             if peer.is_self:
-                peer.cancelled.pop(call.id, None)  # its cancellation would have arrived after it
+                # Over a connection, the cancellation would arrive after the call.
+                peer.cancelled.pop(call.id, None)
         try:
             self._transmit(sent, left)
         except RpcError as error:
@@ -460,7 +462,7 @@ class FaultFilter(CallHooks):
             left: seconds until the deadline of a request.
 
         Raises:
-            RpcError: it was not sent.
+            RpcError: the message was not sent.
         """
         agent, peer, call = self._agent, sent.peer, sent.call
         if agent.closed_down:
@@ -478,7 +480,7 @@ class FaultFilter(CallHooks):
         elif conn.state is CLOSED:
             raise PeerDiedError("the connection was closed", maybe_executed=True)
         if call is not None and not call.done:
-            call.conn = conn  # from now on, a caller that gives the call up says so over there
+            call.conn = conn  # from now on, a caller that gives up sends a CANCEL over this connection
         outbound.send(
             agent,
             conn,
@@ -494,7 +496,7 @@ class FaultFilter(CallHooks):
 
 
 def _hand_over(conn: Connection | None) -> None:
-    """Wait until the kernel has all that a connection was given to send, or the connection is lost."""
+    """Wait until the kernel has accepted all data that was written to a connection, or the connection is lost."""
     while conn is not None and conn.state is OPEN:
         conn.flush(True)
         if conn.writer.is_drained(wait=True):
@@ -504,9 +506,8 @@ def _hand_over(conn: Connection | None) -> None:
 def _contents(encoded: Any) -> list[bytes]:
     if isinstance(encoded, bytes):
         return [encoded]
-    if (
-        not encoded.spans
-    ):  # the same as those that are mere bytes: which it is depends on what was packed before
+    # Without spans, return the same as for plain bytes: whether a message is packed as bytes depends on earlier messages.
+    if not encoded.spans:
         return [encoded.body]
     return [encoded.body, repr([span.nbytes for span in encoded.spans]).encode()]
 

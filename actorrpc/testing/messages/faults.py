@@ -1,11 +1,11 @@
-"""Faults: which messages of this worker are lost or held up on their way out.
+"""Faults: drop or delay messages that this worker sends.
 
     with testing.drop("call", function="step", times=1) as lost:
-        ...                                   # the first try of each call of step() is lost
+        ...                                   # the first attempt of each call of step() is lost
     assert lost.count == 3
 
-A fault is in force from :meth:`Fault.start` (or the beginning of its block) to :meth:`Fault.stop` (the end of it), or to
-the end of the agent. Where several would take a message, the one that was started first has it.
+A fault is in force from :meth:`Fault.start` (or the beginning of its block) to :meth:`Fault.stop` (the end of its block), or to
+the end of the agent. If several faults select a message, the fault that was started first gets it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from actorrpc.validation import flag, integer, number, option
 
 __all__ = ["Fault", "delay", "drop"]
 
-_KEYS: Final = 10_000  # of so many messages that have been hit is it known how often
+_KEYS: Final = 10_000  # a fault remembers how often it has hit each of the last so many messages
 
 
 def _count(name: str, value: Any) -> Any:
@@ -33,7 +33,7 @@ def _count(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions(InjectionOptions):
-    """What may be said of faults: see :func:`drop` and :func:`delay`."""
+    """Options of faults: see :func:`drop` and :func:`delay`."""
 
     seconds: float = option(0.0, partial(number, unit="seconds"))
     at_once: bool = option(False, flag)
@@ -46,17 +46,17 @@ class FaultOptions(InjectionOptions):
 
 
 class Fault(Injection):
-    """One kind of fault of one worker, made by :func:`drop` or :func:`delay`. Thread-safe; counters stay after the end.
+    """A fault of one worker, made by :func:`drop` or :func:`delay`. Thread-safe. Its counters can be read after its end.
 
     Args:
         given: fields of :class:`FaultOptions`.
 
     Attributes:
         action: ``"drop"`` or ``"delay"``.
-        types: the types of messages that it takes.
-        seconds: how long it holds them up.
-        at_once: the caller that waits for a message that it drops hears of it at once.
-        bounded: calls that it holds up bring their deadlines along.
+        types: the types of messages that it selects.
+        seconds: how long it delays messages.
+        at_once: a call whose message is dropped fails at once, not at its deadline.
+        bounded: a delayed call is sent with the time that it had left when it was made.
     """
 
     def __init__(self, action: Literal["drop", "delay"], types: Iterable[str], **given: Any) -> None:
@@ -72,30 +72,30 @@ class Fault(Injection):
         self._counts: Counter[str] = Counter()
         self._held = 0
 
-    # -- what it has done --------------------------------------------------------------------------
+    # -- counters --------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
-        """How many messages it has dropped or held up."""
+        """How many messages it has dropped or delayed."""
         with self._lock:
             return self._counts.total()
 
     @property
     def counts(self) -> Counter[str]:
-        """How many messages it has dropped or held up, by type (a copy)."""
+        """How many messages it has dropped or delayed, by type (a copy)."""
         with self._lock:
             return Counter(self._counts)
 
     @property
     def held(self) -> int:
-        """How many messages it holds up at present."""
+        """How many messages it delays now."""
         with self._lock:
             return self._held
 
     # -- for the fault_filter ------------------------------------------------------------------------------
 
     def takes(self, message: Message) -> bool:
-        """Say whether it takes a message, and count it if so."""
+        """Say whether it selects a message, and count the message if so."""
         if message.type not in self.types:
             return False
         options = self._options
@@ -113,7 +113,7 @@ class Fault(Injection):
             return True
 
     def _again(self, key: bytes, times: int) -> bool:
-        """Count a try of a message; False if it is to get through: then the next one like it is another message."""
+        """Count an attempt to send a message. False: the message passes, and the next equal message counts anew."""
         tries = self._hits.pop(key, 0) + 1
         if tries > times:
             return False
@@ -123,12 +123,12 @@ class Fault(Injection):
         return True
 
     def hold(self, change: int) -> None:
-        """Count messages that it begins (1) or ceases (-1) to hold up."""
+        """Change the number of delayed messages by 1 or -1."""
         with self._lock:
             self._held += change
 
     def ended(self) -> None:
-        """Note that it is in force no more."""
+        """Note that it has ended."""
         super().ended()
         with self._lock:
             self._hits.clear()
@@ -148,28 +148,28 @@ def drop(
     at_once: bool = False,
     on: str | None = None,
 ) -> Fault:
-    """Return a fault that loses messages of this worker.
+    """Return a fault that drops messages of this worker.
 
-    A call whose request or answer is lost ends at its deadline, with RpcTimeoutError, as one that is lost on the way; without
-    a deadline it ends so at once, as nothing else would end it. Messages without an answer, those of RRefs and the notices
-    of autograd, are sent again by their protocols, after 1 s and longer and longer times; and at once when the fault
-    ends. The gradients of a backward pass are missed at once: it fails.
+    A call whose request or answer is dropped fails with RpcTimeoutError at its deadline; if it has no deadline, it fails at
+    once, because nothing else would end it. Messages without an answer, those of RRefs and the notices of autograd, are sent
+    again by their protocols, first after 1 s and then at growing intervals, and at once when the fault ends. A backward pass
+    whose gradients are dropped fails at once.
 
     Args:
         types: names from :data:`MESSAGES`, or patterns (``"rref_*"``).
-        times: only the first so many tries of each message; -1 or None: all of them. A message that is sent again is one to
-            the same worker with the same contents; once it has got through, the next one like it is another one.
-        total: at most so many messages in all; -1 or None: any number.
-        to: only messages to these workers: a name, a pattern (``"trainer*"``), a rank or a WorkerInfo, or several.
-        function: only calls of these functions, and answers of them: the function, its name (with or without class or
-            module), or a pattern, or several. Of an actor's method: ``"Class.method"`` or ``"method"``.
-        probability: how likely a message is to be taken, in the order in which they come; 1 takes all.
-        seed: of the random numbers for that.
-        at_once: the caller that waits hears of the loss at once, with RpcTimeoutError, instead of at the deadline.
-        on: only on workers of this name, or pattern: for faults that several workers are given alike.
+        times: drop only the first so many attempts of each message; -1 or None: all. A message with the same contents to the
+            same worker counts as another attempt, until one has passed; after that, an equal message counts as a new message.
+        total: drop at most so many messages in all; -1 or None: any number.
+        to: only messages to these workers: a name, a pattern (``"trainer*"``), a rank or a WorkerInfo, or a list of them.
+        function: only calls of these functions and their answers: the function, its name (with or without class or
+            module), or a pattern, or a list of them. For an actor's method: ``"Class.method"`` or ``"method"``.
+        probability: the probability with which each message is dropped; 1 drops all.
+        seed: the seed of the random numbers for ``probability``.
+        at_once: the call fails with RpcTimeoutError at once, instead of at its deadline.
+        on: only on workers with this name or pattern, for faults that several workers start alike.
 
     Raises:
-        ConfigError: an argument cannot be used; for a type that there is not, it lists those that there are.
+        ConfigError: an argument cannot be used; for an unknown type, the message lists all types.
     """
     return Fault(
         "drop",
@@ -196,17 +196,17 @@ def delay(
     seed: int = 0,
     on: str | None = None,
 ) -> Fault:
-    """Return a fault that holds messages of this worker up, before they leave.
+    """Return a fault that holds messages of this worker back before they are sent.
 
-    The thread that sends goes on at once. Messages that are not held up overtake those that are; those that are held up for
-    equally long keep their order, and calls of actors keep theirs to each worker in any case. What is sent is what it was
-    when the call was made. A call that has timed out or was cancelled meanwhile is sent all the same, with the time that it
-    had left when it was made, as one that was late on the way.
+    The sending thread continues at once. Other messages overtake a delayed message. Messages that are delayed equally long keep
+    their order, and calls of actors always keep their order to each worker. The contents are as they were at the moment of the
+    call. A call that has timed out or was cancelled meanwhile is nevertheless sent, with the time that it had left when it was
+    made, like a call that was late on the way.
 
     Args:
-        seconds: how long each message is held up.
+        seconds: how long each message is delayed.
 
-    The other arguments, and what is raised, are those of :func:`drop`.
+    For the other arguments and the exceptions, see :func:`drop`.
     """
     return Fault(
         "delay",

@@ -1,11 +1,11 @@
 """Kill points: named moments at which a worker dies, stops, sleeps or fails on purpose.
 
     with testing.kill_at("autograd_gradient.sent", nth=2, action="exit"):
-        train()                                   # this process ends once its second gradient has left
+        train()                                   # this process exits after it has sent its second gradient
 
-A point is the name of a type of message and a stage of it (``"call.sending"``), or one of :data:`actorrpc.agent.hooks.POINTS`.
-:data:`POINTS` has them all. In other processes, kill points come with their environment: ``ACTORRPC_FAULT="kill
-call.sent nth=3 on=worker1"``.
+The name of a point consists of a type of message and a stage (``"call.sending"``), or is one of
+:data:`actorrpc.agent.hooks.POINTS`. :data:`POINTS` lists all points. To set kill points in other processes, set their
+environment: ``ACTORRPC_FAULT="kill call.sent nth=3 on=worker1"``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["POINTS", "KillPoint", "KillPointError", "kill_at"]
 
 _REQUEST_STAGES: Final = {
     "sending": "before it is sent",
-    "sent": "when it has been handed to the kernel",
-    "starting": "before it is executed, on the worker that got it",
-    "finished": "when it has been executed there, before the answer is sent",
+    "sent": "after it was handed to the kernel",
+    "starting": "before it is executed, on the worker that received it",
+    "finished": "after it was executed there, before the answer is sent",
 }
 _NOTICE_STAGES: Final = {
     "sending": _REQUEST_STAGES["sending"],
     "sent": _REQUEST_STAGES["sent"],
-    "arrived": "before the worker that got it acts upon it",
-    "handled": "when that worker has acted upon it",
+    "arrived": "before the worker that received it acts on it",
+    "handled": "after that worker has acted on it",
 }
 _ANSWER_STAGES: Final = {stage: _REQUEST_STAGES[stage] for stage in ("sending", "sent")}
 
@@ -57,16 +57,16 @@ POINTS: Final[Mapping[str, str]] = {
     },
     **hooks.POINTS,
 }
-"""Every point, and when it is reached."""
+"""All points; the values say when each is reached."""
 
 
 class KillPointError(RuntimeError):
-    """Raised at a point by a kill point whose action is ``"raise"``."""
+    """Raised at a kill point whose action is ``"raise"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillOptions(active.InjectionOptions):
-    """What may be said of kill points: see :func:`kill_at`."""
+    """Options of kill points: see :func:`kill_at`."""
 
     action: str = option("exit", partial(choice, of=("exit", "kill", "stop", "raise", "sleep")))
     nth: int = option(1, partial(integer, least=1))
@@ -75,13 +75,13 @@ class KillOptions(active.InjectionOptions):
 
 
 class KillPoint(active.Injection):
-    """What happens at a point, made by :func:`kill_at`. Thread-safe.
+    """A kill point, made by :func:`kill_at`. Thread-safe.
 
     Args:
         given: fields of :class:`KillOptions`.
 
     Attributes:
-        points: the points that it stands at.
+        points: the names of the points at which it acts.
         action: what it does.
     """
 
@@ -100,26 +100,26 @@ class KillPoint(active.Injection):
 
     @property
     def count(self) -> int:
-        """How often its points have been reached."""
+        """How often its points were reached."""
         with self._lock:
             return self._count
 
     # -- for the fault_filter ------------------------------------------------------------------------------
 
     def ended(self) -> None:
-        """Note that it stands nowhere any more."""
+        """Note that it has ended."""
         _stand(self, False)
         super().ended()
 
     def wants(self, *stages: str) -> bool:
-        """Say whether it stands at any such stage of a message."""
+        """Say whether it acts at any of these stages of a message."""
         return any(point.partition(".")[2] in stages for point in self.points - hooks.POINTS.keys())
 
     def reach(self, point: str, message: Message | None = None) -> None:
-        """Be at a point: act, if it is this one's and the turn has come.
+        """Count that a point was reached, and act if it is the ``nth`` time.
 
         Raises:
-            KillPointError: that is the action.
+            KillPointError: the action is ``"raise"``.
         """
         if point not in self.points:
             return
@@ -141,7 +141,7 @@ class KillPoint(active.Injection):
         elif self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.action == "stop":
-            # To this thread: sent to the process, another one may take it, and this one would go on for a moment.
+            # Signal this thread. If the process got the signal, another thread might handle it, and this one would run on.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif self.action == "sleep":
             time.sleep(self._options.seconds)
@@ -149,7 +149,7 @@ class KillPoint(active.Injection):
             self._fail(point)
 
     def _fail(self, point: str) -> NoReturn:
-        raise KillPointError(f"{self!r} was to raise at {point}")
+        raise KillPointError(f"{self!r} raises at {point}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), self._call[1], **self._given), ()
@@ -166,23 +166,23 @@ def kill_at(
     function: Any = None,
     on: str | None = None,
 ) -> KillPoint:
-    """Return a kill point of this process, to be started by :meth:`KillPoint.start` or as a block.
+    """Return a kill point of this process. Start it with :meth:`KillPoint.start` or as a ``with`` block.
 
     Args:
-        point: a name from :data:`POINTS`, or a pattern (``"rref_*"``): then all that fit, counted together.
-        action: ``"exit"``: the process ends at once, without any clearing up (``os._exit``); ``"kill"``: by SIGKILL;
+        point: a name from :data:`POINTS`, or a pattern (``"rref_*"``), which selects all points that match, counted together.
+        action: ``"exit"``: the process exits at once, without cleaning up (``os._exit``); ``"kill"``: it dies by SIGKILL;
             ``"stop"``: it is stopped (SIGSTOP) until it gets SIGCONT; ``"sleep"``: the thread sleeps;
             ``"raise"``: :class:`KillPointError` is raised there.
-        nth: at which time that the point is reached it acts; only that once. Counts from 1.
-        code: the exit status.
-        seconds: how long it sleeps.
-        to: only messages to, or from, these workers: a name, a pattern, a rank or a WorkerInfo, or several.
-        function: only messages that call, or answer, these functions; see :func:`drop`. The order to make an actor calls
+        nth: act when the point is reached for the nth time, only that time. Counts from 1.
+        code: the exit status for ``"exit"``.
+        seconds: how long ``"sleep"`` sleeps.
+        to: only messages to, or from, these workers: a name, a pattern, a rank or a WorkerInfo, or a list of them.
+        function: only messages that call, or answer, these functions; see :func:`drop`. The request that makes an actor calls
             ``"Class()"``.
-        on: only on workers of this name, or pattern.
+        on: only on workers with this name or pattern.
 
     Raises:
-        ConfigError: an argument cannot be used; for a point that there is not, it lists those that there are.
+        ConfigError: an argument cannot be used; for an unknown point, the message lists all points.
     """
     return KillPoint(
         point, action=action, nth=nth, code=code, seconds=seconds, to=to, function=function, on=on
@@ -198,16 +198,16 @@ def _points_named(pattern: Any) -> frozenset[str]:
     return found
 
 
-# -- points that are no message's ------------------------------------------------------------------------
+# -- points that do not belong to a message ---------------------------------------------------------------
 
 
-# Guards changes of the kill points below; a leaf. Nothing acts under it.
+# Guards changes of _standing; a leaf. Kill points act without it.
 _lock = threading.Lock()
 _standing: tuple[KillPoint, ...] = ()
 
 
 def _stand(kill: KillPoint, stands: bool) -> None:
-    """Have a kill point stand at the points of this process that are no message's, or not any longer."""
+    """Add or remove a kill point for the points that do not belong to a message."""
     global _standing
     with _lock:
         _standing = (*(each for each in _standing if each is not kill), *([kill] if stands else []))
@@ -221,7 +221,7 @@ def _reached(point: str, worker: str) -> None:
 
 
 def _forget() -> None:
-    """In a forked child: another thread may have held the lock."""
+    """Replace the lock in a forked child: another thread of the parent may have held it."""
     global _lock, _standing
     _lock = threading.Lock()
     _standing = ()

@@ -1,4 +1,4 @@
-"""The types of messages that workers send each other, under the names that faults are given."""
+"""The types of messages between workers, under the names that faults use."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ CONTROL: Final = "group_control"
 MESSAGES: Final[Mapping[str, str]] = {
     "call": "a call with rpc_sync or rpc_async, or through a proxy of an RRef or a RemoteModule",
     "remote": "a call with remote(), which makes a value on another worker",
-    "to_here": "the fetching of an RRef's value",
+    "to_here": "the request for an RRef's value",
     "actor_call": "a call of an actor's method",
-    ANSWER: "the answer to a call or question of any type but group_control: a value or an error",
+    ANSWER: "the answer to a request of any type but group_control: a value or an error",
     "actor_control": "making, finding, watching and ending actors, and fetching the items of their streams",
     "rref_fork": "a worker tells the owner of a value that it has a new RRef to it",
     "rref_fork_ack": "the owner's answer to rref_fork",
-    "rref_accept": "a worker tells whom it has an RRef from that it has it; most of these ride on an answer",
-    "rref_delete": "a worker tells the owner of a value that RRefs to it are gone",
-    "autograd_backward": "what a backward pass asks of other workers, apart from gradients",
+    "rref_accept": "a worker confirms to the sender of an RRef that it has received the RRef; usually part of an answer",
+    "rref_delete": "a worker tells the owner of a value that RRefs to it no longer exist",
+    "autograd_backward": "the requests of a backward pass to other workers, except for gradients",
     "autograd_gradient": "the gradients of one message, on their way in a backward pass",
-    "autograd_verdict": "the end of a backward pass: whether its gradients count",
+    "autograd_verdict": "the end of a backward pass: whether its gradients are kept",
     "autograd_release": "the end of an autograd context",
-    CONTROL: "waiting for each other at shutdown, and running the embedded cluster; the answers, too",
+    CONTROL: "waiting for each other at shutdown, and running the embedded cluster; includes the answers",
 }
-"""Every type of message, and what it is. Acknowledgements, heartbeats and their like are no messages of their own."""
+"""All types of messages, with descriptions. Acknowledgements and heartbeats do not count as messages."""
 
 NOTICES: Final = frozenset(
     {"rref_fork", "rref_fork_ack", "rref_accept", "rref_delete", "autograd_verdict", "autograd_release"}
 )
-"""Those without an answer."""
+"""Messages without an answer."""
 
 _NOTICES: Final[Mapping[type, str]] = {
     ForkRequest: "rref_fork",
@@ -66,7 +66,7 @@ _NOTICES: Final[Mapping[type, str]] = {
     ChildAccept: "rref_accept",
     UserDelete: "rref_delete",
 }
-# What runs on behalf of this package, by the beginning of its module's name; the first that fits counts.
+# Types of requests that this package itself makes, by the beginning of the function's module; the first match counts.
 _OWN: Final = (
     ("actorrpc.actors.", "actor_control"),
     ("actorrpc.autograd.", "autograd_backward"),
@@ -74,18 +74,18 @@ _OWN: Final = (
     ("actorrpc.group.group", CONTROL),
     ("actorrpc.compat.rpc.api", CONTROL),
 )
-# Of the modules above: it calls what it is given.
+# This function belongs to one of the modules above, but calls a user's function.
 _PACKED: Final = "_run_packed"
 
 
 class Message:
-    """A message that is about to leave, as faults see it.
+    """A message that is about to be sent, as faults see it.
 
     Attributes:
         type: one of :data:`MESSAGES`.
         peer: its receiver.
-        called: what it calls, or answers: a function or a name; None where that says nothing.
-        subject: which value it is about, for messages about an RRef; else None.
+        called: the function, or its name, that the message calls or answers; None for other messages.
+        subject: the id of the value for messages about an RRef; else None.
     """
 
     __slots__ = ("_parts", "called", "peer", "subject", "type")
@@ -100,7 +100,7 @@ class Message:
         self._parts = parts
 
     def key(self) -> bytes:
-        """Return what is the same when the message is sent again, and differs from that of others."""
+        """Return a key that is equal when the same message is sent again, and differs for other messages."""
         digest = hashlib.blake2b(f"{self.type}\0{self.peer.name}\0".encode(), digest_size=16)
         for part in self._parts:
             digest.update(part)
@@ -108,10 +108,10 @@ class Message:
 
 
 def types_named(patterns: Iterable[str]) -> frozenset[str]:
-    """Return the types that names and patterns (``rref_*``) stand for.
+    """Return the types that names and patterns (``rref_*``) select.
 
     Raises:
-        ConfigError: there is no such type, or none was named.
+        ConfigError: there is no such type, or the list is empty.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -131,7 +131,7 @@ def types_named(patterns: Iterable[str]) -> frozenset[str]:
 def type_of_request(
     function: Any, args: tuple[Any, ...], mail: MailHeader | None, label: str
 ) -> tuple[str, Any, Any]:
-    """Return the type of a call, what it calls, and which value it is about."""
+    """Return the type of a call, the function that it calls, and the id of the RRef's value that it is about."""
     if mail is not None:
         return ("actor_call", label, None) if "method" in mail.header else ("actor_control", label, None)
     module = getattr(function, "__module__", None)
@@ -157,7 +157,7 @@ def type_of_request(
 
 
 def type_of_notice(name: str, body: bytes) -> str | None:
-    """Return the type of a notice; None where it has none."""
+    """Return the type of a notice; None if it has no type."""
     if name == RECEIPT:
         return _NOTICES[type(unpack_message(body))]
     if name == transport.NOTICE:
@@ -166,9 +166,9 @@ def type_of_notice(name: str, body: bytes) -> str | None:
 
 
 def names_of(called: Any) -> tuple[str, ...]:
-    """Return the names by which users may mean a function: with and without its class, and with its module.
+    """Return the names that select a function: with and without its class, and with its module.
 
-    The last one is for users who mean the very function. Where only a name is known, it begins with a colon.
+    The last name selects exactly this function. If only a name is known, it begins with a colon.
     """
     while isinstance(called, partial):
         called = called.func

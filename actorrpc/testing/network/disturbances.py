@@ -1,9 +1,9 @@
-"""Disturbances: what a :class:`FaultProxy` does to the bytes that pass it, and where in each stream.
+"""Disturbances: how a :class:`FaultProxy` disturbs the bytes that pass it, and at which position in each stream.
 
-A connection has two streams: ``"to"`` the worker behind the proxy, and ``"from"`` it. Where in a stream something happens is
-counted in bytes from the stream's beginning (or from the moment when the disturbance was added to a live one), and drawn
-from random numbers that depend on the seed, the connection's number, the direction and the disturbance alone: however the
-kernel cuts the stream into pieces, the same seed disturbs the same bytes.
+A connection has two streams: ``"to"`` the worker behind the proxy, and ``"from"`` it. A position is counted in bytes from the
+stream's beginning (or from where the stream was when the disturbance was added). It is drawn from random numbers that depend
+only on the seed, the connection's number, the direction and the disturbance: the same seed disturbs the same bytes, however
+the kernel splits the stream.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _share = partial(number, most=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """One thing that a proxy does to streams; made by the functions of this module. Immutable.
+    """One way in which a proxy disturbs streams; made by the functions of this module. Immutable.
 
     Attributes:
-        action: which.
-        seconds, jitter: of a latency; ``seconds`` of a stall (infinite: for good).
+        action: the kind of disturbance.
+        seconds, jitter: of a latency; ``seconds`` also of a stall (infinite: it never ends).
         rate: of a throttle, in bytes per second.
-        every: of bit flips: one in so many bytes on average.
-        after: the least and the most number of bytes that pass before it strikes.
-        part: of what is read next when it strikes, so much still passes.
-        direction: which streams it concerns.
-        connections: the numbers of the connections that it concerns, from 0; None: all.
-        probability: how likely it is to concern a stream.
-        times: how many streams it strikes at most; None: all.
+        every: of bit flips: one bit in so many bytes on average.
+        after: the least and the greatest number of bytes that pass before it strikes.
+        part: when it strikes, this fraction of the next read still passes.
+        direction: the streams that it applies to.
+        connections: the numbers of the connections that it applies to, from 0; None: all.
+        probability: the probability that it applies to a stream.
+        times: the greatest number of streams that it strikes; None: all.
     """
 
     action: Action
@@ -78,13 +78,13 @@ class Disturbance:
         check_fields(self)
 
     def concerns(self, connection: int, direction: str, rng: random.Random) -> bool:
-        """Say whether it concerns a stream; draws one number."""
+        """Say whether it applies to a stream; draws one number."""
         lucky = rng.random() < self.probability
         here = self.direction in ("both", direction)
         return lucky and here and (self.connections is None or connection in self.connections)
 
     def draw(self, rng: random.Random) -> int:
-        """Return after how many bytes it strikes a stream."""
+        """Return the number of bytes of a stream after which it strikes."""
         return rng.randint(*self.after)
 
 
@@ -103,12 +103,12 @@ def latency(
     connections: Collection[int] | None = None,
     probability: float = 1.0,
 ) -> Disturbance:
-    """Let all bytes arrive ``seconds`` later, and up to ``jitter`` seconds more; their order stays.
+    """Deliver all bytes ``seconds`` later, plus up to ``jitter`` seconds. Their order is kept.
 
     Args:
         direction: ``"to"`` the worker behind the proxy, ``"from"`` it, or ``"both"``.
-        connections: the numbers of the connections concerned, in the order in which they come, from 0; None: all.
-        probability: how likely a stream is to be concerned.
+        connections: the numbers of the connections that it applies to, in the order in which they are made, from 0; None: all.
+        probability: the probability that it applies to a stream.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -124,7 +124,7 @@ def throttle(
     connections: Collection[int] | None = None,
     probability: float = 1.0,
 ) -> Disturbance:
-    """Let at most ``rate`` bytes per second pass in each stream. The other arguments: :func:`latency`."""
+    """Pass at most ``rate`` bytes per second in each stream. For the other arguments, see :func:`latency`."""
     rate = number(
         "rate", rate, above=True, right="more than 0 bytes per second; to let nothing pass, use stall()"
     )
@@ -139,7 +139,7 @@ def bit_flips(
     probability: float = 1.0,
     after: int | tuple[int, int] = 0,
 ) -> Disturbance:
-    """Flip one bit in every so many bytes, on average, once ``after`` bytes have passed. The others: :func:`latency`."""
+    """Flip one bit in ``every`` bytes on average, after the first ``after`` bytes. The other arguments: :func:`latency`."""
     every = integer("every", every, least=1)
     return _made("bit_flips", direction, connections, probability, every=every, after=after)
 
@@ -154,15 +154,15 @@ def stall(
     probability: float = 1.0,
     times: int | None = None,
 ) -> Disturbance:
-    """Let nothing pass for ``seconds``, once ``after`` bytes have passed. Nothing is closed and nothing gets lost.
+    """Hold back all bytes for ``seconds``, after the first ``after`` bytes. Nothing is closed or lost.
 
     Args:
-        after: a number of bytes, or the least and the most: then it is drawn for each stream.
-        part: so much (0 to 1) of what the proxy reads next still passes: with 0.5 and small messages, it strikes in the
+        after: a number of bytes, or the least and the greatest: then a number is drawn for each stream.
+        part: this fraction (0 to 1) of the proxy's next read still passes: with 0.5 and small messages, it strikes in the
             middle of a frame.
-        times: how many streams are struck at most; None: all.
+        times: the greatest number of streams that it strikes; None: all.
 
-    The others: :func:`latency`.
+    For the other arguments, see :func:`latency`.
     """
     return _made("stall", direction, connections, probability, times, after=after, part=part, seconds=seconds)
 
@@ -176,7 +176,7 @@ def half_close(
     probability: float = 1.0,
     times: int | None = None,
 ) -> Disturbance:
-    """End a stream, but not the other one of its connection: what is sent into it gets lost. Arguments: :func:`stall`."""
+    """End one stream of a connection, and keep the other: later bytes of the stream are lost. Arguments: :func:`stall`."""
     return _made("half_close", direction, connections, probability, times, after=after, part=part)
 
 
@@ -189,7 +189,7 @@ def reset(
     probability: float = 1.0,
     times: int | None = None,
 ) -> Disturbance:
-    """Abort a connection: both ends get a RST (a Unix socket just closes). Arguments: :func:`stall`."""
+    """Abort a connection with a RST to both ends (a Unix socket is closed). Arguments: :func:`stall`."""
     return _made("reset", direction, connections, probability, times, after=after, part=part)
 
 
@@ -202,5 +202,5 @@ def cut(
     probability: float = 1.0,
     times: int | None = None,
 ) -> Disturbance:
-    """Close a connection at both ends, as when a process ends. Arguments: :func:`stall`."""
+    """Close a connection at both ends, as the end of a process does. Arguments: :func:`stall`."""
     return _made("cut", direction, connections, probability, times, after=after, part=part)

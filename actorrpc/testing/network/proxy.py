@@ -1,18 +1,18 @@
-"""A fault proxy: stands before a worker and disturbs what others send it and what it answers.
+"""A fault proxy: a relay in front of a worker, which disturbs the worker's connections.
 
     with testing.FaultProxy(disturbances=[testing.latency(0.02, jitter=0.01)], seed=7) as proxy:
-        # in the process of the worker that is to stand behind it:
+        # in the process of the worker that runs behind it:
         rpc.init_rpc("worker1", rank=1, world_size=2,
                      rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=..., **proxy.options))
         ...
-        proxy.reset()                         # all its connections break, now
+        proxy.reset()                         # all its connections break now
 
-It needs no root: it is a relay in user space, with one thread of its own. Several may run in one process.
+It needs no root rights: it relays in user space, in its own thread. Several may run in one process.
 
-A connection through it is a :class:`Relay`: two streams, each read by one task and written by another. All of it runs on the
-proxy's thread, in its event loop; nothing here is thread-safe. What is read goes through the disturbances into a bounded queue,
-with the time at which it is due; what strikes a connection goes through the queue as well, so that it comes behind the bytes
-that were to pass before it. File descriptors that come over a Unix socket travel along.
+A connection through it is a :class:`Relay` of two streams. Each stream has a task that reads and a task that writes. They run in
+the event loop of the proxy's thread, and are not thread-safe. The reader applies the disturbances, and puts the bytes into a
+bounded queue together with the time at which they are due. A disturbance that stops or breaks the stream is put into the same
+queue, so that the bytes before it are written first. File descriptors that are sent over a Unix socket are relayed, too.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from actorrpc.validation import integer
 __all__ = ["FaultProxy", "Relay", "abort"]
 
 _CHUNK: Final = 1 << 16
-_QUEUED: Final = 64  # pieces that wait in a stream at most: then its sender is slowed
+_QUEUED: Final = 64  # pieces in a stream's queue; when it is full, the sender is slowed down
 _MAX_FDS: Final = 64
-_SLICE_S: Final = 0.05  # a throttled stream moves about so often
+_SLICE_S: Final = 0.05  # a throttled stream reads about what it may pass in this time
 _LINGER: Final = struct.pack("ii", 1, 0)
 
 
 class _Struck(Exception):
-    """The connection is over: ``args[0]`` is "reset" or "cut"."""
+    """The connection ends: ``args[0]`` is "reset" or "cut"."""
 
 
 class _ProxyState:
-    """What one disturbance is up to in one stream."""
+    """The state of one disturbance in one stream."""
 
     __slots__ = ("at", "disturbance", "done", "rng")
 
@@ -77,7 +77,7 @@ class _RelayedStream:
         )
 
     def add(self, disturbance: Disturbance) -> None:
-        """Have a disturbance disturb this stream, from here on, if it concerns it."""
+        """Apply a disturbance to this stream from the present position, if it selects this stream."""
         relay = self._relay
         rng = random.Random(f"{relay.seed}/{relay.number}/{self._direction}/{self._added}")
         self._added += 1
@@ -85,13 +85,13 @@ class _RelayedStream:
             self._states.append(_ProxyState(disturbance, rng, self._position))
 
     def remove(self, disturbance: Disturbance) -> None:
-        """Take a disturbance off this stream."""
+        """Stop applying a disturbance to this stream."""
         self._states = [each for each in self._states if each.disturbance is not disturbance]
 
     # -- reading -----------------------------------------------------------------------------------
 
     async def read(self) -> None:
-        """Read until the end of the stream, or until it is struck so that nothing passes any more."""
+        """Read until the end of the stream, or until a disturbance ends it."""
         while True:
             for state in self._striking(self._position):
                 if not state.disturbance.part and await self._strike(state):
@@ -122,13 +122,13 @@ class _RelayedStream:
         return sorted(found, key=lambda each: each.at)
 
     def _until_struck(self, data: bytes) -> tuple[int, _ProxyState | None]:
-        """Return how much of what was read passes before the next disturbance strikes, and which."""
+        """Return how many of the bytes read pass before the next disturbance strikes, and its state."""
         for state in self._striking(self._position + len(data)):
             ahead = max(0, state.at - self._position)
             part = state.disturbance.part
             if not part:
                 return ahead, state
-            if ahead < len(data):  # else it strikes what is read next
+            if ahead < len(data):  # otherwise it strikes within the next read
                 return ahead + int((len(data) - ahead) * part), state
         return len(data), None
 
@@ -161,7 +161,7 @@ class _RelayedStream:
         return bytes(changed)
 
     async def _strike(self, state: _ProxyState) -> bool:
-        """Have a disturbance strike behind what was read so far; say whether nothing passes any more."""
+        """Queue a disturbance behind the bytes read so far; say whether it ends the stream."""
         state.done = True
         if not self._relay.may_strike(state.disturbance):
             return False
@@ -178,10 +178,10 @@ class _RelayedStream:
     # -- writing -----------------------------------------------------------------------------------
 
     async def write(self) -> None:
-        """Write what is due, until the end of the stream.
+        """Write each piece when it is due, until the end of the stream.
 
         Raises:
-            _Struck: the connection is struck.
+            _Struck: a disturbance ends the connection.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -204,7 +204,7 @@ class _RelayedStream:
                 _close_all(fds)
 
     async def _struck(self, what: Disturbance) -> bool:
-        """Do what a disturbance does; say whether that is the end of the stream."""
+        """Apply a disturbance; say whether it ends the stream."""
         self._relay.struck(what.action)
         if what.action == "stall":
             await asyncio.sleep(what.seconds if what.seconds != math.inf else 1e9)
@@ -219,7 +219,7 @@ class _RelayedStream:
             self._sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Drop what is still queued."""
+        """Discard the pieces that are still queued."""
         while not self._queue.empty():
             _close_all(self._queue.get_nowait()[2])
 
@@ -228,10 +228,10 @@ class Relay:
     """One connection.
 
     Args:
-        struck: told of every disturbance that has struck.
-        passed: told how many bytes have been handed on.
-        may_strike: asked whether a disturbance may strike once more; counts.
-        open: not set while all connections are stalled.
+        struck: called with the kind of each disturbance that has struck.
+        passed: called with the number of bytes after each write.
+        may_strike: returns whether a disturbance may strike again, and counts the call.
+        open: cleared while all connections are stalled.
     """
 
     def __init__(
@@ -258,17 +258,17 @@ class Relay:
         self._ended = False
 
     def add(self, disturbance: Disturbance) -> None:
-        """Have a disturbance disturb this connection from here on."""
+        """Apply a disturbance to this connection from now on."""
         for stream in self._streams:
             stream.add(disturbance)
 
     def remove(self, disturbance: Disturbance) -> None:
-        """Take a disturbance off this connection."""
+        """Stop applying a disturbance to this connection."""
         for stream in self._streams:
             stream.remove(disturbance)
 
     def end(self, how: str) -> None:
-        """End the connection now, by ``"reset"`` or ``"cut"``; where it ends already, nothing changes."""
+        """End the connection now, by ``"reset"`` or ``"cut"``. Does nothing if it is ending already."""
         if not self._ended:
             self._ended, self._how = True, how
             if self._task is not None:
@@ -281,10 +281,10 @@ class Relay:
         disturbances: Callable[[], Sequence[Disturbance]],
         unreachable: Callable[[OSError], None],
     ) -> None:
-        """Relay until the connection is over.
+        """Relay until the connection ends.
 
         Args:
-            unreachable: told why the target cannot be reached, before the client can know.
+            unreachable: called with the error if the target cannot be reached, before the client's connection is reset.
         """
         if self._ended:
             abort(self._client)
@@ -317,11 +317,11 @@ class Relay:
                 if isinstance(failure, _Struck):
                     self._how = failure.args[0]
                 elif isinstance(failure, OSError):
-                    self._how = "reset"  # one end has gone: the other hears of it as it would without a proxy
+                    self._how = "reset"  # one end is lost: the other end gets a RST, as without a proxy
                 elif failure is not None:
                     raise failure
         except asyncio.CancelledError:
-            pass  # ended from outside: this task does nothing else
+            pass  # end() was called; this task does nothing more
         finally:
             self._ended = True
             for task in tasks:
@@ -337,7 +337,7 @@ class Relay:
 
 
 def abort(sock: socket.socket) -> None:
-    """Close a socket with a RST; a Unix socket just closes."""
+    """Close a socket with a RST; a Unix socket is just closed."""
     if sock.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
@@ -392,24 +392,24 @@ async def _ready(sock: socket.socket, writable: bool) -> None:
 
 _T = TypeVar("_T")
 _BACKLOG: Final = 128
-_REFUSES_S: Final = 0.1  # for so long it refuses, too, where nobody listens behind it
+_REFUSES_S: Final = 0.1  # if the target refuses a connection, the proxy refuses connections for this time
 _START_S: Final = 10.0
 
 
 class FaultProxy:
-    """A relay before one worker, or before anything else that listens. Thread-safe.
+    """A relay in front of one worker, or of any other listening socket. Thread-safe.
 
-    It listens from :meth:`start` (or the beginning of its block) to :meth:`close` (the end of it); what is connected then is
-    cut. Where nobody listens behind it, it refuses connections, too.
+    It listens from :meth:`start` (or the beginning of its block) to :meth:`close` (the end of its block), which cuts the
+    connections. If no process listens behind it, it refuses connections, too.
 
     Args:
-        target: what it stands before: ``(host, port)``, or the path of a Unix socket, whose place it takes for
-            connections that are made from then on (see :meth:`before`). By default a free port that is kept for a worker:
-            start that one with :attr:`options` or :attr:`environment`.
-        disturbances: what it does to every connection, made with :func:`latency`, :func:`throttle`, :func:`bit_flips`,
+        target: the address behind it: ``(host, port)``, or the path of a Unix socket, which the proxy replaces for connections
+            that are made from then on (see :meth:`before`). By default, the proxy reserves a free port for a worker: start
+            the worker with :attr:`options` or :attr:`environment`.
+        disturbances: disturbances of every connection, made with :func:`latency`, :func:`throttle`, :func:`bit_flips`,
             :func:`stall`, :func:`half_close`, :func:`reset` and :func:`cut`.
-        seed: of all random numbers: the same seed disturbs the same bytes.
-        host: the address to listen on, and of the port that is kept for a worker.
+        seed: the seed of all random numbers: the same seed disturbs the same bytes.
+        host: the address on which the proxy listens, and on which it reserves the worker's port.
 
     Raises:
         ConfigError: an argument cannot be used, or no port is free.
@@ -428,7 +428,9 @@ class FaultProxy:
             _check(each)
         self.seed: int = integer("seed", seed)
         self._host = host
-        self._kept: list[socket.socket] = []  # bound, never listening: nobody else gets these ports
+        self._kept: list[
+            socket.socket
+        ] = []  # bound but not listening, so that no other process gets these ports
         self._is_for_worker = target is None
         self._family, self._target, self._place = self._find(target)
         self._address: Any = self._target if self._place else self._keep()
@@ -441,7 +443,7 @@ class FaultProxy:
         self._struck: Counter[str] = Counter()
         self._count = 0
         self._bytes = 0
-        # What follows belongs to the loop's thread.
+        # The attributes below belong to the loop's thread.
         self._strikes: dict[int, int] = {}
         self._relays: set[Relay] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -452,13 +454,13 @@ class FaultProxy:
 
     @classmethod
     def before(cls, worker: str, **given: Any) -> FaultProxy:
-        """Return a proxy before a running worker of this process's group on the same host: before its Unix socket.
+        """Return a proxy in front of the Unix socket of a running worker of this process's group on the same host.
 
-        Connections that exist stay as they are: the worker's peers must not have called it before. The keywords are
-        those of the class.
+        Existing connections do not pass it, so the worker's peers must not have called the worker before. The keywords
+        are those of the class.
 
         Raises:
-            ConfigError: it has no Unix socket that this process can reach.
+            ConfigError: the worker has no Unix socket that this process can reach.
             UnknownWorkerError, NotInitializedError: there is no such worker, or no group.
         """
         agent = api.group().agent
@@ -471,7 +473,7 @@ class FaultProxy:
         return cls(path, **given)
 
     def _find(self, target: Any) -> tuple[int, Any, str]:
-        """Return the family and address of what is behind it, and the Unix socket whose place it takes, if any."""
+        """Return the family and address of the target, and the path of the Unix socket that the proxy replaces, if any."""
         if target is None:
             return self._family_of(self._host), self._keep(), ""
         if isinstance(target, str):
@@ -490,7 +492,7 @@ class FaultProxy:
         return socket.AF_INET6 if ":" in host else socket.AF_INET
 
     def _keep(self) -> Any:
-        """Choose a free port and keep it for those who ask for it by number."""
+        """Reserve a free port, and return its address."""
         sock = socket.socket(self._family_of(self._host), socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._kept.append(sock)
         try:
@@ -499,10 +501,10 @@ class FaultProxy:
         except OSError as error:
             for each in self._kept:
                 each.close()
-            raise ConfigError(f"no port to be had on {self._host!r}: {error}") from error
+            raise ConfigError(f"no port is free on {self._host!r}: {error}") from error
         return sock.getsockname()
 
-    # -- how to get at it ------------------------------------------------------------------------------
+    # -- addresses ------------------------------------------------------------------------------
 
     @property
     def address(self) -> str:
@@ -514,31 +516,31 @@ class FaultProxy:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keywords for the options of ``init_rpc`` that put a worker behind it.
+        """Keywords for the options of ``init_rpc`` that put a worker behind the proxy.
 
         Raises:
-            ConfigError: it stands before something else.
+            ConfigError: the proxy was made with a ``target``.
         """
         if not self._is_for_worker:
             raise ConfigError(
-                f"this proxy stands before {self._target}: make one without target for a worker"
+                f"this proxy stands before {self._target}: for a worker, make a proxy without target"
             )
         host, port = self._target[:2]
         return {"transport": "tcp", "bind": host, "port": port, "advertise": self.address}
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables that put a worker behind it, where options cannot be given; errors as for :attr:`options`."""
+        """Environment variables that put a worker behind the proxy; errors as for :attr:`options`."""
         return {f"ACTORRPC_{name.upper()}": str(value) for name, value in self.options.items()}
 
-    # -- its life --------------------------------------------------------------------------------------
+    # -- start and end --------------------------------------------------------------------------------------
 
     def start(self) -> FaultProxy:
-        """Listen and relay from now on.
+        """Begin to listen and relay.
 
         Raises:
             RuntimeError: it was started before.
-            OSError: the Unix socket before which it is to stand is not there.
+            OSError: the Unix socket that it should replace does not exist.
         """
         if self._thread is not None:
             raise RuntimeError("a FaultProxy can be started once")
@@ -553,7 +555,7 @@ class FaultProxy:
         return self
 
     def close(self) -> None:
-        """Cut all connections and listen no more. Idempotent."""
+        """Cut all connections and stop listening. Idempotent."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             with contextlib.suppress(RuntimeError):
@@ -571,10 +573,10 @@ class FaultProxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what it does, from now on -----------------------------------------------------------------------
+    # -- disturbing -----------------------------------------------------------------------
 
     def add(self, disturbance: Disturbance) -> None:
-        """Disturb all connections, those that exist from where they are."""
+        """Apply a disturbance to all connections; to those that exist, from their present position."""
         _check(disturbance)
 
         def go() -> None:
@@ -585,7 +587,7 @@ class FaultProxy:
         self._do(go)
 
     def remove(self, disturbance: Disturbance) -> None:
-        """Disturb no connection in that way any more; what it has delayed already stays so. Unknown ones are ignored."""
+        """Stop applying a disturbance; bytes that it has delayed stay delayed. Unknown disturbances are ignored."""
 
         def go() -> None:
             self._disturbances[:] = [each for each in self._disturbances if each is not disturbance]
@@ -603,11 +605,11 @@ class FaultProxy:
         return self._do(lambda: self._end_all("cut"))
 
     def stall(self) -> None:
-        """Let nothing pass, until :meth:`resume`. New connections are accepted, and stall."""
+        """Hold back all bytes until :meth:`resume`. New connections are accepted, but no bytes pass."""
         self._do(lambda: self._fault_filter().clear())
 
     def resume(self) -> None:
-        """Let pass what has been stalled, and accept connections that were refused."""
+        """Pass the bytes that were held back, and accept connections again."""
 
         def go() -> None:
             self._refusing = False
@@ -618,7 +620,7 @@ class FaultProxy:
         self._do(go)
 
     def refuse(self) -> None:
-        """Refuse new connections, until :meth:`resume`. Those that exist stay: end them with :meth:`reset`."""
+        """Refuse new connections until :meth:`resume`. Existing connections stay: end them with :meth:`reset`."""
 
         def go() -> None:
             self._refusing = True
@@ -626,11 +628,11 @@ class FaultProxy:
 
         self._do(go)
 
-    # -- what it has done --------------------------------------------------------------------------------
+    # -- counters --------------------------------------------------------------------------------
 
     @property
     def connections(self) -> int:
-        """How many connections there have been."""
+        """How many connections were made."""
         with self._lock:
             return self._count
 
@@ -647,17 +649,17 @@ class FaultProxy:
 
     @property
     def struck(self) -> Counter[str]:
-        """How often each kind of disturbance has struck (a copy); those by :meth:`reset` and :meth:`cut`, too."""
+        """How often each kind of disturbance has struck (a copy), including :meth:`reset` and :meth:`cut`."""
         with self._lock:
             return Counter(self._struck)
 
     # -- on its thread -----------------------------------------------------------------------------------
 
     def _do(self, go: Callable[[], _T]) -> _T:
-        """Have its thread do something, and return the result."""
+        """Run a function in the proxy's thread, and return its result."""
         loop, thread = self._loop, self._thread
         if loop is None or thread is None or not thread.is_alive():
-            raise RuntimeError("this FaultProxy does not run: it is started with start(), or by its block")
+            raise RuntimeError("this FaultProxy does not run: call start(), or use it as a with block")
 
         async def call() -> _T:
             return go()
@@ -792,7 +794,7 @@ def _give_place_back(place: str, behind: str) -> None:
     try:
         os.unlink(place)
         os.rename(behind, place)
-    except FileNotFoundError:  # the worker has ended, and has removed what it takes for its socket
+    except FileNotFoundError:  # the worker has ended, and has removed the proxy's socket instead of its own
         with contextlib.suppress(FileNotFoundError):
             os.unlink(behind)
 

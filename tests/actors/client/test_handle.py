@@ -322,7 +322,7 @@ def test_ours_where_the_class_has_none(counter: Handle) -> None:
     assert get(counter.ready()) is None
     assert isinstance(counter.actor_id, int)
     assert get(things.Box.remote(1).call(lambda box: box.value)) == 1
-    with pytest.raises(AttributeError, match="this is the handle's own"):
+    with pytest.raises(AttributeError, match="this is a function of the handle"):
         counter.is_alive.remote()  # type: ignore[attr-defined]
     assert {"add", "rpc_sync", "is_alive", "rref"} <= set(dir(counter))
     ended = counter.monitor()

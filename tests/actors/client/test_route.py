@@ -380,11 +380,11 @@ def test_the_supervisor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         # Until somebody ends it, it serves those who know where it is.
         assert _outcome(_settled(world, world.call(other, there, 2))) == 2
         assert isinstance(watched.value(), ActorDiedError)
-        assert "'w0', which looked after it, is gone" in str(watched.value())
+        assert "'w0', its supervisor, has ended" in str(watched.value())
         place.die()
         error = _outcome(_settled(world, world.call(other, there, 3)))
         assert isinstance(error, ActorDiedError)
-        assert "'w0', which looked after it, is gone" in str(error)
+        assert "'w0', its supervisor, has ended" in str(error)
 
 
 def test_the_supervisor_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

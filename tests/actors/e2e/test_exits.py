@@ -192,7 +192,7 @@ def no_actor() -> None:
 
 
 def test_a_task_is_no_actor() -> None:
-    with pytest.raises(RuntimeError, match="called in task no_actor, and not in an actor"):
+    with pytest.raises(RuntimeError, match="called in task no_actor, which is not an actor"):
         get(no_actor.remote())
 
 

@@ -15,8 +15,8 @@ pytestmark = [
     pytest.mark.limit(60),
     # Methods look at their calls one after the other, and not at those behind one that fails.
     pytest.mark.prints(
-        r"^the call of \w+\.run( on '[\w-]+')? failed and nobody looked at the error: Actor(Died|Unavailable)Error",
-        r"^the call of Crossing\.ping on '[\w-]+' failed and nobody looked at the error: DeadlockError",
+        r"^the call of \w+\.run( on '[\w-]+')? failed and its error was never retrieved: Actor(Died|Unavailable)Error",
+        r"^the call of Crossing\.ping on '[\w-]+' failed and its error was never retrieved: DeadlockError",
     ),
 ]
 

@@ -101,7 +101,7 @@ class Looping:
         return "pong"
 
 
-@pytest.mark.prints("stopped the event loop, which all of them need: it goes on")
+@pytest.mark.prints("stopped the event loop, which all of its methods need: the loop is started again")
 def test_a_loop_that_is_stopped_goes_on() -> None:
     actor = Looping.remote()
     assert actorrpc.get(actor.stop.remote()) == "went on"

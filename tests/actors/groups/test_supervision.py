@@ -68,7 +68,7 @@ def test_the_death_of_a_process_is_a_death(monkeypatch: pytest.MonkeyPatch, stra
     assert rows[1].restarts == 1
     assert rows[0].restarts == (1 if strategy == "one_for_all" else 0)
     if strategy == "rest_for_one":
-        assert "was ended with the others of supervision group" in rows[2].death_cause
+        assert "was ended with the other children of supervision group" in rows[2].death_cause
 
 
 def test_calls_that_wait_reach_the_next_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def _note(fired: list[Any], done: Any) -> None:
     fired.append(done.value())
 
 
-@pytest.mark.prints(r"supervision group #\d+: it has given up, as 1 restart within 60 s did not do")
+@pytest.mark.prints(r"supervision group #\d+: it has given up after 1 restart within 60 s")
 def test_monitors_of_a_group_that_gives_up_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(30):
         scene = Scene(monkeypatch, 3, seed, spawner=seed % 2 == 0)
@@ -294,11 +294,11 @@ def test_children_that_cannot_be_supervised(monkeypatch: pytest.MonkeyPatch) -> 
     world.settle()
     world.on(scene.driver)
     there = scene.driver.runtime.routes.of(route.descriptor)
-    with pytest.raises(ConfigError, match="is looked after by worker 'w1'"):
+    with pytest.raises(ConfigError, match="is supervised by worker 'w1'"):
         supervise([ActorHandle(there.descriptor, there)])
     own = world.create(scene.driver, max_restarts=-1)
     group = supervise([ActorHandle(own.descriptor, own)])
     own.kill()
     world.settle()
-    with pytest.raises(ConfigError, match="is over"):
+    with pytest.raises(ConfigError, match="has ended"):
         supervise([group])

@@ -28,7 +28,7 @@ from tests.ranks import run_group
 
 _LARGE = 1 << 17  # floats: 512 KiB
 
-_LOST = r"the value of put\(Tensor\) is lost: it was to come from worker 'worker1', which has ended"
+_LOST = r"the value of put\(Tensor\) is lost: its source, worker 'worker1', has ended"
 
 _kept: list[Any] = []
 _answers: Counter[str] = Counter()

@@ -326,7 +326,7 @@ def test_references_that_never_end_are_given_up(group: None) -> None:
     kept = StoredResult(rref)
     step: Any = rrefs.runtime().table._owned[rref._handle.rref_id]
     step.outcome = step.outcome.__class__(kept)
-    with pytest.raises(errors.RRefError, match="without an end"):
+    with pytest.raises(errors.RRefError, match="without end"):
         get(ObjectRef.of(kept))
     step.outcome = None
 

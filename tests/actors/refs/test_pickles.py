@@ -185,5 +185,5 @@ def test_one_life_of_a_worker_is_not_taken_for_another(cluster: InProcessCluster
     with pytest.raises(errors.PeerDiedError, match="it cannot be loaded"):
         pickles.find(wrong, "it")
     other = address._replace(value=address.value._replace(incarnation="0" * 32))
-    with pytest.raises(errors.RRefError, match="it is no more"):
+    with pytest.raises(errors.RRefError, match="it was freed"):
         pickles.find(other, "it")

@@ -258,7 +258,7 @@ def test_the_first_failure_is_raised_at_once() -> None:
 
 @pytest.fixture
 def reports() -> Iterator[Reports]:
-    """What is logged of failures that nobody looked at."""
+    """What is logged of failures that were never retrieved."""
     with Reports() as found:
         yield found
 
@@ -387,7 +387,7 @@ def test_what_ends_together_with_the_call_that_waits_is_not_reported(
     assert reports.so_far() == []
 
 
-@pytest.mark.prints(LAST, r"nobody looked at the error: ValueError\('later'\)")
+@pytest.mark.prints(LAST, r"its error was never retrieved: ValueError\('later'\)")
 def test_what_a_get_has_given_up_by_its_own_time_out_is_reported(reports: Reports) -> None:
     work = _Work(2)
     for refs in (work.refs, work.refs[1]):
@@ -396,14 +396,14 @@ def test_what_a_get_has_given_up_by_its_own_time_out_is_reported(reports: Report
     work.end(0)
     work.futures[1].set_exception(ValueError("later"))
     del work, refs
-    assert reports.so_far() == ["a future failed and nobody looked at the error: ValueError('later')"]
+    assert reports.so_far() == ["a future failed and its error was never retrieved: ValueError('later')"]
 
 
 def test_time_is_up() -> None:
     assert GetTimeoutError is errors.RpcTimeoutError
     work = _Work(2)
     for refs in (work.refs, work.refs[0], work.refs[:1]):
-        with pytest.raises(errors.RpcTimeoutError, match=rf"within {_TINY} s; it goes on"):
+        with pytest.raises(errors.RpcTimeoutError, match=rf"within {_TINY} s; it is still running"):
             get(refs, timeout=_TINY)
         with pytest.raises(TimeoutError):
             get(refs, timeout=0)
@@ -541,7 +541,7 @@ def test_wrong_uses_are_refused() -> None:
             wait(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="takes ObjectRefs"):
         wait([a, 1])
-    with pytest.raises(ValueError, match="there twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         wait([a, a])
     for count in (0, 3, -1):
         with pytest.raises(ValueError, match="num_returns"):

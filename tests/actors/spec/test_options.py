@@ -262,5 +262,5 @@ def test_an_interruption_needs_a_time() -> None:
 
 
 def test_a_thread_is_not_for_single_calls() -> None:
-    with pytest.raises(ConfigError, match="where a method is defined"):
+    with pytest.raises(ConfigError, match="option of the method's definition"):
         CallOptions().merged(thread=True)

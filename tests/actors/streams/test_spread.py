@@ -70,7 +70,7 @@ def test_one_that_gives_too_few_raises_in_those_that_are_left(runtime: Runtime) 
     *given, missing, last = spread(here(steps, 0, 2), 4)
     assert get(given) == [0, 1]
     for each in (missing, last):
-        with pytest.raises(ValueError, match=r"steps was to give 4 values \(num_returns\), and gave 2"):
+        with pytest.raises(ValueError, match=r"steps must yield 4 values \(num_returns\), but yielded 2"):
             get(each)
     ended()
 

@@ -105,7 +105,7 @@ def test_what_fits_lacks_nothing(strategy: str | None) -> None:
         ({"CPU": 1.0}, 7, "SPREAD", "all nodes together hold 6"),
         ({"CPU": 1.0}, 3, "STRICT_SPREAD", "wants 3 nodes"),
         ({"GPU": 1.0}, 2, "STRICT_SPREAD", "there are 1"),
-        ({"CPU": 1.0}, 5, "STRICT_PACK", "none holds more than 4"),
+        ({"CPU": 1.0}, 5, "STRICT_PACK", "no node holds more than 4"),
     ],
 )
 def test_what_is_missing_is_named(
