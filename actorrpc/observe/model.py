@@ -275,7 +275,7 @@ class HeldCall:
         session: the name of the debug session, unique in the group.
         call: the actor and its method, or the function.
         actor_id: the id of the actor; empty if no actor was called.
-        why: the reason for the first stop.
+        why: what has held the call last.
         is_held: whether the call is stopped now; otherwise it runs to the next stop or to its end.
         thread: the identifier of the thread that runs the call.
         file, line, function: the place of the last stop.
