@@ -61,10 +61,10 @@ _ANY_FUTURE: Final[type] = torch._C.Future
 
 
 def path_of(header: Header, chain: int) -> tuple[int, ...]:
-    """Return the mailbox executions that a request descends from.
+    """Return the executions of actor methods that led to a request, the outermost first.
 
     Raises:
-        ProtocolError: the header makes no sense.
+        ProtocolError: the header is not valid.
     """
     path = header.get("path", ())
     if not chain >> MAILBOX_BIT:
@@ -84,10 +84,10 @@ class Deferred:
 
 
 def future_of(value: Any, function: Any) -> Any:
-    """Return what a function marked with ``async_execution`` returned.
+    """Check that a function marked with ``async_execution`` has returned a future, and return the future.
 
     Raises:
-        TypeError: it is not a future.
+        TypeError: ``value`` is not a future.
     """
     if not isinstance(value, _ANY_FUTURE):
         raise TypeError(
@@ -98,7 +98,7 @@ def future_of(value: Any, function: Any) -> Any:
 
 
 def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
-    """Pack an error for the caller of a function that raised it: whole where that fits into a message, else shortened."""
+    """Pack an error for the caller of the function that raised it; shortened if it does not fit into a message."""
     settings, dumps = agent.settings, codec.dumper(same_main)
     # An error is pickled up to twice, with the members of a group and with texts: most often this fits ``max_message``.
     limit = min(exceptions.MAX_PICKLE, settings.max_message // 4)
@@ -113,9 +113,9 @@ class Executor:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        # Made now: when it is needed, there may be no memory to make it.
+        # Packed now, because there may be no memory for it when it is needed.
         short = LimitError(
-            f"worker {agent.name!r} cannot send what became of the call: it has no memory or no descriptors left, or the "
+            f"worker {agent.name!r} cannot send the outcome of the call: it has no memory or no descriptors left, or the "
             "error is larger than its setting max_message"
         )
         short.maybe_executed = True
@@ -135,7 +135,8 @@ class Executor:
             _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
         else:
             peer.running[id] = execution
-            # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
+            # Test after the entry in ``running``. A cancellation sets ``cancelled`` first and then reads ``running``, so one of
+            # the two threads sees the other's entry.
             if execution.begun > execution.deadline or (peer.cancelled and id in peer.cancelled):
                 self._refuse_unwanted(frame, execution)
             else:
@@ -160,7 +161,7 @@ class Executor:
                         value = run_hooked(hooks, execution, function, args, kwargs)
                     else:
                         value = function(*args, **kwargs)
-                    opened = args = kwargs = None  # shared memory goes back with the answer
+                    opened = args = kwargs = None  # releases shared memory, which is reported with the answer
                     if type(value) is Deferred or getattr(function, ASYNC_MARK, None) is not None:
                         self._answer_later(execution, value, function)
                         answered = False
@@ -186,7 +187,7 @@ class Executor:
         elif len(conn.outbox) >= agent.settings.cork_frames:
             conn.flush(True)
         elif conn.outbox and conn not in agent.scheduler.corked:
-            agent.scheduler.cork(conn)  # more of the batch is waiting: its answers leave together
+            agent.scheduler.cork(conn)  # more requests are queued; their answers are sent together
 
     def run_posts(self, posts: deque[tuple[Any, Frame, float]]) -> None:
         """Execute posts on the thread that has read them as it waited.
@@ -222,7 +223,7 @@ class Executor:
                 self._end_post(execution, error)
             if waiting and is_of_handler(error):
                 raise error
-            report(_log, error, "what %r has posted here failed", execution.peer.name)
+            report(_log, error, "a cast of %r failed here", execution.peer.name)
         else:
             self.fail(execution, error)
 
@@ -233,7 +234,7 @@ class Executor:
                 if end not in self._agent.hooks.recorded:
                     end(execution, error)
         except Exception as raised:
-            report(_log, raised, "hooks at the end of what %r has posted here failed", execution.peer.name)
+            report(_log, raised, "hooks at the end of a cast of %r failed here", execution.peer.name)
 
     def _learn(self, peer: Peer, introduced: tuple[Any, ...]) -> Any:
         if self._agent.record.data_only:
@@ -268,7 +269,7 @@ class Executor:
         answer: Callable[[Any], object],
         fail: Callable[[BaseException], object],
     ) -> None:
-        """Answer a request with what a future will hold, on the thread that completes it."""
+        """Answer a request with the value or the error of a future, on the thread that completes the future."""
 
         def ready(done: Any) -> None:
             token = CURRENT.set(execution)

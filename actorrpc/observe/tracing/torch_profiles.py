@@ -38,7 +38,7 @@ class KeptProfiles:
     """The latest profiles of one worker, compressed; they are read in pieces that fit into an answer. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the attributes below; nothing is called under it
+        self._lock = threading.Lock()  # guards the attributes below; no other code runs under it
         self._kept: deque[tuple[int, bytes]] = deque()
         self._numbers = itertools.count(1)
         self._bytes = 0
