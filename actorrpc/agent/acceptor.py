@@ -187,8 +187,7 @@ class Admission:
             self._enter(sock, "local" if local else str(where[0]), local)
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
-        """Try to accept again later. The listener is edge-triggered, so epoll does not report connections in the backlog
-        again."""
+        """Try to accept again later, because epoll reports each connection in the backlog once only (edge-triggered)."""
         now = _time.now()
         with self._lock:
             if listener in self._resting or listener not in self._listeners:
@@ -356,8 +355,7 @@ class Admission:
         return True
 
     def _turn_away(self, pending: PendingConnection, why: str, own: str) -> None:
-        """Refuse a pending connection that uses TLS where this worker does not, or the reverse. The reason is sent without
-        TLS."""
+        """Refuse a pending connection if only one side uses TLS. The reason is sent without TLS."""
         sock = pending.sock
         host, port = (sock if isinstance(sock, socket.socket) else sock.sock).getsockname()[:2]
         pending.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")

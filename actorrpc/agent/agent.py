@@ -210,8 +210,7 @@ class Agent:
     # -- calling -----------------------------------------------------------------------------------------
 
     def encode(self, obj: Any, message: MessageContext, *, answer: bool = False) -> codec.Encoded | bytes:
-        """Pack an object for the message's peer. Tensors are mapped by the device map for calls or, with ``answer``, for
-        answers."""
+        """Pack an object for the message's peer. ``answer``: map tensors by the device map for answers, not for calls."""
         peer = message.peer
         device_map = peer.answer_map if answer else peer.device_map
         records = bool(self.recorder.live) and not answer

@@ -193,7 +193,7 @@ class Executor:
         """Execute posts on the thread that has read them as it waited.
 
         Raises:
-            Exception: what a signal handler has raised.
+            Exception: an exception of a signal handler.
         """
         while posts:
             self.run(posts.popleft(), waiting=True)

@@ -146,8 +146,7 @@ NUMBERS_KEPT: Final = 4096  # a filter keeps between one and two times as many n
 
 
 class DuplicateFilter:
-    """Detects duplicates among the numbers of a peer's latest requests or answers. Thread-safe without a lock: each step is
-    atomic."""
+    """Detects duplicate numbers of a peer's requests or answers. Thread-safe without a lock: each step is atomic."""
 
     __slots__ = ("_older", "_younger")
 

@@ -260,8 +260,7 @@ class Scheduler:
         return look.wait
 
     def _examine(self, peer: Peer, conn: Connection) -> None:
-        """Determine whether the state of the peer's process can be read (:func:`is_direct`). Slow, so it runs on a pool
-        thread."""
+        """Determine whether the peer's process can be inspected (:func:`is_direct`). Slow, so it runs on a pool thread."""
         is_here = peer.record.host == self._agent.record.host
         peer.failure_detector.direct = is_here and is_direct(conn.stream.sock, peer.record.pid)
 

@@ -180,8 +180,7 @@ class Debugger:
     # -- deadlines of held calls and of their callers --------------------------------------------------------------
 
     def put_off(self, execution: Execution, seconds: float) -> None:
-        """Move the deadline of an execution on this worker by ``seconds`` (may be negative), and tell its caller to do the
-        same."""
+        """Move the deadline of an execution here by ``seconds`` (may be negative), and tell its caller to do the same."""
         if execution.deadline != INFINITE:
             execution.deadline += seconds
             body = pack({"call": execution.id, "seconds": seconds})
@@ -277,8 +276,7 @@ class Debugger:
         return {}
 
     def _try_to_enter(self, entry: _Entry) -> None:
-        """Enter the running method of an actor, or call an idle actor. Repeats itself, as the method may end before it is
-        entered."""
+        """Enter the running method of an actor, or call an idle actor. Repeated, as the method may end before that."""
         if self._entering.get(entry.peer) is not entry or self._agent.closed_down:
             return
         if entry.begin():

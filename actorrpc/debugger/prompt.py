@@ -242,8 +242,7 @@ def _is_suspended(frame: FrameType) -> bool:
 
 
 class _ByThread(io.TextIOBase):
-    """Replaces ``sys.stdout`` while commands run: output of their threads goes to their sessions, other output to the old
-    file."""
+    """Replaces ``sys.stdout`` while commands run. Output of their threads goes to their sessions, other output to ``usual``."""
 
     def __init__(self, usual: Any) -> None:
         self.usual = usual

@@ -68,8 +68,7 @@ def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedW
 
 
 def _holders(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Add up the rows of an answer that have the same holder and class: the pages have rows of their own, and so has each
-    actor."""
+    """Add up the rows with the same holder and class. Each page has rows of its own, and so has each actor."""
     rows: dict[tuple[str, str], list[int]] = {}
     for each in _rows(found, "holders"):
         references, size = each.get("references"), each.get("bytes")

@@ -339,8 +339,7 @@ def _outgoing(call: Call, now: float) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """Return a string, shortened if it is long. For any other object, return "?", since its ``__str__`` would run code of
-    users."""
+    """Return a string, shortened if it is long; "?" for other objects, whose ``__str__`` may be a user's."""
     if type(value) is not str:
         return "?"
     return value if len(value) <= _TEXT else f"{value[:_TEXT]} ..."

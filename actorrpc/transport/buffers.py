@@ -471,8 +471,7 @@ class Recycler(Generic[B]):
         return self._pick(size) or self._make(size)
 
     def _pick(self, size: int, most: int = 0) -> B | None:
-        """Lend the best fitting free block of at most ``most`` bytes (default: twice the size); of equal blocks, the latest
-        used."""
+        """Lend the smallest free block of ``size`` to ``most`` bytes (default: twice the size), the latest used of these."""
         stack = self._free.get(size)
         if not stack and self._free_bytes:
             most = most or 2 * size

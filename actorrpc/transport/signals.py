@@ -183,8 +183,7 @@ def wake_fd() -> int:
 
 
 def ring() -> None:
-    """Send a signal that makes the main thread run the deferred handlers. The clock thread calls this a moment after a
-    deferral."""
+    """Send a signal that makes the main thread run deferred handlers. Called by the clock thread after a deferral."""
     # After the last agent has ended, the shield of SIGURG may have been removed; the signal is then ignored by default.
     if state.pending and _main is not None:
         state.rung = True

@@ -338,7 +338,6 @@ class Writer:
             conn.events.submit(partial(blocked.log, what, why))
 
     def _leave(self, begun: bool) -> bool | None:
-        """Replace the unsent rest of a chunk by a copy, which another thread sends. Return True if a chunk was begun, else
-        None."""
+        """Replace the unsent rest by a copy, which another thread sends. Return True if a chunk was begun, else None."""
         self._rest = [memoryview(bytes(part)) for part in self._rest]
         return True if begun else None

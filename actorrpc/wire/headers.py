@@ -18,7 +18,8 @@ __all__ = ["Header", "pack_header", "unpack_header"]
 class Header(TypedDict, total=False):
     """The fields of a header. A peer may send any values, so code that reads a field checks its value."""
 
-    # Any message
+    # -- any message
+
     sizes: list[int]  # the sizes of the message's buffers, in bytes
     stream: int  # the number of the stream of chunks that carries the buffers
     # The place of the buffers in shared memory: segment and loan (shared_memory.Lender).
@@ -30,10 +31,12 @@ class Header(TypedDict, total=False):
     profile: list[Any]  # of a call: number and name of the profiled call, and the settings of the profiler
     trace: bytes  # of a call in a sampled trace: 16 bytes trace id, 8 bytes id of the caller's span, 1 byte flags
 
-    # Notices
+    # -- notices
+
     notice: str  # the name of its handler
 
-    # Requests
+    # -- requests
+
     # The executions of actor methods that led to the request, the outermost first.
     path: tuple[int, ...] | list[int]
     mailbox: int  # the number of the mailbox that receives the request

@@ -78,8 +78,7 @@ class Seal:
         return head + self.tag(head)
 
     def sealed(self, frame: bytes) -> bytes:
-        """Return a frame that is not a chunk, with its tag. Return empty bytes for empty bytes, which replace a withdrawn
-        call."""
+        """Return a frame that is not a chunk with its tag. Empty bytes, which stand for a withdrawn call, stay empty."""
         if not frame:
             return b""
         if len(frame) <= PREFIX_SIZE + SHORT:
@@ -105,8 +104,7 @@ class Seals(NamedTuple):
 
 
 def chunk_head(prefix: bytes, data: memoryview) -> bytes:
-    """Return the bytes from which a chunk's tag is computed: its prefix, and the SHA-256 of its data. Takes 0.5 ms/MiB or
-    more."""
+    """Return the bytes under a chunk's tag: its prefix, and the SHA-256 of its data. Takes 0.5 ms/MiB or more."""
     return prefix + _sha256(data).digest()
 
 
