@@ -150,15 +150,14 @@ class Agent:
         self._closing = _time.Lock()  # taken by the thread that closes the agent, and never released
         self.closed_down = False
         self.abandoned = False  # this process is a fork of the process that the agent belongs to
-        self.leave_by = INFINITE  # when a graceful shutdown must be over, by ``_time.now()``
+        self.leave_by = INFINITE  # the time limit of a graceful shutdown, by ``_time.now()``
         self.inbox = Inbox(self)
         self.connector = Connector(self, self.inbox, key)
         self.scheduler = Scheduler(self)
         self.peer_table = PeerTable(
             record, window=settings.window, resolve=resolve, members=members, replaced=self._replaced
         )
-        #: returns numbers for chains of calls that are made outside of executions; the bits from ``CALLER_BIT`` on are the
-        #: caller's
+        #: returns numbers for chains of calls outside of executions; the bits from ``CALLER_BIT`` on are the caller's
         self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
         codec.restrict(settings.data_only)
 
@@ -378,7 +377,7 @@ class Agent:
         self.hooks.send(request, partial(self._dispatch, call, encoded, header))
 
     def _undo(self, call: Call, message: MessageContext, is_new: bool, error: BaseException) -> None:
-        """Undo what :meth:`_send` has begun; a call that is in the outbox or beyond it is cancelled."""
+        """Undo what :meth:`_send` has begun; a call that is in the outbox or was sent is cancelled."""
         if call.handed_over:
             call.cancel()  # a signal handler has raised, between chunks or later
             return
@@ -793,7 +792,7 @@ class Agent:
             self.peer_ended(peer, "dead", cause)
 
     def _take_answers(self, conn: Connection, peer: Peer) -> None:
-        """Complete the calls whose answers came before the end of a connection, before the other calls are ended.
+        """Complete the calls whose answers arrived before the end of a connection, before the other calls are failed.
 
         1. Thread A reads an answer and releases the read lock. 2. Thread B reads the end of the connection. Therefore B has to
         wait until A has delivered the answer. If both sides have dialled at once, there is a second connection, which may hold
@@ -918,7 +917,7 @@ class Agent:
         begun = _time.now()
         for conn in conns:
             while not (
-                # Another thread may have taken frames out of the outbox to send them: ``is_drained()`` is False until then.
+                # Another thread may be sending frames that it has removed from the outbox; ``is_drained()`` is False meanwhile.
                 (
                     conn.flush()
                     and conn.writer.is_drained()

@@ -331,7 +331,7 @@ class Call(Progress):
     def drive(self, deadline: float | None) -> None:
         """Wait until the call has ended or the deadline has passed; if the call's own deadline has passed, end the call.
 
-        The thread reads the connection itself as long as only replies come.
+        The thread reads the connection itself as long as it receives only replies.
         """
         agent, conn = self.agent, self.conn
         if agent.scheduler.corked:

@@ -2,7 +2,7 @@
 
 Runs on pool threads, or on the thread that completes the future of an ``async_execution`` function. A request whose deadline
 has passed, or whose caller has cancelled it, is not started. Arguments are opened, functions run and answers packed outside
-of every lock. The arguments are dropped before the answer is sent, so that their shared memory goes back with it.
+of every lock. The arguments are dropped before the answer is sent, so that the release of their shared memory is sent with it.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ class Executor:
         _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
-        """Answer an unopened request with an error, and give back the memory and references in it. Never raises."""
+        """Answer an unopened request with an error, and release the memory and references in it. Never raises."""
         self._agent.inbox.discard(conn, frame)
         if not frame.flags & POST:
             self.refuse_opened(conn, frame.id, error)

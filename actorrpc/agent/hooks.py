@@ -97,7 +97,7 @@ class CallHooks:
     when the hooks were added, only ``on_end`` or ``on_answer`` may be called.
     """
 
-    #: Name of a field. Where it is given, the hooks take part only in executions that came with the field.
+    #: The name of a field. If it is set, the hooks take part only in executions whose request has this field.
     field: ClassVar[str] = ""
     #: Take part only in calls that a thread makes while a profiler of torch is on in it.
     profiled_only: ClassVar[bool] = False
@@ -110,7 +110,7 @@ class CallHooks:
         """
 
     def before_send(self, message: OutgoingMessage) -> bool | None:
-        """Run before a packed message leaves. Return False to take the message over: then it is not sent, or sent later."""
+        """Run before a packed message is sent. Return False to take over the message: the hooks may drop it, or send it later."""
 
     def after_send(self, message: OutgoingMessage) -> None:
         """Run when a message was passed to its connection, which may delay it for a moment to send several together."""
@@ -449,7 +449,7 @@ class Recorder:
         """Record the plain tensors of a message that has been opened, in the order in which they were packed.
 
         Args:
-            tag: the result of :meth:`sent` on the other worker, as it came over the wire.
+            tag: the result of :meth:`sent` on the other worker, as received.
             peer: the sender; None for a value that was kept.
 
         Raises:

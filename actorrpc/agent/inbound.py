@@ -113,7 +113,7 @@ class Inbox:
         if not frame.flags & outbound.STREAM:
             return frame
         stream, assembly = outbound.begin_stream(self._agent.settings, self._agent.buffers, frame)
-        if stream not in conn.assemblies:  # otherwise the frame came twice
+        if stream not in conn.assemblies:  # otherwise the frame is a duplicate
             self._agent.scheduler.keep_trim()
             conn.assemblies[stream] = assembly
             if assembly.frame is None:
@@ -229,7 +229,7 @@ class Inbox:
         call: Call | None = peer.pending.pop(frame[2], None)
         is_plain = not frame[1] and not frame[5]
         if not is_plain and not peer.answered.first(frame.id):
-            return  # it came twice
+            return  # a duplicate
         if call is None:
             self.discard(conn, frame)  # the call was given up
             return

@@ -448,7 +448,7 @@ def _open_again(body: bytes, peer: Peer, error: BaseException) -> Any:
     if not isinstance(error, (AttributeError, ImportError, TypeError)):
         # No second attempt: user code may have run. Damaged bytes make pickle raise nearly any error.
         raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error
-    # Looks for classes in more places, and raises errors that name the cause.
+    # decode() searches for classes in more places, and raises errors that name the cause.
     return codec.decode(body, (), definitions=peer.definitions, context=MessageContext(peer))
 
 

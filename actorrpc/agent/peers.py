@@ -1,15 +1,15 @@
 """The other workers: a worker (:class:`Peer`), the table of all (:class:`PeerTable`), and their states for listeners.
 
-**Peer**: the connections of one worker, and the calls in flight both ways. ``pending`` maps call numbers to the calls made to the
-peer that are not over. A call is entered with its frame, before any of it can be sent; the thread that takes a call out
-(``dict.pop``, atomic) ends it. ``running`` maps the peer's numbers to its calls that are executed here. ``dial_lock`` guards the
-making of connections and is held while dialling; no other lock is held when it is taken. Nothing calls out under it.
+**Peer**: the connections of one worker, and the unfinished calls in both directions. ``pending`` maps call numbers to the
+unfinished calls to the peer. A call is entered with its frame, before any part of it can be sent; the thread that removes a call
+(``dict.pop``, atomic) ends it. ``running`` maps the peer's numbers to its calls that are executed here. ``dial_lock`` is held
+while a connection is opened; no other lock is held when it is taken, and no callbacks run under it.
 
 **PeerTable**: finds the peer of a name, a rank or a WorkerInfo, and records which peers have ended. The last ``KEPT`` ended peers
 are kept, so that calls to them fail with the cause, and their last messages can still be opened; ``SETTLED_S`` after its end, a
 peer drops data that only a living peer needs. For the last ``_REMEMBERED`` ended peers, the table keeps the cause of their end,
 and an old record of such a peer does not create a living peer. Thread-safe. ``_lock`` guards the tables and the end of a peer;
-nothing is called under it.
+no other code runs under it.
 
 **MembershipEvents**: a worker is ``alive``, ``suspect`` (silent, but not known to be dead), ``dead`` or ``left``; the last two
 states are final. The thread that detects a change queues it, and one pool thread at a time calls the listeners: once for each

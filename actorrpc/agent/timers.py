@@ -2,8 +2,7 @@
 
 It handles time-outs of calls, corked writes, checks for starvation, heartbeats and batched deletes. The thread sleeps until the
 next function is due, so an idle group costs no CPU time. The functions must be short and must not block, take locks that are held
-for
-long, or run user code: longer work is submitted to the pool.
+for long, or run user code: longer work is submitted to the pool.
 
 ``_lock`` guards the heap and ``_sleeping_until``; no other code runs under it, and no other lock is taken under it. It is
 re-entrant, as a signal handler or a finaliser may set a timer on a thread that holds it.

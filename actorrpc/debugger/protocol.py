@@ -2,8 +2,7 @@
 
 A request has a number ``id``, the operation ``do``, and for most operations the number of a ``session``. It gets one answer, with
 the same ``id`` and, if it failed, an ``error``. The worker sends events, without an ``id``, to the front end that is attached to
-a
-session: the output of the session, and its new ``state``.
+a session: the output of the session, and its new ``state``.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
         except (AuthenticationError, RpcError, ValueError, TypeError, KeyError, msgpack.UnpackException):
             continue
         key = made or (None if keyless else given)
-        # A generated key identifies one group. A key that the user gave may be shared by several groups, so the path is used.
+        # A generated key identifies one group. A key that the user gave may be that of several groups, so the path is used.
         name = made.reveal() if made is not None else path.encode()
         group = found.setdefault(
             name,

@@ -371,8 +371,7 @@ class Recycler(Generic[B]):
     the system after some time, or earlier if there are too many (``_keep_s``).
 
     One lock guards the tables. Memory is not copied or unmapped under it, and no user code is called. The lock is re-entrant for
-    one
-    case only: the garbage collector may run a finaliser in a section, and the finaliser may request memory. It gets None.
+    one case only: the garbage collector may run a finaliser in a section, and the finaliser may request memory. It gets None.
 
     Args:
         limit_bytes: the limit of kept or of lent bytes, depending on the subclass.

@@ -6,12 +6,10 @@ a pool thread that the kernel has woken, or a caller that waits for its own repl
 * A thread that cannot get the lock returns without arming. The thread that had the lock releases it *first*, and always arms
   afterwards.
 * Whether the connection is suspended is checked *under* the lock. A suspended connection must not be read: the other side was
-told
-  how many bytes have been received and sends the rest again, although the failed socket may still have these bytes.
+  told how many bytes have been received and sends the rest again, although the failed socket may still have these bytes.
 * A pool thread reads with MSG_DONTWAIT only, because a wake-up may be stale.
 * Under the lock, bytes are only split into frames, and control frames are handled, which is quick and runs no user code. All
-other
-  frames are handled after the lock was released.
+  other frames are handled after the lock was released.
 
 **Writing.** See :mod:`actorrpc.transport.writer`.
 

@@ -9,8 +9,7 @@ have ended, for whatever reason.
 
 Everything here is thread-safe except the fork hooks. User code is not called, memory is not copied under a lock, and memory is
 not unmapped while a tensor uses it. Memory of a loan that a forked child inherits keeps its content while the child lives, but
-the child
-and the parent share it: each sees the other's writes.
+the child and the parent share it: each sees the other's writes.
 """
 
 from __future__ import annotations
@@ -340,7 +339,7 @@ class Borrower:
         if segment is None or segment.memory is None:
             try:
                 segment = self._fetch(segment_id)
-            except LimitError:  # the loan goes back unused
+            except LimitError:  # return the loan unused
                 self._loans.returned.append((segment_id, loan, self._forks.epoch))
                 raise
         if end > segment.size:
@@ -495,8 +494,7 @@ class Borrower:
 
         Raises:
             LimitError: this process has no free descriptor. The announcement stays in the socket. (For a segment with objects,
-            the
-                error is stored for the frame that uses it instead, and the announcement is removed.)
+                the error is stored for the frame that uses it instead, and the announcement is removed.)
             ProtocolError: the message is not an announcement.
         """
         try:
