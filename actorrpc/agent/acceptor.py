@@ -21,7 +21,7 @@ time over a reserved descriptor, sent the reason, and closed. This is not done o
 the reason; it waits until its own time-out.
 
 ``_lock`` guards the tables; no other code runs under it. The thread that runs a step of a pending connection's handshake holds
-the ``turn`` of that connection. No thread waits for a turn: a thread that wants to close the socket marks the connection, and
+the ``turn`` of that connection. No thread waits for a turn: a thread that has to close the socket marks the connection, and
 whichever thread releases the turn closes the socket.
 """
 

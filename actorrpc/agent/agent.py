@@ -247,7 +247,7 @@ class Agent:
             SerializationError, LimitError: the call cannot be packed; nothing was sent.
             CancelledError: the call that this one is nested in was cancelled, or the call in ``place`` has ended.
             RpcTimeoutError: the deadline of the call that this one is nested in has passed.
-            PeerDiedError, BackpressureError, ShutdownError: nothing was executed.
+            PeerDiedError, BackpressureError, ShutdownError: the call was not executed.
             LostArgumentError: an argument refers to a value of a worker that has died.
         """
         if place is not None:

@@ -404,9 +404,9 @@ class Connector:
     def _welcome(self, conn: Connection, sock: AnySocket, answer: bytes) -> None:
         """Send the last message of a handshake.
 
-        The connection is entered into the table before: the peer may resume the connection as soon as it has received the answer.
-        A thread that closes the agent may find it there and send a GOODBYE; the writer's lock ensures that this follows the
-        answer.
+        The connection is entered into the table before that: the peer may resume the connection as soon as it has received the
+        answer. A thread that closes the agent may find it there and send a GOODBYE; the writer's lock ensures that this follows
+        the answer.
         """
         try:
             with conn.writer.lock:
@@ -540,9 +540,7 @@ class Connector:
             )
             raise AuthenticationError(why)
         if gone:
-            self._agent.peer_ended(
-                peer, "dead", f"nobody listens at its address any more ({'; '.join(tried)})"
-            )
+            self._agent.peer_ended(peer, "dead", f"its address refuses connections ({'; '.join(tried)})")
             raise peer.died(f"cannot call {what}", maybe_executed=False)
         raise (RpcTimeoutError if _time.now() >= deadline else PeerDiedError)(
             f"cannot call {what}: {peer.name!r} cannot be reached ({'; '.join(tried)}); the call was not executed",

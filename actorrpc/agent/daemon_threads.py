@@ -88,7 +88,7 @@ def _is_there(thread: int) -> bool:
 
 
 def _forget() -> None:
-    """Drop the threads that have ended. Any number of threads may call it at once."""
+    """Remove ended threads from ``_leaving``. Any number of threads may call it at once."""
     for _ in range(len(_leaving)):
         try:
             thread = _leaving.popleft()

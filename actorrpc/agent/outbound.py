@@ -116,7 +116,7 @@ def _check(buffers: int, total: int, settings: Settings) -> None:
     """Check a message against the limits.
 
     Raises:
-        LimitError: too many or too large buffers; nothing has been sent.
+        LimitError: there are too many or too large buffers; the message was not sent.
     """
     if buffers > settings.max_buffers:
         raise LimitError(
@@ -363,7 +363,7 @@ def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[in
         or sum(sizes) > settings.max_message
         or sum(sizes) == 0
     ):
-        raise ProtocolError("the sizes announced for a message are over the limits")
+        raise ProtocolError("the sizes announced for a message exceed the limits")
     return stream, Assembly(frame, sizes, pool.take)
 
 

@@ -68,7 +68,7 @@ class Tick:
             self._clock.at(self._due, self._run)
 
     def _run(self) -> None:
-        # Set ``active`` before the look: a wake() during the look starts the tick again, so no work is missed.
+        # Set ``active`` before calling ``look``: a wake() during the call starts the tick again, so no work is missed.
         self.active = False
         self.late = self._clock.now() - self._due
         if self._look() and not self.active:

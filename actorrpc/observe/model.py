@@ -345,7 +345,7 @@ class ObservedWorker:
         calls_to: unfinished calls of other workers to this worker, as the callers report them, even if this worker does not
             answer. The oldest of them calls ``oldest_call`` and was made ``oldest`` seconds ago.
         age: seconds since the process was started. ``cpu``: seconds of CPU time that it has used.
-        memory: resident memory (RSS), in bytes.
+        memory: bytes of its memory in RAM (RSS).
         descriptors, descriptor_limit: open file descriptors, and their limit (0: unlimited or unknown).
         thread_count: threads of the process.
         pool: the worker's thread pool: ``threads``, ``listening`` (idle threads) and ``queued`` (tasks).

@@ -2,7 +2,7 @@
 
 A question names the requested parts (:data:`PARTS`) and, for parts that are sent in pages, where the page begins. An answer has
 at most one page of each part, and its key ``"next"`` gives the begin of the following pages. For records, a negative begin counts
-from the end: -100 requests the last 100. Nothing is unpickled.
+from the end: -100 requests the last 100. Pickle is not used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ACTING: Final = "acting-visitor-"
 
 #: ``process``: the process and its connections; ``actors``: the actors that it hosts; ``supervised``: the table of the actors
 #: that it supervises; ``holders``: which workers have references to the values that it owns; ``threads``: stacks;
-#: ``members``: the records of the group's workers that it knows without querying other workers;
+#: ``members``: the records of the group's workers that it can list without querying other workers;
 #: ``logs``: the output of the processes that it has started; ``resources``: the resources of the cluster, if it is the driver;
 #: ``records``: the records of its flight recorder, unfinished calls (with the first page), and the time on its clock;
 #: ``profiles``: the torch profiles that it keeps; ``metrics``: sums over its calls
