@@ -46,7 +46,7 @@ def test_a_message_without_memory_for_it_is_refused_and_the_next_one_is_not(
         take = other.buffers.take
         monkeypatch.setattr(other.buffers, "take", _no_memory)
         for _ in range(2):
-            with pytest.raises(LimitError, match="8 MiB, find no memory in worker 'a1'") as refused:
+            with pytest.raises(LimitError, match="8 MiB, in worker 'a1'") as refused:
                 one.ask(to, _size, (large,), {}, 20.0)
             assert refused.value.maybe_executed is False
             assert one.ask(to, _size, (_ones(3),), {}, 20.0) == 3
@@ -102,7 +102,7 @@ def test_a_small_message_without_memory_for_it_fails_its_call_and_not_the_next_o
             patch.setattr(integrity, "bytes", _no_large_bytes, raising=False)
             for _ in range(2):
                 with pytest.raises(
-                    LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory in worker 'a1'"
+                    LimitError, match=r"its arguments, of 50\d\d\d bytes, in worker 'a1'"
                 ) as no:
                     one.ask(to, _length, (b"x" * 50_000,), {}, 20.0)
                 assert no.value.maybe_executed is False
@@ -127,7 +127,7 @@ def test_a_small_message_with_a_header_and_shared_memory_gives_it_back(
         with monkeypatch.context() as patch:
             patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
             for _ in range(8):
-                with pytest.raises(LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory"):
+                with pytest.raises(LimitError, match=r"its arguments, of 50\d\d\d bytes, in worker"):
                     one.ask(to, len, (given,), {}, 20.0)
         if to.conn.lane.lender is None:
             pytest.skip("these connections have no shared memory")
@@ -158,10 +158,10 @@ def test_an_error_that_cannot_be_packed_still_ends_its_call(monkeypatch: pytest.
     with agents(2) as (one, other):
         to = one.peer(other.name)
         monkeypatch.setattr(exceptions, "dump", _no_memory)
-        with pytest.raises(LimitError, match="worker 'a1' cannot send what became of the call") as raised:
+        with pytest.raises(LimitError, match="worker 'a1' cannot send the outcome of the call") as raised:
             one.ask(to, int, ("x",), {}, 20.0)
         assert raised.value.maybe_executed is True
-        with pytest.raises(LimitError, match="worker 'a0' cannot send what became of the call"):
+        with pytest.raises(LimitError, match="worker 'a0' cannot send the outcome of the call"):
             one.ask(one.self_peer, int, ("x",), {}, 20.0)
         del raised
 

@@ -1,3 +1,3 @@
-"""One for each worker: calls in and out, peers, threads, timers."""
+"""The agent of a worker: outgoing and incoming calls, peers, threads and timers."""
 
 __all__: list[str] = []

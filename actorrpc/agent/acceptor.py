@@ -1,27 +1,28 @@
-"""Connections that were accepted and have proved nothing yet.
+"""Pending connections, which were accepted and have not proved yet that they have the key.
 
-Listening sockets are served by the pool. A pending connection has little time and may send nothing but the handshake's fixed
-messages; its bytes never reach the frame reader. There are few places, and each pending connection gets one: where all are
-taken, the one goes that is least likely to be a member's. That is one from the address with the most of them, one that has
-not said hello rather than one that has, and the oldest of these: a member needs its place for two round trips only, and comes
-again if it lost it. So neither those that say nothing nor those that come in floods keep members out, also when they come
-from a member's address.
+Pool threads serve the listening sockets. A pending connection has a short time limit and may send the handshake's fixed messages
+only; its bytes are not passed to the frame reader. The number of pending connections is limited. If all places are taken, a new
+connection replaces the one that is least likely to be a member's: one from the address with the most pending connections,
+preferably one that has not sent HELLO, and of these the oldest. A member needs its place for two round trips only, and dials
+again if it lost the place. Therefore silent connections and floods of connections do not keep members out, even if they come from
+a member's address.
 
-An address whose pending connections fail to prove the key gets ``FAILURES_PER_S`` answers a second. Further failures are not
-answered and hold their places until their time is over, or others need them: nobody learns any faster, and members
-that share the address (one host, one NAT) are served as ever.
+An address whose pending connections fail to prove the key gets ``FAILURES_PER_S`` answers per second. Further failures are not
+answered, and keep their places until their time limit, or until the places are needed. This limits how fast an attacker can
+guess, and members that share the address (one host, one NAT) are still served.
 
-Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; the other end is
-told so if it speaks no TLS. A connection that fails in it is read until its other end closes it, or its time is over: closed at
-once, its unread bytes would have the kernel take back the alert that tells why.
+With certificates, the TLS handshake comes first, within the same time limit and the same places. A peer without TLS is sent the
+reason in plain text. A connection whose TLS handshake failed is read until the other end closes it or until the time limit:
+closing a socket with unread bytes makes the kernel reset the connection, and the TLS alert with the reason would be lost.
 
-Where there are no descriptors for another connection, the listeners rest, and are tried again: those that are made have what
-they need, and others wait in the kernel's backlog. When they have waited for a second in vain, they are told why and sent away,
-over a descriptor that is held for that alone. Only those that begin with TLS could not read it: they wait for as long as their
-own time-outs allow.
+If there are no descriptors for another connection, accepting pauses and is tried again. Accepted connections keep the descriptors
+that they need, and others wait in the kernel's backlog. After a second without success, waiting connections are accepted one at a
+time over a reserved descriptor, sent the reason, and closed. This is not done on TLS listeners, as the other end could not read
+the reason; it waits until its own time-out.
 
-``_lock`` guards the tables; nothing is called under it. A pending connection's ``turn`` is held by the thread that takes a step
-of its handshake, and nobody waits for it: its socket is closed by the thread that lets it go, if it is to be closed.
+``_lock`` guards the tables; no other code runs under it. The thread that runs a step of a pending connection's handshake holds
+the ``turn`` of that connection. No thread waits for a turn: a thread that has to close the socket marks the connection, and
+whichever thread releases the turn closes the socket.
 """
 
 from __future__ import annotations
@@ -55,27 +56,25 @@ if TYPE_CHECKING:
 __all__ = ["FAILURES_PER_S", "Admission", "AdmittingAgent", "PendingConnection", "no_room"]
 
 FAILURES_PER_S: Final = 3
-_MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
-_READ: Final = 4096  # more than any first message of TLS: what is left unread when a socket closes resets it
-_AGAIN_S: Final = 0.2
-_PATIENCE_S: Final = (
-    1.0  # so long there may be no descriptor before pending connections in the backlog are sent away
-)
+_MAX_ADDRESSES: Final = 1024  # the most addresses whose failures of the last second are stored
+_READ: Final = 4096  # more than any first message of TLS, as closing a socket with unread bytes resets it
+_AGAIN_S: Final = 0.2  # time between two attempts to accept if there are no descriptors
+_PATIENCE_S: Final = 1.0  # after so long without descriptors, connections in the backlog are refused
 _MINUTE_S: Final = 60.0
-_TELL_S: Final = 10.0  # how often it is said that nobody can be accepted
+_TELL_S: Final = 10.0  # the shortest time between two log lines that no connection can be accepted
 _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
 _log = logging.getLogger("actorrpc.links")
 
 
 class PendingConnection:
-    """An accepted socket that has proved nothing yet."""
+    """An accepted socket whose handshake has not finished."""
 
     __slots__ = ("_gone", "acceptor", "address", "fd", "local", "over", "sock", "timer", "turn")
 
     def __init__(self, sock: socket.socket, address: str, local: bool, acceptor: Acceptor) -> None:
         self.sock: AnySocket = sock
-        self.fd = sock.fileno()  # also where TLS is spoken over it
-        self.over = False  # it has failed, and what it sends does not count
+        self.fd = sock.fileno()  # stays the same when a TLS socket replaces ``sock``
+        self.over = False  # its TLS handshake has failed, and further bytes are discarded
         self.address = address
         self.local = local
         self.acceptor = acceptor
@@ -84,15 +83,16 @@ class PendingConnection:
         self._gone = False
 
     def close(self) -> None:
-        """Close its socket, now or after the step of its handshake that another thread is at.
+        """Close the socket: now, or when the thread that runs a step of the handshake has finished the step.
 
-        In such a step TLS may put another socket in its place; and its number, once closed, is soon somebody else's.
+        During such a step, TLS may replace ``sock`` by another object. And if the descriptor were closed, its number could be
+        reused while the step still uses it.
         """
         self._gone = True
         self.sweep()
 
     def sweep(self) -> None:
-        """Close it if that is due. The thread that has let go of its turn calls this."""
+        """Close the socket if :meth:`close` was called. Called by each thread that has released ``turn``."""
         if self._gone and self.turn.acquire(blocking=False):
             try:
                 self.sock.close()
@@ -101,7 +101,7 @@ class PendingConnection:
 
 
 class AdmittingAgent(Protocol):
-    """The parts of an agent that connections are accepted with."""
+    """The parts of an agent that :class:`Admission` uses."""
 
     record: WorkerRecord
     settings: Settings
@@ -111,13 +111,13 @@ class AdmittingAgent(Protocol):
 
 
 class Admission:
-    """Accepts connections for one agent and shakes hands. Thread-safe.
+    """Accepts connections for one agent and performs their handshakes. Thread-safe.
 
     Args:
-        key: the group's key; empty where there is none.
-        admit: takes a pending connection that has proved the key, and the bytes that are to be sent to it first. The socket
-            is its own from then on.
-        tls: the certificates that pending connections from other hosts are shown, and must match; None: no TLS.
+        key: the group's key; empty if it has none.
+        admit: called with a pending connection that has proved the key, whose socket it then owns, and with the last message of
+            the handshake, which it has to send.
+        tls: the certificates for TLS with connections from other hosts; None: no TLS.
     """
 
     def __init__(
@@ -139,11 +139,10 @@ class Admission:
         self._scarce = False  # the hard limit of descriptors is near
         self._resting: set[socket.socket] = set()
         self._short_since: dict[socket.socket, float] = {}  # listeners for which there is no descriptor
-        self._held = (
-            -1
-        )  # a descriptor to send pending connections away with; -1 also while a thread does that
+        # The reserved descriptor for refusing connections; -1: there is none, or a thread is using it.
+        self._held = -1
         self._told = float("-inf")
-        # Refusals that no line has told of, by address, since the last line of them.
+        # The number of refusals by address since the last log line about refusals.
         self._refused: Counter[str] = Counter()
         self._refused_since = float("-inf")
         self._refused_last = ""
@@ -163,12 +162,12 @@ class Admission:
             self._listeners.append(sock)
             fd = sock.fileno()
             pool.watch(fd, partial(self._accept, sock))
-            # Edge-triggered: accepted until there is nothing left, never re-armed.
+            # Edge-triggered and not re-armed, so _accept() must accept until the backlog is empty.
             pool.epoll.register(fd, select.EPOLLIN | select.EPOLLET)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            # Each that was accepted needs one more to become a connection.
+            # One descriptor for the new socket, and one more for each pending connection that becomes a connection.
             if self._scarce and not fd_limits.has_room(2 + len(self._pending)):
                 self._rest(listener, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return
@@ -188,7 +187,7 @@ class Admission:
             self._enter(sock, "local" if local else str(where[0]), local)
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
-        """Try again in a while. The listener is edge-triggered: epoll will not report the connections that wait again."""
+        """Try to accept again later, because epoll reports each connection in the backlog once only (edge-triggered)."""
         now = _time.now()
         with self._lock:
             if listener in self._resting or listener not in self._listeners:
@@ -209,7 +208,7 @@ class Admission:
         self._agent.clock.after(_AGAIN_S, partial(self._agent.pool.submit, partial(self._resume, listener)))
 
     def _send_away(self, listener: socket.socket, error: OSError) -> None:
-        """Tell the pending connections in the backlog that there is no descriptor for them: accepts each for that long."""
+        """Refuse the connections in the backlog: accept each, send the reason, and close it."""
         with self._lock:
             held, self._held = self._held, -1
         if held >= 0:
@@ -221,8 +220,8 @@ class Admission:
                     sock.setblocking(False)
                     sock.send(no_room(error))
                     sock.shutdown(socket.SHUT_WR)
-                    sock.recv(MAX_MESSAGE)  # its hello: unread, it would have the kernel drop what was sent
-        except OSError:  # there are no more, or the descriptor went to another thread
+                    sock.recv(MAX_MESSAGE)  # closing with an unread HELLO would discard the reason
+        except OSError:  # the backlog is empty, or another thread has used the descriptor
             pass
         held = _open_one()
         with self._lock:
@@ -248,12 +247,12 @@ class Admission:
             full = len(self._pending) >= max(1, agent.settings.max_unauthenticated)
             out = self._least() if full else None
             if out is not None:
-                # In one step with the entry of the next: nobody else chooses it as well.
+                # Removed in the same locked step in which the new one is entered, so that no other thread chooses it as well.
                 del self._pending[out.fd]
             if not closed:
                 self._pending[pending.fd] = pending
-                # In the same step: another thread may see it off and close it as soon as it is in the table. Then its number
-                # is that of the next connection, which nobody would read if this one were put under its number after that.
+                # Also in this locked step: as soon as it is in the table, another thread may remove and close it. Its number may
+                # then be reused; watching it after that would replace the entry of the new connection.
                 agent.pool.watch(pending.fd, partial(self._serve, pending))
                 try:
                     agent.pool.epoll.register(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)
@@ -264,7 +263,7 @@ class Admission:
         if out is not None:
             self._see_off(out)
             out.close()
-        if closed:  # while it was on its way from the door to here
+        if closed:  # the agent was closed after the connection was accepted
             pending.timer.cancel()
             pending.close()
 
@@ -280,7 +279,7 @@ class Admission:
         )
 
     def _least(self) -> PendingConnection:
-        """Return the pending connection whose place is given to the next one. Under the lock."""
+        """Return the pending connection to be replaced by a new one. Under the lock."""
         counts = Counter(pending.address for pending in self._pending.values())
         most = max(counts.values())
         crowd = [pending for pending in self._pending.values() if counts[pending.address] == most]
@@ -289,7 +288,7 @@ class Admission:
     # -- the handshake ---------------------------------------------------------------------------------
 
     def _serve(self, pending: PendingConnection) -> None:
-        """Take the next step of a pending connection's handshake. One thread at a time: the descriptor is one-shot."""
+        """Run the next step of a pending connection's handshake. One thread at a time, as the epoll entry is one-shot."""
         try:
             with pending.turn:
                 answer = self._step(pending) if self._is_here(pending) else None
@@ -298,7 +297,7 @@ class Admission:
         if answer is None:
             return
         try:
-            with undo_on_error(pending.close):  # nobody else has it
+            with undo_on_error(pending.close):
                 self._admit(pending, answer)
         except ProtocolError as error:
             self._refuse(pending, error)
@@ -306,7 +305,7 @@ class Admission:
             pass
 
     def _step(self, pending: PendingConnection) -> bytes | None:
-        """Take it; returns what is to be sent to a pending connection that has proved the key, and has left its place."""
+        """Run one step. If the pending connection has proved the key, remove it from the table and return the last message."""
         try:
             if self._tls is not None and not pending.local and not self._secured(pending, self._tls):
                 self._listen_to(pending)
@@ -334,7 +333,7 @@ class Admission:
         return None
 
     def _secured(self, pending: PendingConnection, tls: Tls) -> bool:
-        """Go on with TLS's handshake; say whether the pending connection's own can go on."""
+        """Continue the TLS handshake; return whether it has finished, so that the handshake of this package can continue."""
         sock = pending.sock
         if isinstance(sock, socket.socket):
             first = sock.recv(1, socket.MSG_PEEK)
@@ -356,14 +355,14 @@ class Admission:
         return True
 
     def _turn_away(self, pending: PendingConnection, why: str, own: str) -> None:
-        """Refuse a pending connection that begins in a way that this worker does not speak; it hears it in the plain one."""
+        """Refuse a pending connection if only one side uses TLS. The reason is sent without TLS."""
         sock = pending.sock
         host, port = (sock if isinstance(sock, socket.socket) else sock.sock).getsockname()[:2]
         pending.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
         raise ProtocolError(f"it {why}, and this worker {own}")
 
     def _fail(self, pending: PendingConnection, error: ssl.SSLError) -> None:
-        """Give up a pending connection whose TLS has failed; it was told by an alert."""
+        """Shut down a pending connection whose TLS handshake has failed. OpenSSL has sent an alert with the reason."""
         if not self._failed_often(pending.address):
             self._tell(
                 f"a connection was refused: {explain(error, f'who came from {pending.address}')}",
@@ -380,7 +379,7 @@ class Admission:
         if self._is_here(pending):
             try:
                 self._agent.pool.epoll.modify(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)
-            except (OSError, ValueError):  # dismissed just now
+            except (OSError, ValueError):  # another thread has dismissed it
                 pass
 
     def _refuse(self, pending: PendingConnection, error: ProtocolError) -> None:
@@ -388,7 +387,7 @@ class Admission:
             self._tell(f"a connection from {pending.address} was refused: {error}", pending.address)
             if not isinstance(error, AuthenticationError):
                 self._dismiss(pending)
-            return  # neither answered nor closed before its time is over
+            return  # not answered, and kept until its time limit
         farewell = pending.acceptor.farewell
         if farewell:
             try:
@@ -399,7 +398,7 @@ class Admission:
         self._dismiss(pending)
 
     def _tell(self, text: str, address: str) -> None:
-        """Log a refusal at once, and those of the minute after it as one line: floods are to fill no disk."""
+        """Log a refusal at once, and the refusals of the following minute in one line, so that floods do not fill the disk."""
         now = _time.now()
         with self._lock:
             quiet = now - self._refused_since < _MINUTE_S
@@ -407,7 +406,7 @@ class Admission:
                 first = not self._refused
                 self._refused[address] += 1
                 self._refused_last = text
-                if len(self._refused) > _MAX_ADDRESSES:  # the rest are counted with the first
+                if len(self._refused) > _MAX_ADDRESSES:  # count further addresses with the first one
                     count = self._refused.pop(address)
                     self._refused[next(iter(self._refused))] += count
             else:
@@ -420,7 +419,7 @@ class Admission:
             )
 
     def _sum_up(self) -> None:
-        """Log how many have been refused since the last line."""
+        """Log the number of refusals since the last line."""
         with self._lock:
             refused, self._refused = self._refused, Counter()
             text = self._refused_last
@@ -438,7 +437,7 @@ class Admission:
             )
 
     def _failed_often(self, address: str) -> bool:
-        """Record a failure; say whether the address has had its answers of this second."""
+        """Record a failure; return whether the address has used up its answers of this second."""
         now = _time.now()
         with self._lock:
             times = [when for when in self._failures.pop(address, ()) if now - when < 1.0]
@@ -472,12 +471,12 @@ class Admission:
     # -- the end ---------------------------------------------------------------------------------------
 
     def stop_listening(self) -> None:
-        """Accept no more."""
+        """Stop accepting connections."""
         for sock in self._listeners:
             self._agent.pool.forget(sock.fileno())
 
     def close(self) -> None:
-        """Close what is left: listening sockets (and their files) and pending connections."""
+        """Close the listening sockets, remove their files, and close the pending connections."""
         for sock in self._listeners:
             path = sock.getsockname() if sock.family == socket.AF_UNIX else None
             sock.close()
@@ -506,12 +505,12 @@ class Admission:
 
 
 def no_room(error: OSError) -> bytes:
-    """Return the message that sends a pending connection away because a descriptor could not be had."""
+    """Return the message that refuses a connection because there is no descriptor for it."""
     return Acceptor.refuse(Refusal.BUSY, fd_limits.say_why(error))
 
 
 def _open_one() -> int:
-    """Return a descriptor of nothing; -1 where there is none."""
+    """Return a descriptor of /dev/null; -1 if none can be opened."""
     try:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,7 +1,7 @@
-"""The agent: one per worker. It connects connections, threads, clock and calls.
+"""The agent of a worker, which has its connections, threads, clock and calls.
 
-The agent knows bytes, deadlines and waiting threads. Upper packages add RRefs, autograd contexts, traces and actors to calls:
-``hooks`` take part in calls, ``on_notice`` handles one-way messages, and ``on_peer_end`` is called when a peer has ended.
+Higher packages add RRefs, autograd contexts, traces and actors to calls: ``hooks`` take part in calls, ``on_notice`` handles
+one-way messages, and ``on_peer_end`` is called when a peer has ended.
 
 Any thread may make calls. ``Inbox.control`` runs under a connection's read lock, on whichever thread reads; it is short and runs
 no user code. ``Inbox.deliver`` runs after the lock was released. No lock of this module is held while calling out.
@@ -78,15 +78,13 @@ INFINITE: Final = float("inf")
 _ANSWERS_S: Final = 1.0  # how long the end of a peer waits until its last answers are opened
 _GOODBYE_S: Final = 0.5  # how long sending goodbyes may take by default
 _modules: Final = sys.modules
-_RETRY_S: Final = (
-    1.0  # a notice that must arrive is sent again after this time; each further try waits 1.5 times as long
-)
+_RETRY_S: Final = 1.0  # time before a notice is sent again; each further attempt waits 1.5 times as long
 _ATTEMPTS: Final = 20
 
 
 def _ring_main() -> None:
-    """Have the main thread run the signal handlers that were put off. Runs on the clock's thread."""
-    _time.pause(0.002)  # the protected code may be over then
+    """Make the main thread run deferred signal handlers. Runs on the clock's thread."""
+    _time.pause(0.002)  # so that the main thread may leave its uninterruptible code first
     signals.ring()
 
 
@@ -152,14 +150,14 @@ class Agent:
         self._closing = _time.Lock()  # taken by the thread that closes the agent, and never released
         self.closed_down = False
         self.abandoned = False  # this process is a fork of the process that the agent belongs to
-        self.leave_by = INFINITE  # when a graceful shutdown must be over, by ``_time.now()``
+        self.leave_by = INFINITE  # the time limit of a graceful shutdown, by ``_time.now()``
         self.inbox = Inbox(self)
         self.connector = Connector(self, self.inbox, key)
         self.scheduler = Scheduler(self)
         self.peer_table = PeerTable(
             record, window=settings.window, resolve=resolve, members=members, replaced=self._replaced
         )
-        #: numbers the chains of calls that are made outside of executions; the bits from ``CALLER_BIT`` on name the caller
+        #: returns numbers for chains of calls outside of executions; the bits from ``CALLER_BIT`` on are the caller's
         self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
         codec.restrict(settings.data_only)
 
@@ -190,7 +188,7 @@ class Agent:
         self.pool.submit(task)
 
     def flush(self) -> None:
-        """Send everything that was corked: the caller is about to wait."""
+        """Send all corked frames, because the caller is about to wait."""
         self.scheduler.flush()
 
     def start(self, listeners: list[socket.socket]) -> None:
@@ -211,7 +209,7 @@ class Agent:
     # -- calling -----------------------------------------------------------------------------------------
 
     def encode(self, obj: Any, message: MessageContext, *, answer: bool = False) -> codec.Encoded | bytes:
-        """Pack an object for the message's peer; an answer's tensors arrive where the peer's device map says."""
+        """Pack an object for the message's peer. ``answer``: map tensors by the device map for answers, not for calls."""
         peer = message.peer
         device_map = peer.answer_map if answer else peer.device_map
         records = bool(self.recorder.live) and not answer
@@ -247,15 +245,15 @@ class Agent:
         The call is on its way, or in the outbox, when this returns.
 
         Args:
-            function: not used by mail, which carries ``(args, kwargs)`` alone.
-            header: fields to be sent along.
+            function: not used by a request to a mailbox, which has ``(args, kwargs)`` only.
+            header: further header fields.
 
         Raises:
-            SerializationError, LimitError: before anything is sent.
+            SerializationError, LimitError: the call cannot be packed; nothing was sent.
             CancelledError: the call that this one is nested in was cancelled, or the call has ended that had reserved the place.
             RpcTimeoutError: the deadline of the call that this one is nested in has passed.
-            PeerDiedError, BackpressureError, ShutdownError: nothing was executed. LostArgumentError: the worker has died that
-                a reference among the arguments leads to.
+            PeerDiedError, BackpressureError, ShutdownError: the call was not executed.
+            LostArgumentError: an argument refers to a value of a worker that has died.
         """
         peer, mail, is_new = call.peer, call.mail, not call.id
         if self.closed_down:
@@ -312,7 +310,7 @@ class Agent:
             if message.held:
                 call.keep = call.keep, message.held
             if call.future is not None:
-                call.future.source = call.future.label = call  # put into words only when they are needed
+                call.future.source = call.future.label = call  # formatted only when the text is needed
             if current is not None:
                 current.add_nested(call)
             if hooks.messages and not reserves:
@@ -325,10 +323,10 @@ class Agent:
             self._undo(call, message, is_new, error)
             raise
         if current is not None and current.given_up is not given_up:
-            call.cancel(current.given_up[-1], current.late)  # it could not be cancelled before it was made
+            call.cancel(current.given_up[-1], current.late)  # cancelled while it was made
 
     def _wait_for_room(self, call: Call, current: Execution | None) -> None:
-        """Wait until the peer has read enough. Nested calls do not wait: what the peer has not read may wait for them."""
+        """Wait until the window has room. Nested calls do not wait, because the calls that fill it may depend on them."""
         if current is None and not call.id and call.peer.window.full:
             self.flush()
             call.peer.window.wait_for_room(call.deadline, f"the call of {call.label}")
@@ -361,9 +359,9 @@ class Agent:
         self.hooks.send(request, partial(self._dispatch, call, encoded, header))
 
     def _undo(self, call: Call, message: MessageContext, is_new: bool, error: BaseException) -> None:
-        """Undo what :meth:`send` has begun; a call that is in the outbox or beyond it is cancelled."""
+        """Undo what :meth:`send` has begun; a call that is in the outbox or was sent is cancelled."""
         if call.handed_over:
-            call.cancel()  # a signal handler has raised, between chunks or since
+            call.cancel()  # a signal handler has raised, between chunks or later
             return
         if is_new:
             call.peer.pending.pop(call.id, None)
@@ -419,17 +417,17 @@ class Agent:
     def cast(
         self, peer: Peer, function: Any, args: tuple[Any, ...], label: str, *, record: bool = True
     ) -> None:
-        """Have a worker call ``function(*args)``, without an answer.
+        """Make a worker call ``function(*args)``, without an answer.
 
-        Saves the cost of the answer, half the cost of a request, for protocols that detect failures in another way. The function
-        runs on a pool thread, in no order with calls; what it raises is logged there.
+        This saves the cost of the answer, half the cost of a request, for protocols that detect failures in another way. The
+        function runs on a pool thread, in no particular order with calls; its errors are logged on that worker.
 
         Args:
             record: pass the tensors to the agent's recorder.
 
         Raises:
-            SerializationError, LimitError: it cannot be sent.
-            PeerDiedError, ShutdownError: it was not sent, or not all of it.
+            SerializationError, LimitError: the message cannot be packed.
+            PeerDiedError, ShutdownError: the message was not sent, or only in part.
         """
         if self.closed_down:
             raise self.shut_down_error()
@@ -536,8 +534,8 @@ class Agent:
         )
         rest = None if isinstance(packed, bytes) else packed
         frame = call.frame = packed if isinstance(packed, bytes) else packed.frame
-        # From here on the worker may execute the call, and other threads may end it. A thread that ends it finds its frame:
-        # it takes the frame back, or it tells the worker and the caller that the call may run.
+        # From here on the worker may execute the call, and other threads may end it. A thread that ends the call finds its frame.
+        # It either withdraws the frame, or tells the worker and the caller that the call may run.
         if fills:
             self._use_place(call)
         else:
@@ -614,7 +612,7 @@ class Agent:
         chain: int,
         flags: int = 0,
     ) -> None:
-        """Deliver a message of this worker to itself. Memory is copied, as it would be on the way to another."""
+        """Deliver a message of this worker to itself. Memory is copied, as if the message were sent to another worker."""
         peer = self.self_peer
         buffers: list[memoryview] = []
         if isinstance(encoded, bytes):
@@ -657,7 +655,7 @@ class Agent:
     def notify_surely(
         self, peer: Peer, name: str, body: bytes, *, lazily: bool = False, attempt: int = 0
     ) -> None:
-        """Do as :meth:`notify` does; without a connection, try again, ever more rarely, as long as the peer lives."""
+        """As :meth:`notify`, but without a connection, retry with growing pauses, up to 20 times, while the peer lives."""
         if self.closed_down or peer.state != "alive" or self.notify(peer, name, body, lazily=lazily):
             return
         if attempt < _ATTEMPTS:
@@ -665,7 +663,7 @@ class Agent:
             self.clock.after(_RETRY_S * 1.5**attempt, partial(self.submit, again))
 
     def send_notice(self, peer: Peer, name: str, body: bytes, lazily: bool = False) -> bool:
-        """Do what :meth:`notify` does, without hooks."""
+        """As :meth:`notify`, but without hooks."""
         if peer.is_self:
             handler = self.on_notice.get(name)
             if handler is not None:
@@ -687,7 +685,7 @@ class Agent:
         return True
 
     def announce(self, message: MessageContext, header: Header | None) -> Header:
-        """Name the references and the shared memory of a message in its header, which is read without opening the message."""
+        """Add the references and the object segments of a message to its header, which is read without opening the message."""
         header = {} if header is None else header
         if message.sent:
             header["references"] = self.references.pack(message.sent)
@@ -706,7 +704,7 @@ class Agent:
         return lender
 
     def shares_memory(self, peer: Peer) -> bool:
-        """Return whether a message to a worker can name memory of this one: it is on this host, and has a descriptor socket."""
+        """Return whether shared memory can be sent to a worker: it is on this host, and a descriptor socket can be opened."""
         if peer.is_self:
             return True
         conn = peer.conn
@@ -732,16 +730,16 @@ class Agent:
         )
 
     def _look_after_objects(self) -> None:
-        """Give shared memory back soon, because an object was released. Runs where a finaliser does."""
+        """Release shared memory soon, because an object was released. Called in finalisers."""
         if not self.closed_down:
             self.scheduler.keep_objects()
 
     def _trim_later(self) -> None:
-        """Unmap memory soon that exceeds the limit of kept memory. Runs where a finaliser does."""
+        """Unmap memory soon that exceeds the limit of kept memory. Called in finalisers."""
         if not self.closed_down:
             self.clock.call_soon(self.scheduler.keep_trim)
 
-    # -- the ends ---------------------------------------------------------------------------------------
+    # -- ends of connections, peers and the agent ----------------------------------------------------------
 
     def lost(self, conn: Connection, error: BaseException | None) -> None:
         """Close a broken or ended connection, and end its peer. Runs on a pool thread."""
@@ -764,18 +762,18 @@ class Agent:
             return
         self._take_answers(conn, peer)
         if conn.goodbye is Goodbye.GIVES_UP:
-            self.peer_ended(peer, "dead", "it takes this worker for dead, and has ended the connection")
+            self.peer_ended(peer, "dead", "it considers this worker dead, and has closed the connection")
         elif conn.goodbye is Goodbye.LEAVES:
             self.peer_ended(peer, "left", "")
         else:
             closed = error is None or isinstance(error, EOFError)
             cause = "its end of the connection closed" if closed else str(error)
             if type(error) is ProtocolError:
-                cause = f"what came from it makes no sense ({error}): run the same version of actorrpc on all workers"
+                cause = f"it sent invalid data ({error}): run the same version of actorrpc on all workers"
             self.peer_ended(peer, "dead", cause)
 
     def _take_answers(self, conn: Connection, peer: Peer) -> None:
-        """Complete the calls whose answers came before the end of a connection, before the other calls are ended.
+        """Complete the calls whose answers arrived before the end of a connection, before the other calls are failed.
 
         1. Thread A reads an answer and releases the read lock. 2. Thread B reads the end of the connection. Therefore B has to
         wait until A has delivered the answer. If both sides have dialled at once, there is a second connection, which may hold
@@ -821,8 +819,8 @@ class Agent:
         current = current_worker()
         if current is not None and current.agent is not self:
             why = (
-                f"what is called belongs to an earlier cluster or group of this process, which was shut down (as worker "
-                f"{self.name!r}): make the actor or the RRef again in the present one"
+                f"the called actor or RRef belongs to an earlier cluster or group of this process, which was shut down (as "
+                f"worker {self.name!r}): create it again in the current one"
             )
         return ShutdownError(why, maybe_executed=False)
 
@@ -900,7 +898,7 @@ class Agent:
         begun = _time.now()
         for conn in conns:
             while not (
-                # Another thread may have taken frames out of the outbox to send them: ``is_drained()`` is False until then.
+                # Another thread may be sending frames that it has removed from the outbox; ``is_drained()`` is False meanwhile.
                 (
                     conn.flush()
                     and conn.writer.is_drained()

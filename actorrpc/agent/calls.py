@@ -56,14 +56,12 @@ __all__ = ["CALLER_BIT", "CURRENT", "MAILBOX_BIT", "Call", "Execution", "Nested"
 T = TypeVar("T")
 
 INFINITE: Final = float("inf")
-MAILBOX_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
-CALLER_BIT: Final = (
-    39  # the bits from here to MAILBOX_BIT number the caller; calls of one caller keep their order
-)
+MAILBOX_BIT: Final = 63  # set in chains of calls that descend from the execution of an actor's method
+CALLER_BIT: Final = 39  # bits from here to MAILBOX_BIT are the caller's; calls of one caller keep their order
 _MANY_NESTED: Final = 64  # with more nested calls than this, ended calls are removed
 
 
-# Marked here, since their modules are below the module of signals.
+# Marked here, because their modules may not import the module of signals.
 for _step in (Future.conclude, Future.try_complete, Future.try_fail, Future.follow, empty_before_collection):
     uninterruptible(_step)
 
@@ -86,22 +84,22 @@ class Execution:
         conn: the connection that the answer is sent over; None for a call of this worker to itself.
         peer: the caller's worker.
         id: the number of the call among the calls of that peer.
-        deadline: when it must be over, on this process's monotonic clock; infinite if unbounded.
+        deadline: when it times out, on this process's monotonic clock; infinite without a time-out.
         chain: the number of the chain of nested calls that it belongs to.
-        cancelled: the caller has given it up, and its nested calls are cancelled.
+        cancelled: whether the caller has given it up, so that its nested calls are cancelled.
         nested: the calls that were made in it, in order; some of them have ended.
-        late: the caller has given it up because of a time-out. The deadline here is near, too, so nested calls end with a
-            time-out, as they would a moment later. Set before ``cancelled``.
-        given_up: an entry for each time that its nested calls were given up: whether the code that runs for them is interrupted.
-            Replaced by a longer tuple each time. A thread that makes a call compares it before and after.
-        arrived: when its request was read. ``begun``: when its turn came; 0.0 before that. ``thread``: the number of the thread
-            that it began on.
+        late: whether the caller has given it up because of a time-out. The deadline here is near as well, so nested calls end
+            with a time-out, as they would a moment later. Set before ``cancelled``.
+        given_up: one entry for each time that its nested calls were given up: whether their code is interrupted. It is replaced
+            by a longer tuple each time. A thread that makes a call compares the tuples before and after.
+        arrived: when its request was read. ``begun``: when it was started; 0.0 before that. ``thread``: the identifier of the
+            thread that started it.
         header: the fields that came with the request, or ``None``.
-        path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
-            them, if there are any. After a call of an actor has begun, the last is the call itself.
-        actor: the actor that is called, or ``None`` for a plain call.
+        path: the executions of actor methods that led to it, the outermost first; the last one equals ``chain``. After a call of
+            an actor has begun, the last one is the call itself. Empty if there are none.
+        actor: the called actor, or ``None`` for a plain call.
         what: the function, or the name of the actor's method, for messages.
-        deferred: the function has returned a future, whose value will be the answer.
+        deferred: whether the function has returned a future, whose value will be the answer.
         notes: see :class:`~actorrpc.agent.hooks.CallHooks`. ``ending``: the ``on_end`` methods of the hooks that take part in
             this execution; None: the ``on_end`` of the agent's hooks.
         convert: a function that replaces the result before it is packed, or None.
@@ -145,7 +143,7 @@ class Execution:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The fields that came with it."""
+        """The header fields of the request."""
         return cast("Mapping[str, Any]", self.header or {})
 
     @property
@@ -174,8 +172,9 @@ class Execution:
         self.give_up_nested(stop)
 
     def give_up_nested(self, stop: bool) -> None:
-        """Give up the calls that this one waits for; it may make others."""
-        # Before the search: a call that another thread is making is found here, or that thread sees this.
+        """Give up the nested calls. The execution itself continues, and may make other calls."""
+        # Set before ``nested`` is read: a call that another thread is making is either found here, or that thread sees the
+        # change.
         self.given_up = (*self.given_up, stop)
         nested = self.nested
         while nested:
@@ -192,7 +191,7 @@ class Execution:
         return CancelledError("the call that this one is nested in was cancelled", maybe_executed=False)
 
     def add_nested(self, call: Nested) -> None:
-        """Have a call given up together with this one. Any thread that runs in this execution's context may call it."""
+        """Record a nested call, which is given up together with this one. Any thread in this execution's context may call it."""
         nested = self.nested
         if len(nested) > _MANY_NESTED:
             for each in list(nested):
@@ -236,22 +235,22 @@ class Call(Progress):
     """A call to a peer. At most one thread waits for it, or it completes a future.
 
     Args:
-        function: what is called, for the label if none is given.
-        timeout: seconds; 0 means no bound but that of the call that this one is nested in.
-        future: completed with the outcome; without one, the caller is :meth:`Agent.ask`.
-        keep: kept alive until the call ends.
-        mail: names a mailbox of the peer; the message then carries the arguments alone.
+        function: names the call if there is no label.
+        timeout: in seconds; 0: no limit except the deadline of the call that this one is nested in.
+        future: completed with the outcome; None if the caller is :meth:`Agent.ask`.
+        keep: an object that is kept alive until the call ends.
+        mail: the header of a request to a mailbox of the peer, which has the arguments only.
         awaits: the pending futures of arguments; while there are any, the call only reserves its place in the mailbox.
 
     Attributes:
         id: its number among the calls to the peer; 0 until its message is made.
-        made: when it was made. ``thread``: the number of the thread that made it.
-        frame: the request, while it is in the outbox. ``sent``: it was sent.
+        made: when it was made. ``thread``: the identifier of the thread that made it.
+        frame: the request, while it is in the outbox. ``sent``: whether it was sent.
         outcome: without a future, the reply or the error that the call has ended with.
-        polling: the connection that the waiting thread polls. ``lock``: what the thread sleeps on otherwise. ``awake``: the
-            thread has been woken.
-        stopping: the caller has cancelled the call, and waits until the worker has ended it.
-        introduces: a function and its number, which the peer knows once the call is answered; see ``numbered_functions``.
+        polling: the connection that the waiting thread polls. ``lock``: the lock on which the thread sleeps otherwise. ``awake``:
+            whether the thread was woken.
+        stopping: whether the caller has cancelled the call, and waits until the worker has ended it.
+        introduces: a function and its number, which the peer has stored once the call is answered; see ``numbered_functions``.
         size: bytes of body and buffers if they are not in the frame alone.
         fields, notes: see :class:`~actorrpc.agent.hooks.CallHooks`; there are no fields before ``on_call``.
         ending: the ``on_answer`` of the hooks that take part.
@@ -341,7 +340,7 @@ class Call(Progress):
     # -- ending (by the thread that took the call out of ``pending``) --------------------------------------
 
     def end(self, outcome: Frame | BaseException | None) -> None:
-        """Note that the call has ended, and wake its waiter. Runs no user code."""
+        """Record that the call has ended, and wake the waiting thread. Runs no user code."""
         self.outcome = outcome
         self.done = True
         self.wake()
@@ -355,9 +354,10 @@ class Call(Progress):
         callbacks: list[Any] = []
         if future is not None:
             future.try_fail(error, submit or callbacks.append)
-        # Not in both places: an execution keeps its nested calls, and the frames of the error's traceback may keep the execution.
+        # With a future, the error is not stored here as well: an execution refers to its nested calls, and the frames of the
+        # error's traceback may refer to the execution, which would be a reference cycle.
         self.end(error if future is None else None)
-        self.future = None  # the future names the call: no cycle
+        self.future = None  # the future refers to the call, so this breaks a reference cycle
         self.keep = None
         for run in callbacks:
             run()
@@ -367,7 +367,7 @@ class Call(Progress):
     def drive(self, deadline: float | None) -> None:
         """Wait until the call has ended or the deadline has passed; if the call's own deadline has passed, end the call.
 
-        The thread reads the connection itself as long as only replies come.
+        The thread reads the connection itself as long as it receives only replies.
         """
         agent, conn = self.agent, self.conn
         if agent.scheduler.corked:
@@ -422,7 +422,7 @@ class Call(Progress):
         finally:
             if runner is not None:
                 runner.end_wait()
-        # The deadline may have been put off meanwhile: see actorrpc.debugger.
+        # The debugger may have moved the deadline meanwhile.
         if not self.done and self.deadline <= _time.now():
             self.expire()
 
@@ -443,7 +443,7 @@ class Call(Progress):
         """Sleep until woken; return whether the future, if there is one, is complete.
 
         Raises:
-            DeadlockError: this thread is reading the connection, and the collector has run a finaliser there, which waits.
+            DeadlockError: this thread is reading the connection, and a finaliser that the garbage collector has run there waits.
         """
         conn = self.conn
         if conn is not None and conn.read_by == get_ident():
@@ -468,12 +468,12 @@ class Call(Progress):
         return False
 
     def flush(self) -> None:
-        """Send all corked frames, and have the pool read the reply: a thread is about to wait for it elsewhere."""
+        """Send all corked frames, and let the pool read the reply, because a thread is about to wait for it elsewhere."""
         self.agent.scheduler.flush()
         self.listen()
 
     def listen(self) -> None:
-        """Have the pool read the reply."""
+        """Let the pool read the reply."""
         conn = self.conn
         if conn is not None and conn.expecting:
             conn.listen()
@@ -481,10 +481,10 @@ class Call(Progress):
     # -- giving up ---------------------------------------------------------------------------------
 
     def expire(self) -> bool:
-        """End the call because its deadline has passed; False if another thread has ended it, or ends it in this moment."""
+        """End the call because its deadline has passed; return False if another thread has ended it meanwhile."""
         if self.cancel(stop=self.mail is not None and self.mail.interrupts, late=True):
             return True
-        while not self.done:  # that takes microseconds, not waits
+        while not self.done:  # the other thread takes microseconds to end the call
             _time.pause(0.0005)
         return False
 
@@ -494,11 +494,11 @@ class Call(Progress):
         Called once, by the thread that ends the call: the result is final.
         """
         conn = self.conn
-        # Read before ``sent``: once the connection is closed, a frame that has not left never does.
+        # Read before ``sent``: once the connection is closed, a frame that was not sent is never sent.
         closed = conn is not None and conn.state is CLOSED
         frame = self.frame
-        # No flags and no header: no shared memory, no references, no chunks that follow. The writer sets ``sent``
-        # before it takes the frame, so one of the two is seen here.
+        # A frame without flags and header has no shared memory, no references and no chunks. The writer sets ``sent`` before it
+        # reads the frame, so either ``sent`` is seen here, or the writer finds the frame empty.
         if frame and not self.sent and not frame[9] and frame[4:8] == b"\0\0\0\0":
             self.frame = b""
         return self.sent or (bool(self.frame) and not closed)
@@ -586,7 +586,7 @@ class Call(Progress):
         conn, flags = self.conn, STOP * stop | LATE * late
         if conn is not None:
             if conn.state is not CLOSED:
-                # Behind the call itself, which may still be in the outbox.
+                # Through the outbox, so that it is sent after the call itself.
                 conn.outbox.append(pack_frame(CANCEL, self.id, flags=flags))
                 self.agent.scheduler.cork(conn)
         elif self.peer.is_self:

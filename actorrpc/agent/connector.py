@@ -1,20 +1,21 @@
-"""How connections come about, and how one that breaks goes on: listening, dialling, the handshake before anything else.
+"""Opens connections to peers, and resumes connections that have broken.
 
-What another process dials is a pending connection until that has proved that it knows the key: :mod:`actorrpc.agent.acceptor`.
-Dialling happens on the thread that makes the first call to a peer, within that call's deadline, under the peer's ``dial_lock``.
+A connection that another process opens is a pending connection until that process has proved that it has the key; see
+:mod:`actorrpc.agent.acceptor`. A connection to a peer is opened by the thread that makes the first call to the peer, before that
+call's deadline, under the peer's ``dial_lock``.
 
-On one host there is also a Unix socket per direction, for the descriptors of shared memory, tied to its connection by a
-random token.
+Between two processes of one host there is also a Unix socket for each direction that shares memory, for its descriptors. A random
+token ties it to its connection.
 
-:class:`Connector`: ``_lock`` guards its tables; nothing is called under it.
+:class:`Connector`: ``_lock`` guards its tables; no other code runs under it.
 
-:class:`Resumption`: a TCP connection that breaks goes on over another socket, within a grace time. The side that had dialled
-dials again, for as long as the grace time lasts; the other side waits for it. Either one finds out at once where the peer's
-process is gone: nobody listens at its address any more. Until the connection goes on, the messages to be sent wait in its outbox,
-under the deadlines of the calls; when it does not, its end is the peer's. Attempts run on pool threads, and several for one
-connection may be under way at both ends. Nothing is guarded there: the latest counts (:mod:`actorrpc.transport.session`).
-:meth:`Connection.standstill`, before a side tells how far it has come, puts an end to all earlier ones, and
-:meth:`Connection.resume` is a single step under the connection's locks.
+:class:`Resumption`: when a TCP connection breaks, it is resumed over another socket within a grace time. The side that opened the
+connection (the dialling side) dials again until the grace time has passed; the other side waits. Both sides notice early if the
+peer's process has ended, because connections to its address are refused then. Until the connection is resumed, messages wait in
+its outbox, and deadlines of calls apply. If it is not resumed, the peer is considered dead. Attempts run on pool threads, and
+there may be several at a time for one connection, on both sides. They need no lock, because the latest attempt wins
+(:mod:`actorrpc.transport.session`): before a side sends the number of received bytes, it calls :meth:`Connection.standstill`,
+which ends all earlier attempts, and :meth:`Connection.resume` is a single step under the connection's locks.
 """
 
 from __future__ import annotations
@@ -69,18 +70,16 @@ if TYPE_CHECKING:
 __all__ = ["Connector", "Resumption"]
 
 _log = logging.getLogger("actorrpc.links")
-_ATTEMPT_S: Final = 2.0  # for dialling, shaking hands and saying how far each side has come
-_PAUSES_S: Final = (0.0, 0.02, 0.05, 0.1, 0.2)  # between attempts; the last one for all that follow
-_PROBE_S: Final = 0.25  # how often the side that waits looks whether the peer still listens
-_REFUSALS: Final = (
-    5  # handshakes that may fail before the peer is taken for another one: bytes can be damaged
-)
+_ATTEMPT_S: Final = 2.0  # the time limit of one attempt to resume
+_PAUSES_S: Final = (0.0, 0.02, 0.05, 0.1, 0.2)  # before the next attempts; the last pause is repeated
+_PROBE_S: Final = 0.25  # how often the waiting side checks whether the peer still listens
+_REFUSALS: Final = 5  # failed handshakes, which damaged bytes may cause, before the connection is closed
 _COUNT: Final = struct.Struct("<Q")
 _UNKNOWN: Final = (1 << 64) - 1
 
 
 class _ConnectingAgent(AdmittingAgent, Protocol):
-    """The parts of an agent that connections are made and resumed with."""
+    """The parts of an agent that :class:`Connector` and :class:`Resumption` use."""
 
     scheduler: Scheduler
     objects: ObjectStore
@@ -92,18 +91,14 @@ class _ConnectingAgent(AdmittingAgent, Protocol):
 
 
 class Resumption:
-    """Brings the broken connections of one agent back. Thread-safe.
-
-    Args:
-        connector: dials, and knows the connections.
-    """
+    """Resumes the broken connections of one agent. Thread-safe."""
 
     def __init__(self, agent: _ConnectingAgent, connector: Connector) -> None:
         self._agent = agent
         self._connector = connector
 
     def begin(self, conn: Connection, error: BaseException) -> None:
-        """Try to bring a connection back that has just been suspended. Called under its locks: goes on elsewhere."""
+        """Begin to resume a connection that was just suspended. Called under its locks, so the work is done on a pool thread."""
         self._agent.pool.submit(partial(self._begin, conn, error, conn.lapses))
 
     def _begin(self, conn: Connection, error: BaseException, lapse: int) -> None:
@@ -148,9 +143,9 @@ class Resumption:
                 sock, _ = self._connector.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
                 if self._agree(conn, sock, number, limit):
                     return
-                conn.close(error)  # the other side has given it up
+                conn.close(error)  # the other side has closed the connection
                 return
-            except LimitError:  # it has no descriptor for it now
+            except LimitError:  # the other side has no descriptor at present
                 gone = False
             except RpcError as refused:
                 gone = False
@@ -171,7 +166,7 @@ class Resumption:
         with undo_on_error(sock.close):
             sock.settimeout(max(0.05, limit - _time.now()))
             mine = conn.standstill(number)
-            if mine is None:  # another one has begun, and does what there is to do
+            if mine is None:  # a later attempt has begun, and will resume the connection
                 sock.close()
                 return True
             sock.sendall(_COUNT.pack(mine))
@@ -185,10 +180,10 @@ class Resumption:
     # -- the side that waits -----------------------------------------------------------------------
 
     def _probe(self, conn: Connection, error: BaseException, lapse: int) -> None:
-        """Look whether the peer's process is still there, as far as its address says so."""
+        """Check whether the peer still listens; if all its addresses refuse connections, close the connection."""
         if self._over(conn, lapse):
             return
-        # A peer that has not introduced itself yet has no address.
+        # The address of a peer that has not introduced itself is unknown.
         addresses = [] if conn.peer is None else self._connector.addresses(conn.peer)
         gone = bool(addresses)
         for family, address in addresses:
@@ -206,13 +201,15 @@ class Resumption:
         self._agent.clock.after(_PROBE_S, partial(self._agent.pool.submit, again))
 
     def admit(self, sock: AnySocket, proved: Session, answer: bytes, conn: Connection | None) -> None:
-        """Take a socket that is to take the place of a connection's, which may not have noticed that it is broken.
+        """Resume a connection over a socket that the peer has opened. This side may not have noticed yet that the old one is
+        broken.
 
         Args:
-            proved: what the handshake has established.
-            answer: the last message of the handshake.
+            proved: the result of the handshake on the new socket.
+            answer: the last message of the handshake, which is still to be sent.
+            conn: the connection to resume; None: it is unknown here.
         """
-        # Before the other side hears that it may go on: from there, its next attempt is a later one here as well.
+        # Draw the number before the answer is sent: afterwards, the peer may begin its next attempt, which must get a higher one.
         session = None if conn is None else conn.session
         number = 0 if session is None else next(session.attempts)
         try:
@@ -226,7 +223,7 @@ class Resumption:
                 return
             mine = None
             if not session.is_overtaken(number):
-                conn.suspend(ConnectionResetError("the other side has begun a new one"))
+                conn.suspend(ConnectionResetError("the other side has opened another socket"))
                 mine = conn.standstill(number)
             if mine is None:
                 sock.close()
@@ -234,7 +231,7 @@ class Resumption:
             sock.sendall(_COUNT.pack(mine))
             self._go_on(conn, sock, number, theirs)
         except (OSError, EOFError) as error:
-            _log.info("a connection of %r did not come back: %s", proved.peer_name, error)
+            _log.info("a connection of %r was not resumed: %s", proved.peer_name, error)
             sock.close()
 
     # -- both --------------------------------------------------------------------------------------
@@ -244,7 +241,7 @@ class Resumption:
         pool = self._agent.pool
 
         def move() -> None:
-            """Have the pool know the connection under its new number, as long as nobody can have closed that."""
+            """Make the pool watch the new descriptor. Called under the connection's locks, so that it is not closed meanwhile."""
             pool.forget(conn.fd)
             pool.watch(stream.sock.fileno(), conn.turn)
 
@@ -258,7 +255,7 @@ class Resumption:
             return
         conn.register()
         self._agent.pool.submit(conn.writer.flush_waiting)
-        _log.info("the connection to %r goes on", _name(conn))
+        _log.info("the connection to %r was resumed", _name(conn))
 
 
 def _read_count(sock: AnySocket) -> int:
@@ -266,7 +263,7 @@ def _read_count(sock: AnySocket) -> int:
     while len(data) < _COUNT.size:
         more = sock.recv(_COUNT.size - len(data))
         if not more:
-            raise ConnectionResetError(errno.ECONNRESET, "closed before it was said how far it has come")
+            raise ConnectionResetError(errno.ECONNRESET, "closed before the number of received bytes came")
         data += more
     count: Any = _COUNT.unpack(data)[0]
     return int(count)
@@ -286,20 +283,20 @@ _GONE: Final = (errno.ECONNREFUSED, errno.ENOENT)
 
 
 class _DialledSocket(socket.socket):
-    """A socket that an interruption may drop between any two steps of a handshake: it is closed then, without a warning."""
+    """A socket that closes itself without a ResourceWarning, as an interruption may drop it at any step of a handshake."""
 
     def __del__(self) -> None:
-        # Not its own close(), which needs attributes that an interrupted constructor has not set: the descriptor would stay open,
-        # as the interpreter closes no socket whose class has a __del__.
+        # Not self.close(), which needs attributes that an interrupted constructor has not set. It would fail, and the descriptor
+        # would stay open, because the interpreter closes no socket whose class has a __del__.
         socket.SocketType.close(self)
 
 
 class Connector:
-    """Makes and accepts the connections of one agent. Thread-safe.
+    """Opens and accepts the connections of one agent. Thread-safe.
 
     Args:
-        events: takes what the connections read.
-        key: the group's key; None where it has none.
+        events: receives the events of the connections.
+        key: the group's key; None if it has none.
     """
 
     def __init__(self, agent: _ConnectingAgent, events: Events, key: Key | None) -> None:
@@ -307,22 +304,22 @@ class Connector:
         self._events = events
         self._key = key.reveal() if key is not None else b""
         self.tls = Tls.load(agent.settings)
-        # What TLS carries needs no seals.
+        # TLS protects its bytes, so frames are not sealed then.
         self.seals = agent.settings.frame_integrity and self.tls is None
-        # Re-entrant: a signal handler may make a call while the main thread has it.
+        # Re-entrant: a signal handler may make a call while the main thread has the lock.
         self._lock = _time.RLock()
         self.admission = Admission(agent, self._key, self._admit, self.tls)
         self._connections: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
-        self._dialling: set[socket.socket] = set()  # each is put in and taken out in one step
+        self._dialling: set[socket.socket] = set()  # changed by single atomic steps, without the lock
         self.resumption = Resumption(agent, self)
 
     @property
     def key(self) -> Key | None:
-        """The group's key; None where it has none."""
+        """The group's key; None if it has none."""
         return Key.revealed(self._key) if self._key else None
 
-    # -- those who come in -----------------------------------------------------------------------------
+    # -- accepted connections --------------------------------------------------------------------------
 
     def _admit(self, pending: PendingConnection, answer: bytes) -> None:
         session = pending.acceptor.result
@@ -336,7 +333,7 @@ class Connector:
                 conn.register()
             except (OSError, ValueError):  # the epoll was closed meanwhile
                 conn.close()
-            if self._agent.closed_down:  # the thread that closed it may have looked before this one came
+            if self._agent.closed_down:  # the closing thread may have read the table before _welcome()
                 self._agent.dismiss([conn])
             return
         with self._lock:
@@ -348,7 +345,7 @@ class Connector:
             sock.close()
             return
         if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and pending.local:
-            # In place before the lender can name any memory: it waits for our answer.
+            # Set before the answer is sent: the peer lends memory only after it has received the answer.
             main.lane.borrow(
                 Borrower(
                     sock,
@@ -382,13 +379,14 @@ class Connector:
                 seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
             )
         except OSError as error:
-            # The peer has reset it; or there is no descriptor for a second one, which it takes.
+            # The peer has reset the connection; or there is no descriptor, of which a connection needs another one.
             if not dialled and error.errno in fd_limits.SHORT:
                 with contextlib.suppress(OSError):
                     sock.send(no_room(error))
             sock.close()
             raise
-        # Before anybody can find it, and close it: its number would be that of another one then, which nobody would read.
+        # Watch the descriptor before other threads can find the connection and close it. Otherwise its number could be reused,
+        # and the entry here would replace that of the new connection.
         agent.pool.watch(conn.fd, conn.turn)
         return conn
 
@@ -396,7 +394,7 @@ class Connector:
         """Return the stream over a socket after its handshake; ``local``: the socket is not TCP.
 
         Raises:
-            OSError: the other side has reset it.
+            OSError: the other side has reset the connection.
         """
         made = SocketStream(sock) if isinstance(sock, socket.socket) else sock
         if not local:
@@ -404,9 +402,11 @@ class Connector:
         return made
 
     def _welcome(self, conn: Connection, sock: AnySocket, answer: bytes) -> None:
-        """End a handshake. The connection can be found before: the other side may come back as soon as it has heard.
+        """Send the last message of a handshake.
 
-        Found by the thread that closes the agent, it is sent a goodbye: the write lock keeps that behind the answer.
+        The connection is entered into the table before that: the peer may resume the connection as soon as it has received the
+        answer. A thread that closes the agent may find it there and send a GOODBYE; the writer's lock ensures that this follows
+        the answer.
         """
         try:
             with conn.writer.lock:
@@ -417,17 +417,17 @@ class Connector:
             conn.enter(CLOSED)
             self._agent.pool.forget(conn.fd)
             self.forget(conn)
-            conn.reap()  # the thread that closes the agent may be at it as well
+            conn.reap()  # idempotent: a thread that closes the agent may call it as well
             raise
         conn.flush()
 
     def _enter(self, conn: Connection) -> None:
-        """Have a connection be found by its token."""
+        """Enter a connection into the table, by its token."""
         with self._lock:
             self._connections[conn.attach] = conn
 
     def introduced(self, conn: Connection, body: bytes) -> None:
-        """Take the first frame of an accepted connection: who is speaking. Under the read lock."""
+        """Handle the first frame of an accepted connection, which has the peer's record. Under the read lock."""
         with self._lock:
             session = self._introducing.pop(conn, None)
         if session is None:
@@ -437,8 +437,9 @@ class Connector:
             raise ProtocolError(f"{session.peer_name!r} introduced itself as {record.name!r}")
         peer = self._agent.peer_table.adopt(record)
         if peer.state != "alive":
-            # It opened two connections, and its end was read from the other one first; or it was silent for too long, and
-            # lives. Then it hears that it is taken for dead: it would wait for answers as long again.
+            # Either the peer opened two connections, and its end was read from the other one first. Or it was silent for too
+            # long, is considered dead and still lives. Then a GOODBYE with flags tells it so; otherwise it would wait for
+            # answers.
             _log.info("a connection of %r came too late: it is %s", record.name, peer.state)
             if peer.state == "dead":
                 conn.outbox.append(pack_frame(GOODBYE, flags=1))
@@ -455,7 +456,7 @@ class Connector:
         self._agent.scheduler.pulse.wake()
 
     def forget(self, conn: Connection) -> None:
-        """Drop what is kept about a connection that has ended."""
+        """Remove a connection that has ended from the tables."""
         with self._lock:
             if self._connections.get(conn.attach) is conn:
                 del self._connections[conn.attach]
@@ -464,13 +465,16 @@ class Connector:
     # -- dialling --------------------------------------------------------------------------------------
 
     def connect(self, peer: Peer, deadline: float, what: str) -> Connection:
-        """Return a connection to a peer, making it if there is none. Interruptible.
+        """Return the connection to a peer; open it if there is none. Interruptible.
+
+        Args:
+            what: the function that is called, for error messages.
 
         Raises:
-            PeerDiedError: nobody listens there any more.
-            RpcTimeoutError: no connection within the deadline, or the connect time-out.
-            AuthenticationError, VersionError: the two do not share a key or a protocol.
-            LimitError: this process may open no more descriptors, or the peer.
+            PeerDiedError: the peer's addresses refuse connections, or another run of the peer has taken its place.
+            RpcTimeoutError: no connection before the deadline or the connect time-out.
+            AuthenticationError, VersionError: the two workers do not share a key or a protocol version.
+            LimitError: this process or the peer has no descriptor left.
         """
         limit = min(deadline, _time.now() + self._agent.settings.connect_timeout)
         while True:
@@ -500,8 +504,9 @@ class Connector:
                 sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
                 return self._establish(peer, sock, family == socket.AF_UNIX, session)
             except PeerDiedError:
-                # Nothing was proved; but a liar could as well refuse the connection, which says the same.
-                self._agent.peer_ended(peer, "dead", "a new life of it answers at its address")
+                # The answer of the other worker was not authenticated. But an attacker at this address could also refuse the
+                # connection, with the same result.
+                self._agent.peer_ended(peer, "dead", "a new run of it answers at its address")
                 raise
             except LimitError as error:
                 raise LimitError(
@@ -515,14 +520,14 @@ class Connector:
                         f"cannot call {what}: there is no connection to {peer.name!r}, none can be opened, and nothing was "
                         f"sent: {fd_limits.explain(error)}"
                     ) from error
-                # It has no time for the handshake, but its process runs: busy, not gone.
+                # The peer is busy if the handshake has timed out while its process runs.
                 busy = (
                     isinstance(error, TimeoutError)
                     and peer.record.host == self._agent.record.host
                     and process_state(peer.record.pid) == "running"
                 )
                 if (busy or error.errno in _BUSY) and _time.now() < limit and not self._agent.closed_down:
-                    # Too many at once at its door, or it has just ended: then nobody will listen the next time.
+                    # Its backlog is full, or it has just ended; in the latter case the next attempt is refused.
                     _time.sleep(0.02)
                     queue.appendleft((family, address))
                     continue
@@ -535,9 +540,7 @@ class Connector:
             )
             raise AuthenticationError(why)
         if gone:
-            self._agent.peer_ended(
-                peer, "dead", f"nobody listens at its address any more ({'; '.join(tried)})"
-            )
+            self._agent.peer_ended(peer, "dead", f"its address refuses connections ({'; '.join(tried)})")
             raise peer.died(f"cannot call {what}", maybe_executed=False)
         raise (RpcTimeoutError if _time.now() >= deadline else PeerDiedError)(
             f"cannot call {what}: {peer.name!r} cannot be reached ({'; '.join(tried)}); the call was not executed",
@@ -553,9 +556,9 @@ class Connector:
         self._join(peer, conn)
         try:
             conn.register()
-        except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
+        except (OSError, ValueError):  # the epoll, or this connection, was closed meanwhile
             conn.close()
-        if self._agent.closed_down:  # looked at when it can be found by the thread that closes the agent
+        if self._agent.closed_down:  # after _enter(): a later close of the agent finds the connection
             conn.close()
             conn.reap()
             raise self._agent.shut_down_error()
@@ -563,7 +566,7 @@ class Connector:
         return conn
 
     def addresses(self, peer: Peer) -> list[tuple[int, Any]]:
-        """Return where a peer can be dialled: family and address."""
+        """Return the addresses of a peer that this worker can connect to, as (family, address)."""
         record, transport = peer.record, self._agent.settings.transport
         addresses: list[tuple[int, Any]] = []
         if record.host == self._agent.record.host and record.unix_path and transport != "tcp":
@@ -577,7 +580,7 @@ class Connector:
     def dial(
         self, peer: Peer, family: int, address: Any, purpose: Purpose, attach: bytes, limit: float
     ) -> tuple[AnySocket, Session]:
-        """Connect and shake hands; return the socket and what the handshake has established.
+        """Connect and perform the handshake; return the socket and the session.
 
         Raises:
             OSError: no connection.
@@ -595,7 +598,7 @@ class Connector:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             plain.settimeout(max(0.05, limit - _time.now()))
             self._dialling.add(plain)
-            if agent.closed_down:  # the thread that closed the agent may have looked before this one came
+            if agent.closed_down:  # the closing thread may have read ``_dialling`` before the add()
                 raise self._agent.shut_down_error()
             plain.connect(address)
             limit = min(limit, _time.now() + agent.settings.handshake_timeout)
@@ -620,14 +623,13 @@ class Connector:
             if not dialler.replaced:
                 raise
             raise PeerDiedError(
-                f"the life of {peer.name!r} that was meant (pid {peer.record.pid}) has ended, and the worker has been "
-                "replaced by a new life, which answers at its address; nothing was sent. A worker that looks it up anew "
-                "finds the new one",
+                f"the run of {peer.name!r} that was called (pid {peer.record.pid}) has ended, and a new run of this worker "
+                "answers at its address; nothing was sent. A worker that looks up the name again finds the new run",
                 maybe_executed=False,
                 worker=peer.name,
             ) from error
         except ssl.SSLError as error:
-            # An OSError as well, but no sign that nobody is there.
+            # An SSLError is an OSError, but does not mean that the address refuses connections.
             raise explain(error, f"worker {peer.name!r} at {_shown(address)}") from error
         except OSError as error:
             if agent.closed_down:
@@ -639,15 +641,15 @@ class Connector:
                 sock.close()
 
     def stop_dialling(self) -> None:
-        """End what connects or shakes hands: the agent is closed down, and their threads are not to outlive it."""
+        """Shut down sockets that are connecting or in a handshake, so that their threads end before the agent does."""
         for sock in self._dialling.copy():
-            with contextlib.suppress(OSError):  # it is not connected yet, or is closed already
+            with contextlib.suppress(OSError):  # the socket is not connected yet, or is closed already
                 sock.shutdown(socket.SHUT_RDWR)
 
     # -- side connections --------------------------------------------------------------------------------
 
     def open_lane(self, conn: Connection) -> Lender | None:
-        """Make the descriptor socket over which memory is lent to the peer; None where that is not possible."""
+        """Open the descriptor socket over which memory is lent to the peer; return None if that is not possible."""
         peer: Peer = conn.peer
         lane, path = conn.lane, peer.record.unix_path
         if not conn.local or not path or _time.now() < lane.opens_at:
@@ -661,7 +663,7 @@ class Connector:
                 sock, _ = self.dial(peer, socket.AF_UNIX, path, Purpose.LANE, conn.attach, limit)
             except (OSError, RpcError) as error:
                 _log.info("no shared memory with %r: %s", peer.name, error)
-                # One of the two may have had no descriptor, or no time: that passes.
+                # A lack of descriptors or a time-out on either side may be temporary.
                 lane.cannot_lend(isinstance(error, (OSError, LimitError)))
                 return None
             sock.setblocking(False)
@@ -677,8 +679,8 @@ class Connector:
     # -- the end -----------------------------------------------------------------------------------------
 
     def connections(self) -> list[Connection]:
-        """Return all connections that are not forgotten, also those whose peer is still to introduce itself."""
-        # Without the lock: in a forked child, a thread that does not exist there may hold it.
+        """Return all connections in the table, including those whose peer has not introduced itself yet."""
+        # Without the lock, because fork hooks call this: in a forked child, a thread that does not exist there may hold it.
         return list(self._connections.values())
 
     def abandon(self) -> None:

@@ -1,7 +1,8 @@
-"""Which worker the running code belongs to: the process's, or the thread's where a test has several in one process.
+"""The worker that the running code acts for.
 
-A process is one worker, or none. :class:`~actorrpc.testing.InProcessCluster` makes several in one process: a thread that one of
-them starts acts for it, any thread may choose one (:func:`begin_acting`), and all other threads act for the first.
+A process is one worker, or none. In tests, :class:`~actorrpc.testing.InProcessCluster` creates several workers in one process: a
+thread that a worker starts acts for that worker, any thread may choose a worker (:func:`begin_acting`), and all other threads act
+for the first one.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class Worker:
         leaver: ends its process when the driver asks for that.
         observer: answers the state queries of other workers, and sends its own.
         timeout: the default time-out of its calls, in seconds; 0 means none.
-        what: the kind of worker, in words for messages.
+        what: describes the kind of worker, for messages.
         namespace: where its actors look up names by default.
-        ends: functions that end the packages above, called in reverse order; see ``rpc.api.on_start``.
-        stop: ends the owner of the worker; called with whether the end is graceful, and the seconds that are left.
-        in_force: it has joined, and has not begun to leave.
+        ends: functions that end the parts of higher packages, called in reverse order; see ``rpc.api.on_start``.
+        stop: shuts down the owner of the worker; its arguments are whether the shutdown is graceful, and the seconds left for it.
+        in_force: whether it has joined the group and has not begun to leave.
     """
 
     __slots__ = (
@@ -89,7 +90,7 @@ class _ProcessWorker:
     """Has the process's worker as an attribute, which code on the path of a call reads without a function call.
 
     Attributes:
-        worker: the worker that this process is; None if it is none, or several.
+        worker: the process's worker; None if the process has none or several.
     """
 
     __slots__ = ("worker",)
@@ -99,9 +100,9 @@ class _ProcessWorker:
 
 here: Final = _ProcessWorker()
 here.worker = None
-_members: list[Worker] = []  # the workers of a process that is several, in the order in which they were made
+_members: list[Worker] = []  # the workers of a process with several, in the order of creation
 
-#: Called in a forked child with each worker that its parent is, and that is no longer in force.
+#: Called in a forked child with each worker of the parent.
 on_fork: list[Callable[[Worker], None]] = []
 
 
@@ -114,12 +115,12 @@ def current_worker() -> Worker | None:
 
 
 def workers_here() -> tuple[Worker, ...]:
-    """Return all workers that this process is."""
+    """Return all workers of this process."""
     return tuple(_members) if here.worker is None else (here.worker,)
 
 
 def set_worker(worker: Worker | None) -> None:
-    """Set the worker that this process is; None: it is none. Does nothing in a process of several workers."""
+    """Set the worker of this process; None: it has none. Does nothing in a process with several workers."""
     if not _members:
         here.worker = worker
 
@@ -128,7 +129,7 @@ def set_worker(worker: Worker | None) -> None:
 
 
 def add_several(worker: Worker) -> None:
-    """Add a worker to a process of several workers."""
+    """Add a worker to a process with several workers."""
     here.worker = None
     _members.append(worker)
 
@@ -140,7 +141,7 @@ def end_several() -> None:
 
 
 def begin_acting(worker: Worker) -> None:
-    """Have the calling thread (or asyncio task), and the threads of this package that it starts, act for a worker."""
+    """Make the calling thread (or asyncio task), and the threads of this package that it starts, act for a worker."""
     ACTING.set((*ACTING.get(), worker))
 
 

@@ -1,10 +1,10 @@
-"""Daemon threads that the end of the interpreter does not cut short.
+"""Daemon threads that the end of the interpreter does not interrupt while they end.
 
 ``join()`` returns when a thread has run its last Python code. After that, the thread destroys its C++ objects, and needs the
-interpreter where these hold Python objects: torch's inductor leaves such objects with the thread that happens to import it. An
-interpreter that is being finalized makes the thread exit within a destructor, for which C++ aborts the process ("terminate called
-without an active exception"). Therefore the end of the interpreter waits for threads that are about to end. It does not wait for
-threads that run user code, which may never end.
+interpreter if these refer to Python objects (torch's inductor leaves such objects in the thread that imports it). If the
+interpreter is being finalized meanwhile, it makes the thread exit within a destructor, and C++ aborts the process ("terminate
+called without an active exception"). Therefore the end of the interpreter waits for threads that are about to end. It does not
+wait for threads that run user code, which may never end.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _log = logging.getLogger("actorrpc.threads")
 ACTING: Final[ContextVar[tuple[Any, ...]]] = ContextVar("actorrpc_acting_worker", default=())
 
 _WAIT_S: Final = 2.0
-_ENGAGED_S: Final = 0.05  # how long the other threads must have run user code
+_ENGAGED_S: Final = 0.05  # the interpreter ends when all remaining threads have run user code for so long
 _MANY: Final = 64
 _OURS: Final = (
     str(Path(__file__).parents[1]) + os.sep,
     str(Path(os.__file__).parent) + os.sep + "threading.py",
 )
-# All threads that have been started and have Python code to run.
+# All threads that were started and have not run all of their Python code.
 _running: Final[set[Daemon]] = set()
-# The native ids of threads that have run all of their Python code, but the end of Daemon.run.
+# The native ids of threads that have run all of their Python code except the end of Daemon.run.
 _leaving: Final[deque[int]] = deque()
 
 
@@ -58,7 +58,7 @@ class Daemon(threading.Thread):
 
     def start(self) -> None:
         """Start the thread. It acts for the worker that the calling thread acts for."""
-        self._acting = ACTING.get()[-1:]  # its context has no variables of this one's
+        self._acting = ACTING.get()[-1:]  # a new thread begins with an empty context
         # Thread.start ends the thread if a signal handler raises in it.
         signals.put_off_during(self._start)
 
@@ -88,7 +88,7 @@ def _is_there(thread: int) -> bool:
 
 
 def _forget() -> None:
-    """Drop the threads that have ended. Any number of threads may call it at once."""
+    """Remove ended threads from ``_leaving``. Any number of threads may call it at once."""
     for _ in range(len(_leaving)):
         try:
             thread = _leaving.popleft()

@@ -2,7 +2,7 @@
 
 Runs on pool threads, or on the thread that completes the future of an ``async_execution`` function. A request whose deadline
 has passed, or whose caller has cancelled it, is not started. Arguments are opened, functions run and answers packed outside
-of every lock. The arguments are dropped before the answer is sent, so that their shared memory goes back with it.
+of every lock. The arguments are dropped before the answer is sent, so that the release of their shared memory is sent with it.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _ANY_FUTURE: Final[type] = torch._C.Future
 
 
 def path_of(header: Header, chain: int) -> tuple[int, ...]:
-    """Return the mailbox executions that a request descends from.
+    """Return the executions of actor methods that led to a request, the outermost first.
 
     Raises:
-        ProtocolError: the header makes no sense.
+        ProtocolError: the header is not valid.
     """
     path = header.get("path", ())
     if not chain >> MAILBOX_BIT:
@@ -85,10 +85,10 @@ class Deferred:
 
 
 def future_of(value: Any, function: Any) -> Any:
-    """Return what a function marked with ``async_execution`` returned.
+    """Check that a function marked with ``async_execution`` has returned a future, and return the future.
 
     Raises:
-        TypeError: it is not a future.
+        TypeError: ``value`` is not a future.
     """
     if not isinstance(value, _ANY_FUTURE):
         raise TypeError(
@@ -99,7 +99,7 @@ def future_of(value: Any, function: Any) -> Any:
 
 
 def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
-    """Pack an error for the caller of a function that raised it: whole where that fits into a message, else shortened."""
+    """Pack an error for the caller of the function that raised it; shortened if it does not fit into a message."""
     settings, dumps = agent.settings, codec.dumper(same_main)
     # An error is pickled up to twice, with the members of a group and with texts: most often this fits ``max_message``.
     limit = min(exceptions.MAX_PICKLE, settings.max_message // 4)
@@ -114,9 +114,9 @@ class Executor:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        # Made now: when it is needed, there may be no memory to make it.
+        # Packed now, because there may be no memory for it when it is needed.
         short = LimitError(
-            f"worker {agent.name!r} cannot send what became of the call: it has no memory or no descriptors left, or the "
+            f"worker {agent.name!r} cannot send the outcome of the call: it has no memory or no descriptors left, or the "
             "error is larger than its setting max_message"
         )
         short.maybe_executed = True
@@ -136,7 +136,8 @@ class Executor:
             _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
         else:
             peer.running[id] = execution
-            # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
+            # Test after the entry in ``running``. A cancellation sets ``cancelled`` first and then reads ``running``, so one of
+            # the two threads sees the other's entry.
             if execution.begun > execution.deadline or (peer.cancelled and id in peer.cancelled):
                 self._refuse_unwanted(frame, execution)
             else:
@@ -161,7 +162,7 @@ class Executor:
                         value = run_hooked(hooks, execution, function, args, kwargs)
                     else:
                         value = function(*args, **kwargs)
-                    opened = args = kwargs = None  # shared memory goes back with the answer
+                    opened = args = kwargs = None  # releases shared memory, which is reported with the answer
                     if type(value) is Deferred or getattr(function, ASYNC_MARK, None) is not None:
                         self._answer_later(execution, value, function)
                         answered = False
@@ -187,13 +188,13 @@ class Executor:
         elif len(conn.outbox) >= agent.settings.cork_frames:
             conn.flush(True)
         elif conn.outbox and conn not in agent.scheduler.corked:
-            agent.scheduler.cork(conn)  # more of the batch is waiting: its answers leave together
+            agent.scheduler.cork(conn)  # more requests are queued; their answers are sent together
 
     def run_posts(self, posts: deque[tuple[Any, Frame, float]]) -> None:
         """Execute posts on the thread that has read them as it waited.
 
         Raises:
-            Exception: what a signal handler has raised.
+            Exception: an exception of a signal handler.
         """
         while posts:
             task = posts.popleft()
@@ -229,7 +230,7 @@ class Executor:
                 self._end_post(execution, error)
             if waiting and is_of_handler(error):
                 raise error
-            report(_log, error, "what %r has posted here failed", execution.peer.name)
+            report(_log, error, "a cast of %r failed here", execution.peer.name)
         else:
             self.fail(execution, error)
 
@@ -240,7 +241,7 @@ class Executor:
                 if end not in self._agent.hooks.recorded:
                     end(execution, error)
         except Exception as raised:
-            report(_log, raised, "hooks at the end of what %r has posted here failed", execution.peer.name)
+            report(_log, raised, "hooks at the end of a cast of %r failed here", execution.peer.name)
 
     def _learn(self, peer: Peer, introduced: tuple[Any, ...]) -> Any:
         if self._agent.record.data_only:
@@ -275,7 +276,7 @@ class Executor:
         answer: Callable[[Any], object],
         fail: Callable[[BaseException], object],
     ) -> None:
-        """Answer a request with what a future will hold, on the thread that completes it."""
+        """Answer a request with the value or the error of a future, on the thread that completes the future."""
 
         def ready(done: Any) -> None:
             token = CURRENT.set(execution)
@@ -387,7 +388,7 @@ class Executor:
         _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
-        """Answer an unopened request with an error, and give back the memory and references in it. Never raises."""
+        """Answer an unopened request with an error, and release the memory and references in it. Never raises."""
         self._agent.inbox.discard(conn, frame)
         if not frame.flags & POST:
             self.refuse_opened(conn, frame.id, error)

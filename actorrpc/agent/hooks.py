@@ -1,7 +1,7 @@
-"""Hooks: what takes part in the calls of an agent without the agent knowing of it.
+"""Hooks, by which other modules and users take part in the calls of an agent.
 
-A user or a module of this package derives a class from :class:`CallHooks`, overrides the moments that it needs, and adds an
-instance: to all workers of the process (:func:`add_hooks`), or to one agent (:class:`HookSet`). A moment for which no hooks
+A user or a module of this package derives a class from :class:`CallHooks`, overrides the methods that it needs, and adds an
+instance: to all workers of the process (:func:`add_hooks`), or to one agent (:class:`HookSet`). A method for which no hooks
 were added costs a call one test of an empty tuple. The flight recorder, spans of OpenTelemetry, ranges and remote events of
 torch's profilers, and the faults of ``actorrpc.testing`` are such hooks.
 
@@ -76,11 +76,11 @@ profiler: Final[Any] = torch.autograd.profiler
 thread_is_profiled: Final[Callable[[], bool]] = vars(torch.autograd)["_profiler_enabled"]
 
 RECEIPT: Final = "receipt"
-"""The notice of the protocol of reference counts: which references have arrived, and which are gone."""
+"""The notice of the protocol of reference counts, which lists references that have arrived and that were released."""
 
 
 def is_profiled() -> bool:
-    """Say whether hooks that take part in profiled calls take part in a call that this thread makes."""
+    """Return whether a call that this thread makes is profiled, so that hooks with ``profiled_only`` take part."""
     return bool(profiler._is_profiler_enabled or thread_is_profiled())
 
 
@@ -93,11 +93,11 @@ class CallHooks:
 
     A ``call`` is a call that this worker makes, and an ``execution`` one that this worker executes. Of both, ``peer.name`` is
     the name of the other worker, ``label`` names the function or method, ``fields`` are the fields that travel with the call,
-    and ``notes`` is a dict in which hooks keep what they need until the end, with themselves as keys. A call that was under way
-    when the hooks were added may come with ``on_end`` or ``on_answer`` only.
+    and ``notes`` is a dict in which hooks store data until the end, with themselves as keys. For a call that was already running
+    when the hooks were added, only ``on_end`` or ``on_answer`` may be called.
     """
 
-    #: Name of a field. Where it is given, the hooks take part only in executions that came with the field.
+    #: The name of a field. If it is set, the hooks take part only in executions whose request has this field.
     field: ClassVar[str] = ""
     #: Take part only in calls that a thread makes while a profiler of torch is on in it.
     profiled_only: ClassVar[bool] = False
@@ -110,10 +110,10 @@ class CallHooks:
         """
 
     def before_send(self, message: OutgoingMessage) -> bool | None:
-        """Run before a packed message leaves. Return False to take the message over: then it is not sent, or sent later."""
+        """Run before a packed message is sent. Return False to take over the message: the hooks may drop it, or send it later."""
 
     def after_send(self, message: OutgoingMessage) -> None:
-        """Run when a message has been given to its connection. A connection may gather messages for a moment."""
+        """Run when a message was passed to its connection, which may delay it for a moment to send several together."""
 
     def on_start(
         self, execution: Execution, function: Any, args: tuple[Any, ...]
@@ -121,8 +121,8 @@ class CallHooks:
         """Run before a function or method is executed.
 
         Returns:
-            None, or a context manager. It is entered around the code of the function: of a coroutine, around the whole; of a
-            generator, around each step. It must be possible to enter it again.
+            None, or a context manager, in which the function runs. For a coroutine, it is entered around the whole coroutine; for
+            a generator, around each step, so it must be re-enterable.
         """
         return None
 
@@ -130,18 +130,18 @@ class CallHooks:
         """Run when an execution has ended: before its answer is sent, or after the last item of a stream."""
 
     def on_answer(self, call: Call, error: BaseException | None) -> None:
-        """Run when a call has ended, before the threads that wait for it wake. ``error``: why it has failed, or None."""
+        """Run when a call has ended, before waiting threads are woken. ``error``: the error of the call, or None."""
 
 
 _MOMENTS: Final = ("on_call", "before_send", "after_send", "on_start", "on_end", "on_answer")
-# Guards the changes of hook sets; nothing is called under it.
+# Guards the changes of hook sets; no other code runs under it.
 _lock = threading.Lock()
 _of_process: list[CallHooks] = []  # by ``add_hooks``
 _sets: weakref.WeakSet[HookSet] = weakref.WeakSet()
 
 
 def add_hooks(hooks: CallHooks) -> None:
-    """Have hooks take part in the calls of every worker of this process, also of workers that are started later. Idempotent.
+    """Add hooks to every worker of this process, also to workers that are started later. Idempotent.
 
     Other processes need hooks of their own: add them in a module that all import, or by a call.
     """
@@ -154,7 +154,7 @@ def add_hooks(hooks: CallHooks) -> None:
 
 
 def remove_hooks(hooks: CallHooks) -> None:
-    """Undo :func:`add_hooks`. Calls that are under way may still reach the hooks. Idempotent."""
+    """Undo :func:`add_hooks`. Calls that have begun may still call the hooks. Idempotent."""
     with _lock:
         _of_process[:] = [each for each in _of_process if each is not hooks]
         sets = list(_sets)
@@ -169,12 +169,12 @@ class HookSet:
         recorder: the agent's flight recorder, which has two of the methods of :class:`CallHooks`. It takes part first.
 
     Attributes:
-        active: there are hooks that take part in all calls, besides the recorder.
-        messages: there are hooks that see messages.
+        active: whether there are hooks, besides the recorder, that take part in all calls.
+        messages: whether there are hooks with ``before_send`` or ``after_send``.
         on_call, before_send, after_send, on_start, on_end, on_answer: the methods of the hooks without conditions.
-        riders: hooks that take part in executions with a header field, by the field.
-        profiled: hooks that take part in calls which are profiled.
-        recorded: the method by which the recorder sees executions.
+        riders: hooks that take part in executions with a certain header field, by the name of the field.
+        profiled: hooks that take part in profiled calls only.
+        recorded: the ``on_end`` of the recorder, as a tuple; empty without a recorder.
     """
 
     on_call: tuple[Callable[..., None], ...]
@@ -192,13 +192,13 @@ class HookSet:
             _sets.add(self)
 
     def add(self, hooks: CallHooks) -> None:
-        """Have hooks take part. Idempotent."""
+        """Add hooks. Idempotent."""
         with _lock:
             if hooks not in self._hooks:
                 self._change((*self._hooks, hooks))
 
     def remove(self, hooks: CallHooks) -> None:
-        """Have hooks no longer take part. Idempotent."""
+        """Remove hooks. Idempotent."""
         with _lock:
             self._change(tuple(each for each in self._hooks if each is not hooks))
 
@@ -229,7 +229,7 @@ class HookSet:
         return cast("Header", fields) if fields else None
 
     def send(self, message: OutgoingMessage, send: Callable[[], Any]) -> Any:
-        """Have a message sent by ``send()``, unless hooks take it over.
+        """Send a message by ``send()``, unless hooks take it over.
 
         Returns:
             The result of ``send()``, which is False if the message was not sent; None if hooks have taken it over.
@@ -266,22 +266,22 @@ def _logged(method: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(slots=True, eq=False)
 class OutgoingMessage:
-    """A packed message that is about to leave.
+    """A packed message that is about to be sent.
 
     Attributes:
         kind: ``frames.REQUEST``, ``REPLY``, ``FAILURE`` or ``NOTICE``.
-        peer: its receiver.
-        id: the number of the call that it makes or answers.
-        encoded: its body.
-        header: its header, or None.
-        call: the call that it makes; None for a request without an answer, and for other kinds.
-        execution: the execution that it answers, if known.
-        function, args: what a request calls, and what with; ``mail``: the header of a call of an actor.
-        name: what a request calls, in words; of a notice, its name.
+        peer: the receiver.
+        id: the number of the call that the message makes or answers.
+        encoded: the body.
+        header: the header, or None.
+        call: the call that the message makes; None for a request without an answer, and for other kinds.
+        execution: the execution that the message answers, if known.
+        function, args: the function and the arguments of a request; ``mail``: the header of a call of an actor.
+        name: the label of a request's call, or the name of a notice.
         chain, flags: see :class:`actorrpc.wire.frames.Frame`.
-        conn: the connection that an answer has to take.
+        conn: the connection over which an answer must be sent.
         context: the references and objects that were registered while the message was packed.
-        lost: hooks that take a notice over set this where its sender is to learn that the notice was not sent.
+        lost: set by hooks that take over a notice, if the sender shall be told that the notice was not sent.
     """
 
     kind: int
@@ -338,7 +338,8 @@ def run_hooked(
     is_generator = inspect.isgenerator(value)
     if not is_generator and not inspect.isasyncgen(value):
         return value
-    # A stream is answered before its first item: from then on it exists, which is what the flight recorder notes.
+    # A stream is answered before its first item is produced. The flight recorder records that answer as the end of the call, so
+    # its ``on_end`` runs at the answer, and that of the other hooks at the end of the stream.
     ending = [each for each in execution.ending if each not in hooks.recorded]
     execution.ending = hooks.recorded
 
@@ -448,7 +449,7 @@ class Recorder:
         """Record the plain tensors of a message that has been opened, in the order in which they were packed.
 
         Args:
-            tag: the result of :meth:`sent` on the other worker, as it came over the wire.
+            tag: the result of :meth:`sent` on the other worker, as received.
             peer: the sender; None for a value that was kept.
 
         Raises:
@@ -492,21 +493,21 @@ def recorded(
 
 POINTS: Final[Mapping[str, str]] = {
     "join.listening": "a worker has opened its sockets and is about to meet the others",
-    "join.met": "a worker knows the others, and they know it; it serves no call yet",
-    "shutdown.called": "a worker of a fixed group is about to wait until all have called shutdown",
-    "shutdown.together": "all have called it: nobody works any more",
-    "shutdown.let_go": "a worker has let go of its references, and is about to wait until all have",
-    "shutdown.settled": "all have let go of theirs",
+    "join.met": "the workers have exchanged their addresses; this worker serves no calls yet",
+    "shutdown.called": "a worker of a fixed group is about to wait until all workers have called shutdown",
+    "shutdown.together": "all workers have called shutdown",
+    "shutdown.let_go": "a worker has released its references, and is about to wait until all workers have",
+    "shutdown.settled": "all workers have released their references",
     "shutdown.closing": "a worker is about to close its connections, at any kind of end",
-    "shutdown.closed": "it has closed them, and is to be forgotten by the others",
+    "shutdown.closed": "a worker has closed its connections, and is about to be removed from the group",
     "actor.making": "an actor's worker is about to run its constructor, for the first time or again",
     "actor.restoring": "the constructor of a restarted actor has run; restore() comes next",
-    "actor.made": "an actor is made, but nobody knows yet",
-    "actor.checkpointing": "an actor is about to be asked for its checkpoint, before its answer leaves",
+    "actor.made": "an actor was created, but its supervisor has not been told yet",
+    "actor.checkpointing": "an actor's checkpoint is about to be made, before its answer is sent",
     "actor.checkpointed": "the supervisor has the checkpoint; the answer has not been sent yet",
     "actor.ending": "an actor has ended; on_stop() comes next",
 }
-"""Every point that does not belong to a message, and when it is reached."""
+"""All points that do not belong to a message, with descriptions of when they are reached."""
 
 _watcher: Callable[[str, str], None] | None = None
 
@@ -518,13 +519,13 @@ def watch(watcher: Callable[[str, str], None] | None) -> None:
 
 
 def reach(point: str, worker: str = "") -> None:
-    """Call the watcher, if there is one. ``worker``: this worker's name, where the process has no agent yet."""
+    """Call the watcher, if there is one. ``worker``: this worker's name, if the process has no agent yet."""
     if _watcher is not None:
         _watcher(point, worker)
 
 
 def _after_fork() -> None:
-    """In a child: another thread may have held the lock."""
+    """Replace the lock in a forked child, because another thread of the parent may have held it."""
     global _lock
     _lock = threading.Lock()
 

@@ -4,10 +4,10 @@
 unpickles. ``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On the
 thread of a caller that waits, it executes no requests.
 
-A request that comes a second time is not executed again, and the references in an answer are counted once
-(:class:`~actorrpc.agent.peers.DuplicateFilter`). A connection delivers each byte once, also when another socket takes its place,
-so a frame comes twice only if a peer, or the code that resumes connections, is wrong. As an execution cannot be undone, the
-number of each request is checked before anything of it runs.
+A request that arrives a second time is not executed again, and the references in an answer are counted once
+(:class:`~actorrpc.agent.peers.DuplicateFilter`). A connection delivers each byte once, even if it is resumed over another socket,
+so a frame arrives twice only because of a fault in a peer or in the code that resumes connections. As an execution cannot be
+undone, the number of each request is checked before it is executed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Inbox:
     """Handles what the connections of one agent read. Thread-safe.
 
     Attributes:
-        prompt: names of notices whose handlers are quick and never wait: the thread that has read such a notice runs its
-            handler itself, before it handles the requests behind the notice.
-        mail_router: takes the requests for mailboxes; None: this worker has no mailboxes and refuses them.
+        prompt: names of notices whose handlers are quick and never wait. The thread that has read such a notice runs its handler
+            itself, before it handles the requests after the notice.
+        mail_router: delivers requests to mailboxes; None: this worker has no mailboxes and refuses these requests.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -55,7 +55,7 @@ class Inbox:
         self.mail_router: MailRouter | None = None
 
     def control(self, conn: Connection, frame: Frame) -> Frame | None:
-        """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
+        """Handle a control frame under the read lock; return a frame to be delivered after the lock was released, or None."""
         kind, peer = frame.kind, conn.peer
         if kind == frames.INTRO:
             self._agent.connector.introduced(conn, frame.body)
@@ -80,7 +80,7 @@ class Inbox:
             if call is not None:
                 peer.window.release(call)
         elif kind == frames.PING:
-            # At once, and on this thread: all others may be in user code. Nothing waits here.
+            # Answered on this thread, because all other threads may be in user code. Neither line waits.
             conn.outbox.append(pack_frame(frames.PONG, frame.id))
             conn.flush()
         elif kind == frames.ACK:
@@ -103,17 +103,17 @@ class Inbox:
         return None
 
     def _message(self, conn: Connection, peer: Peer, frame: Frame) -> Frame | None:
-        """Return a message with the shared memory that it names; None where its buffers are still to come in chunks."""
+        """Return a message together with its object segments; None if its buffers will arrive in chunks."""
         if frame.flags & frames.OBJECTS:
             numbers = unpack_header(frame.extra).get("objects")
             if not isinstance(numbers, list):
-                raise ProtocolError("a message does not say which objects it means")
-            # What is never opened releases its segments by itself.
+                raise ProtocolError("a message with objects does not list them")
+            # A message that is never opened releases its segments when the frame dies.
             frame = frame._replace(objects=conn.lane.borrowed().take_objects(numbers))
         if not frame.flags & outbound.STREAM:
             return frame
         stream, assembly = outbound.begin_stream(self._agent.settings, self._agent.buffers, frame)
-        if stream not in conn.assemblies:  # otherwise the frame came twice
+        if stream not in conn.assemblies:  # otherwise the frame is a duplicate
             self._agent.scheduler.keep_trim()
             conn.assemblies[stream] = assembly
             if assembly.frame is None:
@@ -134,7 +134,7 @@ class Inbox:
         return None if whole is None else whole._replace(buffers=begun.buffers)
 
     def deliver_mail(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
-        """Give mail to the router of mailboxes. ``conn`` is None for mail of this worker to itself."""
+        """Pass mail to the mail router. ``conn`` is None for mail of this worker to itself."""
         router, is_reserved = self.mail_router, frame.flags & frames.RESERVED
         if is_reserved and not frame.body and not frame.buffers:
             # It reserves the place of mail that follows.
@@ -151,12 +151,12 @@ class Inbox:
             router.take(conn, peer, frame)
 
     def _abandon(self, peer: Peer, id: int) -> None:
-        """Give up the place of mail whose rest will not come."""
+        """Release the reserved place of mail whose rest will not arrive."""
         if self.mail_router is not None:
             self.mail_router.abandon(peer, id)
 
     def _refuse_large(self, conn: Connection, frame: Frame, size: int) -> None:
-        """Refuse a message for which there is no memory: answer the request, or end the call here whose reply it is."""
+        """Refuse a message for which there is no memory: answer a request with an error, or fail the call of a reply."""
         peer = conn.peer
         where = f"worker {self._agent.name!r}: {explain_memory()}"
         much = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
@@ -164,7 +164,7 @@ class Inbox:
             name = unpack_header(frame.extra).get("method") if frame.extra else None
             what = f"the call of {name}()" if isinstance(name, str) else "the call"
             error = LimitError(
-                f"{what} was not executed: its arguments, of {much}, find no memory in {where}"
+                f"{what} was not executed: there is no memory for its arguments, of {much}, in {where}"
             )
 
             def refuse() -> None:
@@ -176,7 +176,7 @@ class Inbox:
             return
         call: Call | None = peer.pending.pop(frame.id, None)
         if call is not None:
-            error = LimitError(f"the result of {call}, of {much}, finds no memory in {where}")
+            error = LimitError(f"there is no memory for the result of {call}, of {much}, in {where}")
             error.maybe_executed = True
             call.fail(error, self._agent.pool.submit)
         if not frame.flags & outbound.STREAM:  # chunks are not in shared memory
@@ -229,7 +229,7 @@ class Inbox:
         call: Call | None = peer.pending.pop(frame[2], None)
         is_plain = not frame[1] and not frame[5]
         if not is_plain and not peer.answered.first(frame.id):
-            return  # it came twice
+            return  # a duplicate
         if call is None:
             self.discard(conn, frame)  # the call was given up
             return
@@ -278,7 +278,7 @@ class Inbox:
         try:
             handler(peer, frame.body)
         except Exception:
-            _log.exception("a notice %r of %r could not be acted upon", name, peer.name)
+            _log.exception("a notice %r of %r raised in its handler", name, peer.name)
         return False
 
     def discard(self, conn: Connection | None, frame: Frame) -> None:
@@ -296,11 +296,11 @@ class Inbox:
                     conn.close(error)
 
     def suspended(self, conn: Connection, error: BaseException) -> None:
-        """Record that a connection's socket is broken: another one may take its place."""
+        """Begin to resume a connection whose socket has failed."""
         self._agent.connector.resumption.begin(conn, error)
 
     def closed(self, conn: Connection, error: BaseException | None) -> None:
-        """Record that a connection is closed; a pool thread takes it down."""
+        """Handle the end of a connection: log protocol errors, and end its peer on a pool thread."""
         if isinstance(error, (ProtocolError, MemoryError)):
             _log.error(
                 "the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error

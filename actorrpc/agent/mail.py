@@ -1,7 +1,7 @@
-"""Mail: requests for a mailbox, which are put there in the order in which they arrive.
+"""Mail: requests for a mailbox, which are queued there in the order in which they arrive.
 
-Mail is a request frame with the MAIL flag. Its header names the mailbox, so that it can be put there while the connection's
-read lock is held, without being unpickled.
+Mail is a request frame with the MAIL flag. Its header names the mailbox, so that it can be queued while the connection's read
+lock is held, without being unpickled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["MailHeader", "MailRouter"]
 
 
 class MailHeader:
-    """The header of mail that is all alike, packed once. Never changed.
+    """The header of all mail of one kind, which is packed once. Immutable.
 
     Args:
         interrupts: whether the actor interrupts, if possible, the method of a call whose deadline has passed.
@@ -39,7 +39,7 @@ class MailRouter(Protocol):
     """Delivers mail to mailboxes. Called under a connection's read lock: it is quick, runs no user code and never unpickles."""
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
-        """Deliver mail that is whole.
+        """Deliver complete mail.
 
         Args:
             conn: None for mail of this worker to itself; then no lock is held.
@@ -53,4 +53,4 @@ class MailRouter(Protocol):
         """Deliver mail whose place was reserved, unless its call was given up or refused meanwhile."""
 
     def abandon(self, peer: Peer, id: int) -> None:
-        """Give up the place of mail whose rest will not come."""
+        """Release the reserved place of mail whose rest will not arrive."""

@@ -1,11 +1,11 @@
-"""Making frames of calls, values and errors, and making objects of frames.
+"""Packs calls, values and errors into frames, and opens frames.
 
 A message is one frame with the pickled body. The memory of tensors and other large buffers is sent in one of three ways, which
 the frame's flags name:
 
-* ``INLINE``: small buffers, copied behind the body in the same frame;
+* ``INLINE``: small buffers, copied after the body in the same frame;
 * ``LANE``: through shared memory, to a peer on the same host;
-* ``STREAM``: as chunks on the same connection, between which small frames are sent; a large body is sent so, too.
+* ``STREAM``: as chunks on the same connection, between which small frames are sent; a large body is sent in this way as well.
 
 In every case the memory has been copied, here or by the kernel, when :func:`send` returns: the peer does not see a later change
 of a tensor.
@@ -51,23 +51,21 @@ __all__ = [
     "send_buffers",
 ]
 
-CHARGED: Final = 16 << 10  # smaller messages are bounded by their number
+CHARGED: Final = 16 << 10  # smaller messages do not count against the window, only their number is limited
 INLINE: Final = 1
 LANE: Final = 2
 STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
-_MEANING: Final = (
-    frames.MAIL | frames.POST | frames.OBJECTS
-)  # flags that do not name the place of the buffers
-_BODY_ONLY: Final = frames.MAIL | frames.POST  # flags of messages that may be nothing but their body
+_MEANING: Final = frames.MAIL | frames.POST | frames.OBJECTS  # flags that say nothing about buffers
+_BODY_ONLY: Final = frames.MAIL | frames.POST  # flags that a message without buffers and objects may have
 _CHARGED: Final = INLINE | LANE | STREAM
-_SHARE_S: Final = 5.0  # how long a message waits for room among the descriptors that are on their way
+_SHARE_S: Final = 5.0  # how long a message waits for room in the descriptor socket
 _SHARE_STEP_S: Final = 0.002
-_MAX_SHARED: Final = 2048  # segments in a message; a receiver keeps twice as many until they are named
+_MAX_SHARED: Final = 2048  # segments in a message; a receiver stores twice as many unused ones
 _INFINITE: Final = float("inf")
 _nbytes: Final = attrgetter("nbytes")
 _pack: Final = frames.PREFIX.pack
-_STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
+_STOP: Final = 0x2E  # the last byte of a plain pickle, which needs no buffers or definitions
 
 
 class Assembly:
@@ -106,7 +104,7 @@ class Assembly:
     def arrived(self, position: int, length: int) -> bool:
         """Record a complete chunk; return whether it was the last chunk of the message."""
         if position in self._came:
-            return False  # it came twice, with the same bytes
+            return False  # the chunk was received before
         self._came.add(position)
         self._left -= length
         if self._left < 0:
@@ -118,7 +116,7 @@ def _check(buffers: int, total: int, settings: Settings) -> None:
     """Check a message against the limits.
 
     Raises:
-        LimitError: too many or too large buffers; nothing has been sent.
+        LimitError: there are too many or too large buffers; the message was not sent.
     """
     if buffers > settings.max_buffers:
         raise LimitError(
@@ -173,12 +171,12 @@ def send(
     chain: int = 0,
     flags: int = 0,
 ) -> bool:
-    """Put a message into the outbox, except for a call of this worker, and send its chunks. The caller flushes.
+    """Put a message into the outbox, and send its chunks. The caller flushes. Calls are sent by ``Agent._dispatch`` instead.
 
     Returns whether all chunks were sent; False after an interrupt.
 
     Raises:
-        LimitError: it is over a limit; nothing was sent.
+        LimitError: the message exceeds a limit; nothing was sent.
         PeerDiedError: the connection is closed.
     """
     packed = pack(agent, conn, kind, id, encoded, header, b"", remaining, chain, flags)
@@ -200,15 +198,15 @@ def pack(
     chain: int = 0,
     flags: int = 0,
 ) -> bytes | Packed:
-    """Return a message as it is sent over a connection: its frame, with the buffers that follow in chunks if there are any.
+    """Return the frame of a message; if buffers follow in chunks, or the message has a size, as :class:`Packed`.
 
-    What the message depends on is sent before: class definitions are put into the outbox, and descriptors are sent.
+    Definitions that the message needs are put into the outbox, and descriptors are sent.
 
     Args:
-        extra: the packed header, if it is known; empty: it is packed here.
+        extra: the packed header; empty: ``header`` is packed here.
 
     Raises:
-        LimitError: it is over a limit.
+        LimitError: the message exceeds a limit.
         PeerDiedError: the connection is closed.
     """
     settings = agent.settings
@@ -251,7 +249,7 @@ def _place(
     size: int,
     header: Header,
 ) -> tuple[int, bytes, list[tuple[int, memoryview]]]:
-    """Choose how body and buffers are sent; note in the header where they are.
+    """Choose how body and buffers are sent; set the header fields that say where they are.
 
     Returns:
         The flags that name the way, the body of the frame, and the buffers that are sent in chunks.
@@ -283,9 +281,9 @@ def _place(
 
 
 def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadline: float) -> bool:
-    """Send the buffers of a message whose frame is in the outbox, in chunks; wait while the kernel takes no more.
+    """Send the buffers of a message whose frame is in the outbox, in chunks; wait while the kernel's buffer is full.
 
-    Returns whether all of them were sent; False if the deadline, an interrupt or the end of the connection came before.
+    Returns whether all of them were sent; False after the deadline, an interrupt or the end of the connection.
     """
     flight_recorder, begun = agent.flight_recorder, _time.now()
     limit = None if deadline == _INFINITE else deadline
@@ -304,7 +302,7 @@ def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadlin
 
 
 def _share(agent: _SendingAgent, conn: Connection, segments: Sequence[Segment], until: float) -> list[int]:
-    """Send the descriptors of segments ahead of the message that names them; return their numbers.
+    """Send the descriptors of segments before the message that uses them; return their numbers.
 
     Raises:
         LimitError: the peer has not read earlier descriptors for a while; the message is not sent.
@@ -340,7 +338,7 @@ def _share(agent: _SendingAgent, conn: Connection, segments: Sequence[Segment], 
                     "nothing was sent"
                 )
             if not is_asked:
-                # The peer reads descriptors when a message names them, or at this frame.
+                # The peer reads descriptors when a message uses them, or when it receives this frame.
                 is_asked = True
                 conn.outbox.append(pack_frame(frames.LANE_RETIRE))
             conn.flush()
@@ -352,7 +350,7 @@ def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[in
     """Allocate the buffers of a message that is received in chunks; return its stream number and its assembly.
 
     Raises:
-        ProtocolError: the sizes are over a limit; nothing was allocated.
+        ProtocolError: the sizes exceed a limit; nothing was allocated.
     """
     header = unpack_header(frame.extra)
     sizes, stream = header.get("sizes"), header.get("stream")
@@ -365,7 +363,7 @@ def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[in
         or sum(sizes) > settings.max_message
         or sum(sizes) == 0
     ):
-        raise ProtocolError("the sizes announced for a message are over the limits")
+        raise ProtocolError("the sizes announced for a message exceed the limits")
     return stream, Assembly(frame, sizes, pool.take)
 
 
@@ -385,7 +383,7 @@ def opened(
 
     Raises:
         RpcError: the object cannot be rebuilt.
-        BaseException: the error that a reply carries, or what a signal handler or an interruption has raised meanwhile.
+        BaseException: the error in a reply, or an exception of a signal handler or an interruption.
     """
     if not frame[1] & ~_BODY_ONLY and (
         (
@@ -450,7 +448,7 @@ def _open_again(body: bytes, peer: Peer, error: BaseException) -> Any:
     if not isinstance(error, (AttributeError, ImportError, TypeError)):
         # No second attempt: user code may have run. Damaged bytes make pickle raise nearly any error.
         raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error
-    # Looks for classes in more places, and raises errors that name the cause.
+    # decode() searches for classes in more places, and raises errors that name the cause.
     return codec.decode(body, (), definitions=peer.definitions, context=MessageContext(peer))
 
 
@@ -471,7 +469,7 @@ def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Seq
         match header.get("placement"):
             case [int(segment), int(loan)]:
                 return conn.lane.borrowed().views(segment, loan, sizes), frame.body
-        raise ProtocolError("a message does not say which shared memory it means")
+        raise ProtocolError("a message does not say which shared memory it uses")
     start = len(frame.body) - sum(sizes)
     if start < 0:
         raise ProtocolError("inline buffers are larger than their message")

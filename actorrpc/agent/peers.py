@@ -1,19 +1,20 @@
 """The other workers: a worker (:class:`Peer`), the table of all (:class:`PeerTable`), and their states for listeners.
 
-**Peer**: the connections of one worker, and the calls in flight both ways. ``pending`` maps call numbers to the calls made to the
-peer that are not over. A call is entered with its frame, before any of it can be sent; the thread that takes a call out
-(``dict.pop``, atomic) ends it. ``running`` maps the peer's numbers to its calls that are executed here. ``dial_lock`` guards the
-making of connections and is held while dialling; no other lock is held when it is taken. Nothing calls out under it.
+**Peer**: the connections of one worker, and the unfinished calls in both directions. ``pending`` maps call numbers to the
+unfinished calls to the peer. A call is entered with its frame, before any part of it can be sent; the thread that removes a call
+(``dict.pop``, atomic) ends it. ``running`` maps the peer's numbers to its calls that are executed here. ``dial_lock`` is held
+while a connection is opened; no other lock is held when it is taken, and no callbacks run under it.
 
-**PeerTable**: which peer a name, a rank or a WorkerInfo means, and which peers have ended. An ended peer stays for a while: calls
-to it fail with the cause, and its last messages can still be opened. The last ``KEPT`` ended peers are kept; ``SETTLED_S`` after
-its end, a peer drops what only a living peer needs. Of the last ``_REMEMBERED`` ended peers, the table knows the cause of their
-ends, and no record of them makes them live again. Thread-safe. ``_lock`` guards the tables and the end of a peer; nothing is
-called under it.
+**PeerTable**: finds the peer of a name, a rank or a WorkerInfo, and records which peers have ended. The last ``KEPT`` ended peers
+are kept, so that calls to them fail with the cause, and their last messages can still be opened; ``SETTLED_S`` after its end, a
+peer drops data that only a living peer needs. For the last ``_REMEMBERED`` ended peers, the table keeps the cause of their end,
+and an old record of such a peer does not create a living peer. Thread-safe. ``_lock`` guards the tables and the end of a peer;
+no other code runs under it.
 
 **MembershipEvents**: a worker is ``alive``, ``suspect`` (silent, but not known to be dead), ``dead`` or ``left``; the last two
-states are final. The thread that detects a change notes it, and one pool thread at a time tells the listeners: each change once,
-in the order in which they were noted, with no lock held. ``_lock`` guards the states, the queue and the listeners; it is a leaf.
+states are final. The thread that detects a change queues it, and one pool thread at a time calls the listeners: once for each
+change, in the order of the queue, without a lock. ``_lock`` guards the states, the queue and the listeners; no lock is taken
+under it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def state_of(peer: Peer) -> str:
 
 
 class MembershipEvents:
-    """Tells listeners of changes. Thread-safe.
+    """Calls listeners when the state of a worker changes. Thread-safe.
 
     Args:
         submit: runs a function on a pool thread.
@@ -77,7 +78,7 @@ class MembershipEvents:
 
     def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
         self._submit = submit
-        # Re-entrant: the collector may run a finaliser, which may remove a listener, on the thread that holds it.
+        # Re-entrant: while a thread holds it, the garbage collector may run a finaliser that removes a listener.
         self._lock = _time.RLock()
         self._listeners: dict[object, Listener] = {}
         self._untold: deque[tuple[WorkerInfo, str, str, str, list[object]]] = deque()
@@ -131,21 +132,21 @@ class MembershipEvents:
 # A peer keeps at least four times as many definitions, and four times as many bytes of them (codec.DefinitionStore).
 _KNOWN: Final = 1024
 _KNOWN_BYTES: Final = 64 << 20
-MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
+MAX_PENDING: Final = 1 << 17  # the most pending calls to one peer; further calls wait
 
 
 class Cancellable(Protocol):
     """An execution, a call in an actor's mailbox, or a stream."""
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
-        """End it for its caller; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
+        """Cancel it for its caller; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
 
 
-NUMBERS_KEPT: Final = 4096  # between one and two times as many are remembered
+NUMBERS_KEPT: Final = 4096  # a filter keeps between one and two times as many numbers
 
 
 class DuplicateFilter:
-    """The numbers of a peer's latest requests, or answers. Thread-safe, without a lock: each step is atomic."""
+    """Detects duplicate numbers of a peer's requests or answers. Thread-safe without a lock: each step is atomic."""
 
     __slots__ = ("_older", "_younger")
 
@@ -157,7 +158,7 @@ class DuplicateFilter:
         return id in self._younger or id in self._older
 
     def first(self, id: int) -> bool:
-        """Note a number; return whether it comes for the first time."""
+        """Record a number; return False if it was recorded before."""
         younger, mark = self._younger, object()
         # ``_older`` is read first: another thread may replace it with ``younger`` at any moment.
         if id in self._older or younger.setdefault(id, mark) is not mark:
@@ -177,7 +178,7 @@ class MessageContext:
         sent: the references (forks of RRefs) that were registered while packing; rolled back if the message is not sent.
         received: the references that must be confirmed before user code may use them.
         held: objects that the sender keeps alive until it has the answer; None if there will be no answer.
-        objects: the segments of shared memory that the message names, whose descriptors are sent with it.
+        objects: the segments of shared memory that the message uses, whose descriptors are sent with it.
     """
 
     __slots__ = ("_places", "held", "objects", "peer", "received", "sent")
@@ -191,7 +192,7 @@ class MessageContext:
         self.objects: list[Any] | None = None
 
     def place_of(self, segment: Segment) -> int:
-        """Return the place of a segment in ``objects``, where each segment is once, however many objects are in it."""
+        """Return the index of a segment in ``objects``; add the segment if it is not there."""
         if self._places is None:
             self._places, self.objects = {}, []
         assert self.objects is not None
@@ -202,22 +203,22 @@ class MessageContext:
 
 
 class Window:
-    """Limits the bytes that one peer has not read yet: above the limit, callers wait. Thread-safe.
+    """Limits the bytes of calls to one peer that the peer has not started; above the limit, callers wait. Thread-safe.
 
-    Its lock guards ``charged``, and the bytes of each call by its number; it is a leaf.
+    Its lock guards ``charged``, and the bytes of each call by its number; no lock is taken under it.
 
     Attributes:
-        limit: bytes that may be unread.
+        limit: the most bytes that may be unread.
         charged: bytes that are unread.
-        waiting: how many threads wait for room.
-        blocked: the times in which threads have waited.
+        waiting: the number of threads that wait for room.
+        blocked: records how long threads have waited.
     """
 
     __slots__ = ("_charges", "_lock", "_peer", "_room", "blocked", "charged", "limit", "waiting")
 
     def __init__(self, peer: Peer, limit: int) -> None:
         self._peer = peer
-        self._lock = _time.RLock()  # re-entrant: the collector may run user code here
+        self._lock = _time.RLock()  # re-entrant: the garbage collector may run user code under it
         self._room = _time.Condition(self._lock)
         self.limit = limit
         self.charged = 0
@@ -232,10 +233,11 @@ class Window:
 
     def charge(self, call: Any, size: int) -> None:
         """Count ``size`` bytes of a call as sent and unread, unless the call has ended."""
-        with self._lock:  # not the condition: that enters and leaves in Python
+        with self._lock:  # cheaper than entering the condition, which is Python code
             self._charges[call.id] = size
             self.charged += size
-        # The thread that ends the call takes it out of ``pending`` and then releases its charge, which may not be set yet.
+        # A thread that ends the call removes it from ``pending`` and then releases its charge. It may have done both before the
+        # charge was set above; then the charge is released here.
         if self._peer.pending.get(call.id) is not call:
             self.release(call)
 
@@ -306,7 +308,10 @@ class Window:
 
 
 class _KnownDefinitions(set[bytes]):
-    """Digests of definitions that the peer has. The peer keeps the latest only: long before it drops one, all are sent again."""
+    """Digests of definitions that were sent to the peer. The peer keeps the latest only.
+
+    The set is cleared long before the peer drops a definition, so that definitions are sent again in time.
+    """
 
     __slots__ = ("_bytes",)
 
@@ -314,7 +319,7 @@ class _KnownDefinitions(set[bytes]):
         self._bytes = 0
 
     def note(self, digest: bytes, size: int) -> None:
-        """Note that a definition was sent."""
+        """Record that a definition was sent."""
         self._bytes += size
         if len(self) >= _KNOWN or self._bytes > _KNOWN_BYTES:
             self.clear()
@@ -329,7 +334,7 @@ class Peer:
         self.record = record
         self.name = record.name
         self.is_self = record.incarnation == own.incarnation
-        #: whether it runs the same program; None where it takes data only
+        #: whether the peer runs the same program; None if it accepts plain data only
         self.same_main = None if record.data_only else bool(record.main) and record.main == own.main
         self.state = "alive"
         self.cause = ""
@@ -352,13 +357,13 @@ class Peer:
         self.failure_detector = FailureDetector()
         #: the state that listeners of :class:`MembershipEvents` know; calls test ``state``, which changes earlier
         self.told = "alive"
-        # Device here -> device there, for calls and for answers that are sent to this peer.
+        # Map devices of this worker to devices of the peer, for calls and for answers to this peer.
         self.device_map, self.answer_map = _device_maps(own, record)
         self.window = Window(self, window)
 
     @cached_property
     def key(self) -> WorkerKey:
-        """The number of the worker and of its incarnation."""
+        """The rank and the incarnation of the worker."""
         return WorkerKey(self.record.rank, self.record.incarnation)
 
     def __repr__(self) -> str:
@@ -373,7 +378,8 @@ class Peer:
         """
         if len(self.cancelled) > 1 << 17:
             self.cancelled.clear()
-        # Before ``running`` is read: a thread that begins the call enters it there, and then reads ``cancelled``.
+        # Set before ``running`` is read. A thread that begins the call enters it into ``running`` and then reads ``cancelled``,
+        # so one of the two threads sees the other's entry.
         self.cancelled[id] = flags
         execution = self.running.get(id)
         if execution is not None:
@@ -384,7 +390,7 @@ class Peer:
     # -- the end -----------------------------------------------------------------------------------
 
     def end_calls(self) -> Iterator[Any]:
-        """Take all calls out of ``pending``, which the caller has to end, and wake the threads that wait for room."""
+        """Remove and yield all calls in ``pending``, which the caller has to end; then wake the threads that wait for room."""
         while self.pending:
             try:
                 yield self.pending.popitem()[1]
@@ -398,7 +404,7 @@ class Peer:
             raise self.died(what, maybe_executed=False)
 
     def died(self, what: str, *, maybe_executed: bool) -> PeerDiedError:
-        """Return the error of a call that the peer's end has ended."""
+        """Return the error for a call that the end of the peer has ended."""
         how = "has left the group" if self.state == "left" else "died"
         ran = "may have run before" if maybe_executed else "was not executed"
         return PeerDiedError(
@@ -409,7 +415,7 @@ class Peer:
         )
 
     def relieve(self) -> None:
-        """Drop what only a living peer needs; by now its last messages have been opened."""
+        """Drop data that only a living peer needs. Called when the peer's last messages have been opened."""
         self.known = _KnownDefinitions()
         self.cancelled = {}
         self.begun, self.answered = DuplicateFilter(), DuplicateFilter()
@@ -423,9 +429,9 @@ def _device_maps(
 ) -> tuple[dict[str, str] | None, dict[str, str] | None]:
     """Return two maps of devices here to devices of another worker: for tensors in calls, and for tensors in answers.
 
-    Calls use this worker's own map, and answers the reverse of the other's map, which has brought the calls here. Where a map has
-    no entry for a device, the entry of the other map is used: gradients, for example, are sent in calls. That does not apply to
-    tensors on the CPU.
+    Calls use this worker's own map; answers use the reverse of the other worker's map, by which the calls were sent here. If a
+    map has no entry for a device, the entry of the other map is used (gradients, for example, are sent in calls). That does not
+    apply to tensors on the CPU.
     """
     forth = {here: there for worker, here, there in own.device_maps if worker == other.name}
     back = {there: here for worker, here, there in other.device_maps if worker == own.name}
@@ -478,9 +484,8 @@ class PeerTable:
         self._resolve = resolve
         self.members = members
         self._replaced = replaced
-        self._lock = (
-            _time.RLock()
-        )  # re-entrant: a signal handler may look a peer up while the main thread holds it
+        # Re-entrant: a signal handler may look up a peer while the main thread holds the lock.
+        self._lock = _time.RLock()
         #: by name, rank and WorkerInfo, with the latest ended peers; read without the lock, on the path of every call
         self.known: dict[Any, Peer] = {}
         self._ended: deque[Peer] = deque()
@@ -490,7 +495,7 @@ class PeerTable:
     def _new(self, record: WorkerRecord) -> Peer:
         return Peer(record, own=self._own, window=self._window, definitions=codec.DefinitionStore())
 
-    # -- who is there ----------------------------------------------------------------------------------
+    # -- looking up peers ------------------------------------------------------------------------------
 
     def peer(self, to: Any) -> Peer:
         """Return the peer of a name, rank or WorkerInfo.
@@ -546,7 +551,7 @@ class PeerTable:
         return peer
 
     def adopt(self, record: WorkerRecord) -> Peer:
-        """Return the peer for a record, making it if it is new. A new incarnation ends the peer of the old one."""
+        """Return the peer for a record; create it if it is new. A new incarnation ends the peer of the old one."""
         with self._lock:
             peer = self.known.get(record.name)
             if peer is not None and peer.record.incarnation == record.incarnation:

@@ -1,10 +1,10 @@
 """The periodic work of an agent.
 
-Ticks send corked writes and credit, ask silent peers for a sign of life, return borrowed shared memory to its lender, and give
-memory that is kept for reuse back to the system. A tick stops when it has no work left. An idle worker has one tick, the pulse,
-which wakes the clock once in a heartbeat (at most four times, whatever the number of peers), and none if it has no connections.
-Between two idle workers, one asks and the other answers: two small frames in a heartbeat. Ticks run on the clock's thread;
-work that may block is submitted to the pool.
+Ticks send corked writes and credit, send PING to silent peers, return borrowed shared memory to its lender, and release memory
+that is kept for reuse to the system. A tick stops when it has no work left. An idle worker has one tick, the pulse, which wakes
+the clock once in a heartbeat (at most four times, whatever the number of peers), and none if it has no connections. Two idle
+workers exchange two small frames in a heartbeat, a PING and a PONG. Ticks run on the clock's thread; work that may block is
+submitted to the pool.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
 _EXPECTED_S: Final = 2e-3  # long, because a tick between every few calls would cost more than it saves
-# So many replies that a pool thread reads cost as much as one reply that is read only at the next tick.
+# The cost of so many replies that a pool thread reads equals that of one reply that is not read before the next tick.
 _UNATTENDED: Final = 64
 _SOON_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05
@@ -47,7 +47,7 @@ _OBJECTS_S: Final = 0.5  # how often shared memory is checked for readers
 
 
 class _ScheduledAgent(Protocol):
-    """The parts of an agent that its ticks look after."""
+    """The parts of an agent that its ticks use."""
 
     record: WorkerRecord
     settings: Settings
@@ -88,7 +88,7 @@ class Scheduler:
             self._cork.wake()
 
     def expect(self, conn: Connection) -> None:
-        """Have the pool listen to a disarmed connection again soon, unless a caller reads the expected reply."""
+        """Arrange that the pool listens to a disarmed connection again soon, unless a caller reads the expected reply."""
         self.expecting[conn] = None
         if not self.expected.active:
             self.expected.wake()
@@ -115,7 +115,7 @@ class Scheduler:
         while corked:
             try:
                 conn, _ = corked.popitem()
-            except KeyError:  # another thread flushes, too
+            except KeyError:  # another thread has taken the last entry
                 break
             conn.flush()
         return busy
@@ -143,7 +143,7 @@ class Scheduler:
         return busy
 
     def freed(self) -> None:
-        """Return borrowed memory soon, because some has died. May be called in a finaliser."""
+        """Return borrowed memory soon, because views of it have died. May be called in a finaliser."""
         if not self._hand_back.active:
             self._hand_back.wake()
 
@@ -157,12 +157,12 @@ class Scheduler:
         return [conn for peer in self._agent.peers() for conn in list(peer.conns)]
 
     def keep_trim(self) -> None:
-        """Start the tick that gives memory kept for reuse back to the system."""
+        """Start the tick that releases memory kept for reuse to the system."""
         if not self._trimming.active:
             self._trimming.wake()
 
     def keep_objects(self) -> None:
-        """Start the tick that gives shared memory without readers back to the system."""
+        """Start the tick that releases shared memory without readers to the system."""
         self._objects.wake()
 
     def _trim_objects(self) -> bool:
@@ -184,7 +184,7 @@ class Scheduler:
             borrower.before_fork()
 
     def after_fork_in_parent(self) -> None:
-        """End what :meth:`before_fork` began."""
+        """Undo :meth:`before_fork`."""
         for borrower in self._borrowers():
             borrower.after_fork_in_parent()
 
@@ -192,7 +192,7 @@ class Scheduler:
         return [conn.lane.borrower for conn in self._connections() if conn.lane.borrower is not None]
 
     def watch(self, call: Call) -> None:
-        """Have the clock end the call at its deadline."""
+        """Set a timer that ends the call at its deadline."""
         peer = call.peer
         if call.deadline < peer.scan_at and call.future is not None:
             peer.scan_at = call.deadline
@@ -220,7 +220,7 @@ class Scheduler:
             self._agent.pool.submit(lambda: [call.expire() for call in late])
 
     def _beat(self) -> bool:
-        """Ask the silent ones of all connected peers for a sign of life, and act on long silence."""
+        """Send PING to silent peers, and handle peers that are suspect or lost."""
         now = self._agent.clock.now()
         wait = INFINITE
         for peer in self._agent.peers():
@@ -260,7 +260,7 @@ class Scheduler:
         return look.wait
 
     def _examine(self, peer: Peer, conn: Connection) -> None:
-        """Find out whether the kernel knows the state of the peer's process. Reads long tables, so it runs on a pool thread."""
+        """Determine whether the peer's process can be inspected (:func:`is_direct`). Slow, so it runs on a pool thread."""
         is_here = peer.record.host == self._agent.record.host
         peer.failure_detector.direct = is_here and is_direct(conn.stream.sock, peer.record.pid)
 

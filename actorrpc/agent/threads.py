@@ -1,4 +1,4 @@
-"""The pool: worker threads that read connections and execute what they read, of which one is always listening.
+"""The thread pool, whose threads read connections and execute the requests.
 
 All threads sleep in one ``epoll``. The thread that the kernel wakes reads the request and executes it itself: a request is
 handed to another thread only when there is more work than one thread should do.
@@ -13,7 +13,7 @@ interpreter, and one more would only make the others slower: a thread above the 
 milliseconds, the threads are blocked, and the width grows by a quarter.
 
 A tick watches the work that lies in the queue, because the pool does not see that a thread waits in C++ or for an ``Event``.
-``_lock`` guards starting and ending threads and is taken last; nothing is called under it.
+``_lock`` guards starting and ending threads and is taken last; no other code runs under it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _SLOW_S: Final = 200e-6  # calls that take longer than this on average are sprea
 _HELPED_S: Final = 0.1  # after a helper has run one task for so long, another helper is started
 _FLOWING: Final = 4  # with more ends of calls between two ticks, the queue needs no more threads
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
-_PATIENCE_S: Final = 0.1  # a thread is brought in so often although threads compete for the interpreter
-_LAST_S: Final = 0.05  # how often the last thread that may be started looks at the queue
+_PATIENCE_S: Final = 0.1  # how often a thread is woken or started if threads compete for the interpreter
+_LAST_S: Final = 0.05  # how often the last thread that may be started checks the queue
 _STUCK_S: Final = 5.0  # queued calls are refused when every thread has been blocked for so long
 
 
@@ -71,7 +71,7 @@ class Pool:
         execute: runs a queued message ``(connection, frame, arrival time)``.
         refuse: ends a queued message that cannot be run because every thread is blocked; called with the reason.
         max_threads: the most threads.
-        starvation_s: how long work may lie in the queue before another thread is brought in.
+        starvation_s: how many seconds work may be queued before another thread is woken or started for it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Pool:
         self._execute = execute
         self._refuse = refuse
         self._max = max_threads
-        self._denied = False  # the system had no thread at the last start
+        self._denied = False  # the system refused the last start of a thread
         self._lock = _time.RLock()
         self._sources: dict[int, Callable[[], object]] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -100,12 +100,12 @@ class Pool:
         self.stopping = False
         self._mean = 0.0  # how long work takes, in seconds
         self._starvation = Tick(clock, starvation_s / 2, self._starving)
-        # What the last tick has seen: the oldest work, since when it lies there, and how much work had ended.
+        # As of the last tick: the oldest queued work, since when it has been the oldest, and the value of ``finished``.
         self._oldest: Any = None
         self._since = 0.0
         self._seen = 0
         self._crowded = False
-        self._asked = 0.0  # when a tick has last brought in a thread
+        self._asked = 0.0  # when a tick has last woken or started a thread
         self._helped = 0.0  # when the helper took its last task; 0: there is no helper
         self._forsaken = False
         # Any thread may change these at any time: a lost change costs some milliseconds at most.
@@ -113,14 +113,14 @@ class Pool:
         self._stalled_since = 0.0
         self._stalled_at = -1
 
-    # -- what threads wait for -------------------------------------------------------------------
+    # -- descriptors and the queue ---------------------------------------------------------------
 
     def watch(self, fd: int, ready: Callable[[], object]) -> None:
         """Call ``ready()`` on a pool thread when the (registered) descriptor has something to read."""
         self._sources[fd] = ready
 
     def forget(self, fd: int) -> None:
-        """Take a descriptor out."""
+        """Stop watching a descriptor."""
         self._sources.pop(fd, None)
         try:
             self.epoll.unregister(fd)
@@ -165,7 +165,7 @@ class Pool:
                 self._run_internal(task)
 
     def hand_out(self) -> None:
-        """Have other threads help with the queue, after a thread has queued messages of which it will run the first itself."""
+        """Wake other threads for the queue, after a thread has queued messages of which it will run the first itself."""
         if self._mean > _SLOW_S and not self._crowded:
             self.wake()
         self._starvation.wake()
@@ -206,17 +206,16 @@ class Pool:
                 raise LimitError(explain_threads())
 
     def is_member(self) -> bool:
-        """Say whether the calling thread belongs to the pool."""
-        me = (
-            threading.get_ident()
-        )  # current_thread() would make an object for each thread that Python has not started
+        """Return whether the calling thread belongs to the pool."""
+        # Not current_thread(), which creates an object for each thread that Python has not started.
+        me = threading.get_ident()
         return any(each.ident == me for each in tuple(self.threads))
 
     def _loop(self) -> None:
         me = threading.get_ident()
         idle, queue, poll, sources = self.idle, self.queue, self.epoll.poll, self._sources
         starvation = self._starvation
-        idle.add(me)  # from the first moment: the thread that has started this one relies on it
+        idle.add(me)  # first, because ensure_reader() of the starting thread relies on it
         follow_torch()
         listening_s = 0.0  # seconds for which it leaves the queue to others
         try:
@@ -239,7 +238,7 @@ class Pool:
                         # Wake-ups may merge into one: the tick handles the rest of the queue if this task blocks.
                         if queue and not starvation.active:
                             starvation.wake()
-                        # How long work takes matters only where more of it is waiting.
+                        # The time that work takes is only measured if more work is queued.
                         begun = _time.now() if queue else 0.0
                         try:
                             if type(task) is tuple:
@@ -275,7 +274,7 @@ class Pool:
             self._leave(threading.current_thread())
 
     def _is_full(self, running: int) -> bool:
-        """Say whether more threads run work than the width, or make room where these are blocked."""
+        """Return whether the width is used up. If the running threads are blocked, increase the width and return False."""
         now = _time.now()
         if self._stalled_for(now) < _BLOCKED_S:
             return True
@@ -299,7 +298,7 @@ class Pool:
 
     @staticmethod
     def _raised(error: BaseException) -> None:
-        # SystemExit, too: it would end the thread, which other tasks need.
+        # Also SystemExit, because it would end the thread.
         report(_log, error, "a task of the pool raised")
 
     def _run_internal(self, task: Callable[[], object]) -> None:
@@ -312,7 +311,7 @@ class Pool:
     # -- starvation ------------------------------------------------------------------------------
 
     def _starving(self) -> bool:
-        """Bring in a thread if the oldest work of the queue has lain there too long. Runs on the clock's thread."""
+        """Wake or start a thread if the oldest work has been queued for too long. Runs on the clock's thread."""
         try:
             oldest = self.queue[0]
         except IndexError:
@@ -339,7 +338,7 @@ class Pool:
         return True
 
     def _can_grow(self) -> bool:
-        """Say whether the pool can still bring in a thread."""
+        """Return whether the pool can still wake or start a thread."""
         return len(self.idle) > 1 or (len(self.threads) < self._max and not self._denied)
 
     def _help(self, now: float) -> None:
@@ -396,11 +395,11 @@ class Pool:
         with self._lock:
             self.stopping = True
             left = [each for each in self.threads if each is not threading.current_thread()]
-        until = time.monotonic() + timeout  # threads end in real time, also where a test has another one
-        # Until they have ended, not only left the pool: at its very end, a thread may release objects of torch, and if the
-        # interpreter ends meanwhile, that aborts the process.
+        until = time.monotonic() + timeout  # real time, even in tests with a virtual clock
+        # Wait until the threads have ended, and not only left the pool: at its end, a thread may release objects of torch, and if
+        # the interpreter ends meanwhile, the process is aborted.
         while (left := [each for each in left if each.is_alive()]) and time.monotonic() < until:
-            # Each write wakes one sleeper; those in user code end when they come back.
+            # Each write wakes one sleeping thread. Threads in user code end when they return from it.
             for _ in left:
                 os.eventfd_write(self._wake_fd, 1)
             left[0].join(0.02)
@@ -428,7 +427,7 @@ class Pool:
 
     def _wake_sleeper(self) -> None:
         with self._lock:
-            # Under the lock, as the last thread closes the descriptor, whose number may be used again.
+            # Under the lock: the last thread may close the descriptor, whose number may then be reused.
             if self.threads and self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 

@@ -1,10 +1,10 @@
 """The clock: the one thread that runs functions at their times.
 
-Time-outs of calls, corked writes, checks for starvation, heartbeats and batched deletes are due here. The thread sleeps until
-the next function is due, so an idle group costs no processor time. What it runs must be short and must never block, take
-long-held locks, or run user code: longer work is submitted to the pool.
+It handles time-outs of calls, corked writes, checks for starvation, heartbeats and batched deletes. The thread sleeps until the
+next function is due, so an idle group costs no CPU time. The functions must be short and must not block, take locks that are held
+for long, or run user code: longer work is submitted to the pool.
 
-``_lock`` guards the heap and ``_sleeping_until``; nothing is called under it, and no other lock is taken under it. It is
+``_lock`` guards the heap and ``_sleeping_until``; no other code runs under it, and no other lock is taken under it. It is
 re-entrant, as a signal handler or a finaliser may set a timer on a thread that holds it.
 """
 
@@ -68,7 +68,7 @@ class Tick:
             self._clock.at(self._due, self._run)
 
     def _run(self) -> None:
-        # Inactive first, then look: a wake() from now on starts the tick again, so nothing can be missed.
+        # Set ``active`` before calling ``look``: a wake() during the call starts the tick again, so no work is missed.
         self.active = False
         self.late = self._clock.now() - self._due
         if self._look() and not self.active:
@@ -125,7 +125,7 @@ class Clock:
         self.at(self.now(), run)
 
     def close(self) -> None:
-        """End the thread; what is still due never runs."""
+        """End the thread. Timers that are not due yet never run."""
         self._closed = True
         self._ring()
         thread = self._thread
@@ -135,14 +135,15 @@ class Clock:
     def _ring(self) -> None:
         try:
             self._wake.release()
-        except RuntimeError:  # rung already
+        except RuntimeError:  # the thread was woken already
             pass
 
     def _run(self) -> None:
         while not self._closed:
             run: Callable[[], Any] | None = None
             with self._lock:
-                # First: a finaliser that sets a timer on this thread, between the steps below, prevents the sleep.
+                # Before the steps below: if a finaliser sets a timer on this thread between them, at() resets it, and the thread
+                # does not sleep too long.
                 self._sleeping_until = _NEVER
                 until = self._heap[0][0] if self._heap else _NEVER
                 is_due = until <= _time.now()

@@ -1,7 +1,7 @@
-"""The debug sessions of a worker: its held calls, their front ends, and the deadlines that are moved meanwhile.
+"""The debug sessions of a worker: its held calls, their front ends, and their deadlines.
 
-Handlers of notices run on the thread that reads the connection, and never wait: a worker all of whose calls are held still
-answers.
+A call is *held* while the debugger has stopped its thread. Handlers of notices run on the thread that reads the connection and do
+not wait, so a worker answers front ends even if all of its calls are held.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from actorrpc.futures import Future
 __all__ = ["Debugger", "look_around"]
 
 _log = logging.getLogger("actorrpc.debugger")
-_LOOK_S: Final = 0.5  # how often sessions of calls that have ended are searched
-_AGAIN_S: Final = 0.2
-_MOST_S: Final = 60.0  # by so much a caller's deadline is moved at a time, at most
+_LOOK_S: Final = 0.5  # how often sessions of ended calls are removed
+_AGAIN_S: Final = 0.2  # time between two attempts to enter an actor
+_MOST_S: Final = 60.0  # the most by which one notice may move a deadline
 INFINITE: Final = float("inf")
-# Where a front end enters an actor that runs nothing: the frame that it finds, with the actor as ``self``.
+# A front end that enters an idle actor stops in this function, with the actor as ``self``.
 _IDLE: Final[dict[str, Any]] = {"__name__": "idle actor"}
 exec(compile("def idle(self, hold):\n    hold()\n", "<idle actor>", "exec"), _IDLE)
 
 
-# What calls the methods of actors.
+# The functions that call methods of actors.
 _CALL_METHODS: Final = frozenset(
     each.__code__
     for each in (
@@ -55,7 +55,7 @@ _CALL_METHODS: Final = frozenset(
 
 
 class Debugger:
-    """One worker's part. Thread-safe: its table changes by single, atomic steps."""
+    """The debugger of one worker. Thread-safe: its tables change by single, atomic steps."""
 
     def __init__(self, worker: Worker) -> None:
         self.numbers = itertools.count(1)
@@ -64,9 +64,7 @@ class Debugger:
         self._sessions: dict[int, DebugSession] = {}
         self._entering: dict[Peer, _Entry] = {}
         self._tick = Tick(worker.agent.clock, _LOOK_S, self._look)
-        self._ignored: set[tuple[str, int]] = (
-            set()
-        )  # calls of breakpoint() that are not heeded, which was said
+        self._ignored: set[tuple[str, int]] = set()  # places of breakpoint() that were logged as ignored
 
     @property
     def worker(self) -> str:
@@ -75,7 +73,7 @@ class Debugger:
 
     @property
     def refusal(self) -> str:
-        """Why this worker refuses the debugger; empty where it does not."""
+        """The reason why this worker does not allow debugging; empty if it does."""
         settings = self._agent.settings
         if not settings.debug:
             return "ACTORRPC_DEBUG=0 has switched the debugger off"
@@ -86,19 +84,19 @@ class Debugger:
         return ""
 
     def sessions(self) -> list[DebugSession]:
-        """Return the sessions that there are, in their order."""
+        """Return the sessions, in the order in which they were created."""
         return list(self._sessions.values())
 
     # -- holding calls: on their threads -------------------------------------------------------------------------
 
     def breakpoint(self, frame: FrameType, execution: Execution | None) -> None:
-        """Hold a call at the next line of ``frame``."""
+        """Hold a call (or the calling thread, without an execution) at the next line of ``frame``."""
         if self.refusal:
             where = (frame.f_code.co_filename, frame.f_lineno)
             if where not in self._ignored:
                 self._ignored.add(where)
                 _log.warning(
-                    "breakpoint() at %s:%d holds nothing on worker %r: %s. This is said once.",
+                    "breakpoint() at %s:%d holds nothing on worker %r: %s. This is logged once.",
                     *where,
                     self.worker,
                     self.refusal,
@@ -107,12 +105,12 @@ class Debugger:
         self._session(execution, "breakpoint()").prompt.trace(frame)
 
     def failed(self, execution: Execution, error: BaseException) -> None:
-        """Hold a call that has failed, of an actor with ``on_error="debug"``, before its caller is told."""
+        """Hold a failed call of an actor with ``on_error="debug"``, before the error is sent to its caller."""
         if not self.refusal:
             self._session(execution, f"{type(error).__name__}, which it has raised").prompt.examine(error)
 
     def _session(self, execution: Execution | None, why: str) -> DebugSession:
-        """Return the session of the call, or of the thread, that runs here; an existing session is used again."""
+        """Return the session of the execution, or of the calling thread if there is none; reuse an existing session."""
         for each in self.sessions():
             if each.execution is execution and (
                 execution is not None or each.thread == threading.get_ident()
@@ -134,7 +132,7 @@ class Debugger:
         self._tick.wake()
         if session.attached is None:
             _log.warning(
-                "%s on %r is held by %s at %s. To debug it: actorrpc debug %s; it goes on by itself after %g s "
+                "%s on %r is held by %s at %s. To debug it: actorrpc debug %s; it continues by itself after %g s "
                 "(ACTORRPC_DEBUG_WAIT)",
                 session.title,
                 self.worker,
@@ -149,18 +147,18 @@ class Debugger:
         self._agent.held.discard(session.thread)
 
     def why_not_held(self, session: DebugSession) -> str:
-        """Return why a call is released now; empty where it is still held."""
+        """Return the reason why a held call must be released now; empty: it stays held."""
         if self._agent.closed_down:
             return "as its worker shuts down"
         if session.execution is not None and not self._runs(session.execution):
-            return "as nobody waits for it any more"
+            return "as its caller no longer waits for it"
         waited = time.monotonic() - session.since
         if session.attached is None and waited > self._agent.settings.debug_wait:
-            return f"as nobody has attached to it within {self._agent.settings.debug_wait:g} s"
+            return f"as no front end has attached to it within {self._agent.settings.debug_wait:g} s"
         return ""
 
     def _runs(self, execution: Execution) -> bool:
-        """Whether a call has still to be answered, or produces a stream."""
+        """Return whether a call has not been answered yet, or produces a stream."""
         if execution.peer.running.get(execution.id) is execution:
             return True
         streams = () if self._actors is None else self._actors.streams.all()
@@ -169,7 +167,7 @@ class Debugger:
     def _look(self) -> bool:
         """Remove the sessions whose calls have ended."""
         for each in self.sessions():
-            # Also of one that is held as it seems: a second interruption may have come before it could say otherwise.
+            # Do not test ``state == HELD``: a second interruption may have ended the call before it could change its state.
             if each.execution is not None:
                 over = not self._runs(each.execution)
             else:
@@ -179,21 +177,24 @@ class Debugger:
                 each.end()
         return bool(self._sessions)
 
-    # -- callers: their time is put off ----------------------------------------------------------------------------
+    # -- deadlines of held calls and of their callers --------------------------------------------------------------
 
     def put_off(self, execution: Execution, seconds: float) -> None:
-        """Move the deadline of a call that runs here, and have its caller do the same; less than 0: bring it forward."""
+        """Move the deadline of an execution here by ``seconds`` (may be negative), and tell its caller to do the same."""
         if execution.deadline != INFINITE:
             execution.deadline += seconds
             body = pack({"call": execution.id, "seconds": seconds})
             self.notify(execution.peer, PUT_OFF, body)
 
     def put_off_there(self, peer: Peer, body: bytes) -> None:
-        """Move the deadline of a call of this worker that another worker holds."""
+        """Move the deadline of a call that this worker has made and that is held on another worker.
+
+        If the call was made in an execution on this worker, the deadline of that execution is moved as well.
+        """
         found = unpack(body)
         id, seconds = found.get("call"), found.get("seconds")
         if type(id) is not int or type(seconds) is not float or not -_MOST_S <= seconds <= _MOST_S:
-            raise ProtocolError("a call is put off by no number of seconds")
+            raise ProtocolError("a notice to move a deadline does not name a call and a number of seconds")
         call = peer.pending.get(id)
         if self.refusal or call is None or call.deadline == INFINITE:
             return
@@ -207,7 +208,7 @@ class Debugger:
     # -- front ends ----------------------------------------------------------------------------------------------
 
     def notify(self, peer: Peer, name: str, body: bytes) -> None:
-        """Send a notice, if there is a connection for it."""
+        """Send a notice to a peer; without a connection, it is lost."""
         self._agent.notify(peer, name, body)
 
     def asked(self, peer: Peer, body: bytes) -> None:
@@ -233,7 +234,7 @@ class Debugger:
         session = self._sessions.get(request.get("session", 0))
         if session is None:
             raise _RefusedError(
-                f"worker {self.worker!r} has no such session: the call has gone on, or is over"
+                f"worker {self.worker!r} has no such session: the call has continued or ended"
             )
         if what == "attach":
             other = session.attached
@@ -250,7 +251,7 @@ class Debugger:
         elif what == "say":
             session.say(str(request.get("line", "")))
         else:
-            raise ProtocolError("a front end of the debugger wants something unknown")
+            raise ProtocolError("a front end of the debugger has sent an unknown request")
         return {}
 
     def left(self, peer: Peer) -> None:
@@ -258,7 +259,7 @@ class Debugger:
         self._entering.pop(peer, None)
         for each in self.sessions():
             if each.attached is peer:
-                _log.warning("%s is gone: %s goes on", _who(peer), each.title)
+                _log.warning("%s has disconnected: %s continues", _who(peer), each.title)
                 each.let_go()
 
     # -- entering methods that run -------------------------------------------------------------------------------
@@ -268,14 +269,14 @@ class Debugger:
             if hosted.spec is not None and f"{hosted.spec.actor_id:016x}" == actor_id:
                 break
         else:
-            raise _RefusedError(f"there is no such actor on worker {self.worker!r} any more")
+            raise _RefusedError(f"worker {self.worker!r} does not have this actor, or no longer has it")
         _log.warning("%s enters %s", _who(peer), hosted.title)
         entry = self._entering[peer] = _Entry(self, peer, hosted)
         self._agent.submit(partial(self._try_to_enter, entry))
         return {}
 
     def _try_to_enter(self, entry: _Entry) -> None:
-        """Enter the running method of an actor, or call an idle actor. Repeated, as the method may just end."""
+        """Enter the running method of an actor, or call an idle actor. Repeated, as the method may end before that."""
         if self._entering.get(entry.peer) is not entry or self._agent.closed_down:
             return
         if entry.begin():
@@ -288,11 +289,11 @@ class Debugger:
             )
 
     def entered(self, entry: _Entry) -> bool:
-        """Say whether a front end still waits for an entry, and take that out; exactly one caller gets True."""
+        """Claim an entry, if its front end still waits for it; exactly one caller gets True."""
         return self._entering.get(entry.peer) is entry and self._entering.pop(entry.peer, None) is entry
 
     def look_around(self, instance: Any) -> None:
-        """Be called in an actor that runs nothing, in its turn."""
+        """Hold an idle actor for the front ends that wait to enter it. Runs as a call of the actor."""
         execution = CURRENT.get()
         assert execution is not None
         for entry in list(self._entering.values()):
@@ -303,14 +304,14 @@ class Debugger:
 
 
 class _RefusedError(Exception):
-    """A request of a front end is refused; the text says why."""
+    """A request of a front end is refused; the text is the reason."""
 
 
 class _Entry:
-    """A front end that is about to enter a running method of an actor.
+    """A front end that waits to enter a running method of an actor.
 
-    Two ways lead there, and the first one is taken: a trace function of the actor's thread, at the next line of the user's code;
-    and the next look of a wait of ours for interruptions.
+    The actor's thread enters the debugger at whichever comes first: the next line of the user's code (by a trace function), or
+    the next check for interruptions while it waits in a function of this package.
     """
 
     def __init__(self, debugger: Debugger, peer: Peer, hosted: HostedActor) -> None:
@@ -319,7 +320,7 @@ class _Entry:
         self._debugger = debugger
 
     def begin(self) -> bool:
-        """Begin; False where the actor runs nothing."""
+        """Arrange that the actor's thread enters the debugger; return False if the actor is idle."""
         for runner in list(self.hosted.runners):
             if runner.entered:
                 runner.enter(self.at_wait)
@@ -332,22 +333,22 @@ class _Entry:
         return False
 
     def at_line(self, frame: FrameType) -> bool:
-        """Be called at each line of the thread; True when that is enough."""
+        """Called at each line of the thread, until it returns True."""
         execution = CURRENT.get()
         frames = users_frames(frame)
         if execution is None or execution.actor is not self.hosted or frames[:1] != [frame]:
-            return False  # in our own code, before a call or behind it
+            return False  # code of this package, before or after a call
         caller = frames[-1].f_back
         if caller is None or caller.f_code not in _CALL_METHODS:
-            return False  # something that our own code has called, as to pack the answer
+            return False  # user code that this package has called for another purpose, such as packing the answer
         if not bears_interruption(frame):
-            return False  # in an import, for which others would wait
+            return False  # an import, whose lock would block other threads while the call is held
         if self._debugger.entered(self):
             self._session(execution).prompt.trace(frame)
         return True
 
     def at_wait(self) -> None:
-        """Be called in a wait of the thread."""
+        """Called on the thread, when it checks for interruptions in a wait."""
         execution = CURRENT.get()
         frames = users_frames(sys._getframe())
         if execution is not None and frames and self._debugger.entered(self):
@@ -375,7 +376,7 @@ def _ignored() -> Future[Any]:
 
 
 def look_around(instance: Any) -> None:
-    """Hold an idle actor for the front end that enters it. Called as one of its calls."""
+    """Hold an idle actor for the front end that enters it. Sent to the actor as a call."""
     worker = current_worker()
     if worker is not None and worker.debugger is not None:
         worker.debugger.look_around(instance)

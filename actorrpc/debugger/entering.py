@@ -1,7 +1,8 @@
-"""Brings another thread, which runs Python code, into the debugger: it calls a function of ours at its next line.
+"""Makes another thread call a function at its next line of Python code, so that it enters the debugger.
 
-CPython 3.11 has no function for that, but what such a function is made of: a trace function is set for the other thread, which
-calls ``enter`` within that thread at its next event, and is gone. A thread that is in code in C comes to it later, or never.
+CPython 3.11 has no API for this. :func:`enter` sets a trace function for the other thread by internal functions of CPython. The
+interpreter calls the trace function on that thread at its next events. A thread that is in C code calls it when it returns to
+Python code, which may be never.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ _interpreter = _declared("PyInterpreterState_Get", ctypes.c_void_p)
 _first = _declared("PyInterpreterState_ThreadHead", ctypes.c_void_p, ctypes.c_void_p)
 _next = _declared(
     "PyThreadState_Next", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-)  # the last one is for accumulate()
+)  # the second argument is ignored; accumulate() passes two
 _frame_of = _declared("PyThreadState_GetFrame", ctypes.c_void_p, ctypes.c_void_p)
 _let_go = _declared("Py_DecRef", None, ctypes.c_void_p)
 _set_trace = _declared("_PyEval_SetTrace", ctypes.c_int, ctypes.c_void_p, _TRACE, ctypes.py_object)
 
 
 def _event(run: Callable[[FrameType], bool], frame: FrameType, what: int, _argument: Any) -> int:
-    """Be called by the interpreter, on the thread that was meant, at each event until ``run`` has returned True."""
-    if what == _LINE and run(frame):  # a frame that is being left comes to no other line
+    """The trace function, which the interpreter calls on the other thread at each event until ``run`` has returned True."""
+    if what == _LINE and run(frame):
         found: object = sys.gettrace()
         if found is run:
             sys.settrace(None)
@@ -55,17 +56,18 @@ _EVENT: Final = _TRACE(_event)
 
 
 def enter(thread: int, run: Callable[[FrameType], bool]) -> bool:
-    """Have a thread call ``run(frame)`` at each line that it comes to, until that returns True; False if it was not found, as
-    it has gone on meanwhile.
+    """Make a thread call ``run(frame)`` at each line of Python code, until ``run`` returns True.
 
-    ``run`` must not raise. It may set another trace function. The thread's own trace function, if it has one, is replaced.
+    Returns False if the thread was not found, because its innermost frame has changed meanwhile or it has ended. ``run`` must not
+    raise. It may set another trace function. The thread's own trace function, if it has one, is replaced.
     """
     frame = _stacks.top_frame(thread)
     if frame is None:
         return False
-    # Between two instructions of ours, another thread may run and end, and the state that was found is no memory any more.
-    # Therefore one call of C goes through all states, and sets the trace function of the one that is meant: it is at this frame.
-    with _stacks.without_collection():  # finalisers are instructions as well
+    # Between two bytecodes of this function, the other thread may run and end, and its thread state would be freed. Therefore a
+    # single call of C code (``list`` over iterators in C) goes through all thread states, and sets the trace function of the
+    # state whose innermost frame is ``frame``.
+    with _stacks.without_collection():  # finalisers would run bytecodes
         head = map(_first, (_interpreter(),))
         steps = itertools.accumulate(itertools.chain(head, itertools.repeat(0)), _next)
         states, places = itertools.tee(itertools.takewhile(bool, steps))

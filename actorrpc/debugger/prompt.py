@@ -1,8 +1,8 @@
-"""pdb, for a call that is held: it reads and writes through a debug session, and never leaves the user's part of the stack.
+"""A pdb for a held call, which reads and writes through a debug session and stops in frames of the user's code only.
 
-What differs from pdb: ``quit`` lets the call go on, as ``continue`` does; tracing ends with the outermost frame of the user's
-code, as the thread has other calls to run; what a command prints goes to the session, and what other threads print at that
-moment does not; breakpoints end with the call.
+Differences to pdb: ``quit`` continues the call, as ``continue`` does. Tracing ends when the outermost frame of the user's code
+returns, because the thread runs other calls afterwards. The output of a command goes to the session, while the output of other
+threads does not. Breakpoints are removed at the end of the call.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _YIELDS: Final = dis.opmap["YIELD_VALUE"]
 
 
 def _is_outside(frame: FrameType) -> bool:
-    """Whether a frame is of code that runs the user's code: this package, or an event loop."""
+    """Return whether a frame belongs to code that calls the user's code: this package, an event loop, or threading."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OUTSIDE
 
 
 def users_frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of the user's code that a stack ends with, the innermost first: below them is what runs it."""
+    """Return the innermost run of frames of the user's code in a stack, the innermost first.
+
+    Frames of this package, event loops and threading above the user's code are skipped; those that called it end the list.
+    """
     while frame is not None and _is_outside(frame):
         frame = frame.f_back
     found = []
@@ -44,25 +47,25 @@ def users_frames(frame: FrameType | None) -> list[FrameType]:
 
 
 class Console(Protocol):
-    """What a prompt reads from and writes to, and tells of its stops."""
+    """The input and output of a prompt, and the receiver of its events."""
 
     def write(self, text: str) -> int:
-        """Take what is printed."""
+        """Append output."""
 
     def flush(self) -> None:
-        """Send it."""
+        """Send the output."""
 
     def readline(self) -> str:
-        """Return the next command; waits for it."""
+        """Wait for the next command and return it."""
 
     def stops(self, frame: FrameType) -> None:
-        """Hear that the call is held at a line, before anything is written of it."""
+        """Called when the call is held at a line, before output about it is written."""
 
     def goes_on(self) -> None:
-        """Hear that it is not held any more."""
+        """Called when the call is no longer held."""
 
     def traced_no_more(self) -> None:
-        """Hear that no line of the call will be stopped at any more."""
+        """Called when tracing has ended: the call will not stop at another line."""
 
 
 class Prompt(pdb.Pdb):
@@ -77,7 +80,7 @@ class Prompt(pdb.Pdb):
             skip=[f"{each}{rest}" for each in _OUTSIDE for rest in ("", ".*")],
         )
         self.use_rawinput = False
-        self.breaks = {}  # those of other calls of this process are theirs
+        self.breaks = {}  # bdb would use the breakpoints of other calls of this process
         self.prompt = "(Pdb) "
         self._console = console
         self._outermost: FrameType | None = None
@@ -85,25 +88,25 @@ class Prompt(pdb.Pdb):
 
     @property
     def traces(self) -> bool:
-        """Whether it may stop at another line."""
+        """Whether the call is traced, so that it may stop at another line."""
         return self._outermost is not None
 
     # -- beginning and ending ---------------------------------------------------------------------------------
 
     def trace(self, frame: FrameType) -> None:
-        """Stop at the next line of ``frame``; on its own thread."""
+        """Stop at the next line of ``frame``; called on the thread of the call."""
         self._trace(frame)
         sys.settrace(self.trace_dispatch)
 
     def hold(self, frame: FrameType) -> None:
-        """Stop at once, where ``frame`` is; on its own thread, from within a trace function or a wait."""
+        """Stop at once, at the current line of ``frame``; called on the thread of the call, in a trace function or a wait."""
         self._trace(frame)
         self.interaction(frame, None)
         if self._outermost is not None:
             sys.settrace(self.trace_dispatch)
 
     def examine(self, error: BaseException) -> None:
-        """Stop where an exception was raised that has left the call."""
+        """Stop in the frame where an exception was raised, after it has left the call."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None and _is_outside(trace.tb_frame):
             trace = trace.tb_next
@@ -131,13 +134,13 @@ class Prompt(pdb.Pdb):
         return found
 
     def _is_within(self, frame: FrameType | None) -> bool:
-        """Whether a frame is of the call that is debugged: while its coroutine awaits, the thread runs other things."""
+        """Return whether a frame belongs to the debugged call. While its coroutine awaits, the thread runs other code."""
         while frame is not None and frame is not self._outermost:
             frame = frame.f_back
         return frame is not None
 
     def end(self) -> None:
-        """Trace no more, and forget the breakpoints of this call."""
+        """End tracing, and remove the breakpoints of this call."""
         sys.settrace(None)
         self._clear_own()
         frame, self._outermost = self._outermost, None
@@ -146,7 +149,7 @@ class Prompt(pdb.Pdb):
         self._console.traced_no_more()
 
     def interaction(self, frame: FrameType | None, *trace: Any) -> None:
-        """See pdb.Pdb: read commands until one of them has the call go on."""
+        """See pdb.Pdb: read commands until one of them continues the call."""
         at = frame
         if at is None:
             last = trace[0]
@@ -154,14 +157,14 @@ class Prompt(pdb.Pdb):
                 last = last.tb_next
             at = last.tb_frame if last is not None else sys._getframe()
         try:
-            # Within it: from here on the call is seen as held, and may be cancelled, which interrupts whatever runs.
+            # In the try block: from this call on, the call counts as held, and a cancellation may interrupt any statement.
             self._console.stops(at)
             super().interaction(frame, *trace)
         finally:
             self._console.goes_on()
 
     def _cmdloop(self) -> None:
-        self.cmdloop()  # an interruption of the call ends it, and the call
+        self.cmdloop()  # unlike in pdb, an interruption is not caught: it ends the call
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -181,7 +184,7 @@ class Prompt(pdb.Pdb):
     def do_quit(self, arg: str) -> Any:
         """q(uit) | exit
 
-        The debugger lets go of the call, which goes on as if it had not been held.
+        Continue the call as if it had not been held.
         """
         self._clear_own()
         return self.do_continue(arg)
@@ -191,7 +194,7 @@ class Prompt(pdb.Pdb):
     def do_EOF(self, arg: str) -> Any:
         """EOF
 
-        As quit.
+        The same as quit.
         """
         return self.do_quit(arg)
 
@@ -202,12 +205,12 @@ class Prompt(pdb.Pdb):
         self._own_breakpoints.clear()
 
     def _not_here(self, arg: str) -> None:
-        self.error("there is no such thing in a call that is debugged from elsewhere")
+        self.error("this command is not available when a call is debugged remotely")
 
     do_run = do_restart = do_interact = do_debug = _not_here
 
     def onecmd(self, line: str) -> bool:
-        """See cmd.Cmd. What a command raises is said, and does not end the call: sys.exit() at the prompt, a repr that fails."""
+        """See cmd.Cmd. Errors of a command (a repr that raises, sys.exit() at the prompt) are printed and do not end the call."""
         try:
             return super().onecmd(line)
         except (Exception, SystemExit) as error:
@@ -215,7 +218,7 @@ class Prompt(pdb.Pdb):
             return False
 
     def default(self, line: str) -> None:
-        """Run a line as Python, in the frame that is looked at; what it prints goes to the session."""
+        """Run a line as Python code in the current frame; its output goes to the session."""
         text = line[1:].strip() if line[:1] == "!" else line
         frame = self.curframe
         names, values = frame.f_globals, self.curframe_locals  # type: ignore[union-attr]
@@ -231,15 +234,15 @@ class Prompt(pdb.Pdb):
 
 
 def _is_suspended(frame: FrameType) -> bool:
-    """Whether a frame that is left will be entered again: a coroutine that awaits, a generator that has yielded."""
+    """Return whether a frame has not returned but is suspended: a coroutine that awaits, or a generator that has yielded."""
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _YIELDS
 
 
-# -- what commands print -------------------------------------------------------------------------------------------
+# -- the output of commands ----------------------------------------------------------------------------------------
 
 
 class _ByThread(io.TextIOBase):
-    """Stands in for ``sys.stdout`` while commands run: what their threads print goes to their sessions, all else as before."""
+    """Replaces ``sys.stdout`` while commands run. Output of their threads goes to their sessions, other output to ``usual``."""
 
     def __init__(self, usual: Any) -> None:
         self.usual = usual
@@ -268,7 +271,7 @@ class _ByThread(io.TextIOBase):
         return str(self.usual.encoding)
 
 
-#: guards the stand-in for ``sys.stdout``; nothing is called under it
+#: guards the replacement of ``sys.stdout``; no other lock is taken under it
 _printing: Final = threading.Lock()
 _stand_in: _ByThread | None = None
 

@@ -1,8 +1,8 @@
-"""The notices between a front end and the worker whose calls it debugs: plain values, packed by msgpack. No I/O.
+"""The notices between a front end of the debugger and a worker: plain values, packed by msgpack. No I/O.
 
-A request has a number ``id``, the operation ``do``, and mostly the number of a ``session``. It is answered once, by the same
-``id``: with ``error``, where it could not be done. Of the session that a front end is attached to it hears events, without an
-``id``: text that was written, and the new ``state``.
+A request has a number ``id``, the operation ``do``, and for most operations the number of a ``session``. It gets one answer, with
+the same ``id`` and, if it failed, an ``error``. The worker sends events, without an ``id``, to the front end that is attached to
+a session: the output of the session, and its new ``state``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["EVENT", "HELD", "OVER", "PUT_OFF", "REQUEST", "RUNS", "pack", "unpac
 
 REQUEST: Final = "debug"
 EVENT: Final = "debugged"
-PUT_OFF: Final = "put off"  # a caller is told that its call is held: its deadline moves
+PUT_OFF: Final = "put off"  # tells a caller to move the deadline of its call, because the call is held
 
 # States of a session.
 HELD: Final = "held"
@@ -34,10 +34,10 @@ def pack(value: dict[str, Any]) -> bytes:
 
 
 def unpack(body: bytes) -> dict[str, Any]:
-    """Unpack one.
+    """Unpack a notice.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the bytes are not a notice.
     """
     try:
         if len(body) > _MOST:

@@ -1,7 +1,7 @@
-"""A debug session: one call that ``breakpoint()`` (or a front end, or a failure) holds, and the front end that is attached to it.
+"""A debug session: one call that is held by ``breakpoint()``, by a front end or after a failure, and its front end.
 
-The thread of the call writes, reads and waits here; the threads that read connections attach front ends and put in what they
-say. What both use changes by single atomic steps (a deque, single assignments): there is no lock.
+The thread of the call writes output, and waits for commands. The threads that read connections attach front ends and queue the
+commands that these send. There is no lock: shared data changes by single atomic steps (a deque, single assignments).
 
 While the call is held, its callers are told repeatedly to move its deadline by a few seconds. When these messages end, the
 deadline stays where it is.
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 __all__ = ["DebugSession"]
 
 _log = logging.getLogger("actorrpc.debugger")
-_LOOK_S: Final = 0.1  # how often a held call looks whether it is still wanted
-_AHEAD_S: Final = 15.0  # by so much the deadlines of callers are put off before the time has passed
-_PIECE: Final = 8 << 10  # characters that are sent together
-_KEPT: Final = 64 << 10  # characters of the last stop, for a front end that comes later
+_LOOK_S: Final = 0.1  # how often a held call checks whether it must be released
+_AHEAD_S: Final = 15.0  # how far ahead of the current time the deadlines of callers are moved
+_PIECE: Final = 8 << 10  # the most characters in one event
+_KEPT: Final = 64 << 10  # the most characters of the current stop that are kept for later front ends
 _GO_ON: Final = "continue\n"
 
 
 class DebugSession:
-    """One call that is, or was, held.
+    """The session of a call that is or was held.
 
     Attributes:
-        number: names it in its worker.
-        execution: the call; None for a thread that runs none.
-        title: the call, in words.
-        why: the reason for which it was held first.
+        number: identifies the session on its worker.
+        execution: the call; None for a thread that executes no call.
+        title: describes the call.
+        why: the reason for the latest hold.
         state: ``HELD``, ``RUNS`` (between two stops) or ``OVER``.
-        since: when it was held last, on the monotonic clock.
-        place: where that was: the file, the line, and the name of the function.
-        attached: the front end.
+        since: when the call was last held, on the monotonic clock.
+        place: the file, the line, and the name of the function of the last stop.
+        attached: the attached front end, or None.
     """
 
     def __init__(self, debugger: Debugger, execution: Execution | None, title: str, why: str) -> None:
@@ -66,23 +66,23 @@ class DebugSession:
         self._come = threading.Event()
         self._written: list[str] = []
         self._unsent = 0
-        self._shown: deque[str] = deque()  # of this stop
+        self._shown: deque[str] = deque()  # the output of the current stop
         self._shown_size = 0
         self._put_off_until = 0.0
         self._asks = False  # the prompt waits for a command
 
     @property
     def name(self) -> str:
-        """What a front end calls it."""
+        """The name by which a front end attaches to the session."""
         return f"{self._debugger.worker}:{self.number}"
 
     @property
     def where(self) -> str:
-        """Its place, in words."""
+        """The place of the last stop, as text."""
         file, line, function = self.place
         return f"{os.path.basename(file)}:{line}, in {function}()"
 
-    # -- for its prompt, on the thread of the call -----------------------------------------------------------------
+    # -- for the prompt, on the thread of the call -----------------------------------------------------------------
 
     def write(self, text: str) -> int:
         """Append output for the front end."""
@@ -106,7 +106,7 @@ class DebugSession:
         self._tell({"text": text})
 
     def readline(self) -> str:
-        """Return the next command of the front end, as soon as there is one; where the call is to go on, a command for that."""
+        """Wait for the next command of the front end and return it. If the call must be released, return ``continue``."""
         while True:
             self._come.clear()
             try:
@@ -122,7 +122,7 @@ class DebugSession:
                 return line
             why = self._debugger.why_not_held(self)
             if why:
-                _log.warning("%s is not held any more, %s: it goes on", self.title, why)
+                _log.warning("%s is no longer held, %s: it continues", self.title, why)
                 self._asks = False
                 return _GO_ON
             self._put_off(_AHEAD_S)
@@ -149,10 +149,10 @@ class DebugSession:
         self._tell({})
 
     def traced_no_more(self) -> None:
-        """See Console: the session goes on as long as the call does, which may come to another breakpoint()."""
+        """See Console. Does nothing: the session lasts as long as the call, which may reach another breakpoint()."""
 
     def _put_off(self, ahead: float) -> None:
-        """Have the deadlines of the callers put off until now and ``ahead`` seconds more."""
+        """Move the deadlines of the callers so that the time until ``ahead`` seconds from now does not count."""
         until = time.monotonic() + ahead
         if self.execution is not None and (not ahead or until - self._put_off_until > ahead / 3):
             seconds, self._put_off_until = until - self._put_off_until, until
@@ -161,12 +161,12 @@ class DebugSession:
     # -- for front ends: any thread ------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
-        """Put in a command."""
+        """Queue a command."""
         self._lines.append(line.rstrip("\n") + "\n")
         self._come.set()
 
     def attach(self, peer: Peer) -> dict[str, Any]:
-        """Attach a front end; returns what it is to show."""
+        """Attach a front end; return the answer for it, with the output of the current stop."""
         self.attached = peer
         return {
             "state": self.state,
@@ -176,7 +176,7 @@ class DebugSession:
         }
 
     def let_go(self) -> None:
-        """Release the call, and do not hold it again, as its front end has ended."""
+        """Release the call for good, because its front end has disconnected."""
         self.attached = None
         self._lines.clear()
         self.say("quit")

@@ -1,7 +1,8 @@
-"""Wiring: has ``breakpoint()`` in calls hold them, and front ends talk to them, as long as a worker is in its group.
+"""Enables the debugger of a worker while the worker is in its group.
 
-``breakpoint()`` elsewhere (in the driver, in a rank's own code) does what it did before. So it does where PYTHONBREAKPOINT says
-something.
+``breakpoint()`` in a call then holds the call. Outside of calls (in the driver, in a rank's own code), and if PYTHONBREAKPOINT is
+set, ``breakpoint()`` works as before. A process without a terminal is an exception: there, it also holds threads outside of
+calls.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["start"]
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Begin; returns what ends it."""
+    """Register the handlers of the debugger, and replace ``sys.breakpointhook``; return a function that undoes this."""
     agent = worker.agent
     made = worker.debugger = Debugger(worker)
     agent.on_notice[REQUEST] = made.asked
@@ -58,7 +59,7 @@ def _breakpoint(previous: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 
 def _has_no_terminal() -> bool:
-    """Whether pdb would read from nothing, as in a worker that was started by another process."""
+    """Return whether standard input is /dev/null or closed, as in a worker that another process has started."""
     try:
         return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
     except OSError:

@@ -1,8 +1,8 @@
-"""Looking into a group: how each worker is, what its actors do, who waits for whom, and where its threads stand.
+"""The state of a group: its workers, their actors, the calls that wait for each other, and the stacks of threads.
 
-:func:`actorrpc.state` asks all workers at once and returns a :class:`GroupState`; ``python -m actorrpc status`` and its other
-commands do the same from outside. Every process answers from the thread that reads its connections: behind no mailbox, and
-without running code of users. One that does not answer is named, with the reason.
+:func:`actorrpc.state` queries all workers at once and returns a :class:`GroupState`. ``python -m actorrpc status`` and its other
+commands do the same from a process outside the group. Each worker answers on the thread that reads its connections, so that a
+full mailbox does not delay the answer, and runs no code of users for it. Workers that do not answer are listed with the reason.
 """
 
 from __future__ import annotations

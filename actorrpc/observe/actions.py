@@ -1,8 +1,8 @@
-"""What a visitor may change, where it has said in its handshake that it acts: kill or restart an actor, drain a worker.
+"""The actions that a visitor may request: kill or restart an actor, drain a worker.
 
-A request of its own, apart from the question of :mod:`~actorrpc.observe.protocol`: who only looks changes nothing, whatever it
-sends. The name of a visitor that acts is in the proofs of the handshake, so nobody in between makes it of another. Who holds the
-key may call all of this anyway; but a tool that only looks cannot be brought to do it.
+A worker carries out an action only for a visitor whose name has the prefix :data:`~actorrpc.observe.protocol.ACTING`. The
+handshake authenticates the name, so a third party cannot change the name of a read-only visitor. The owner of the key can do all
+of this by calls anyway. The separate request ensures that a read-only tool cannot be made to trigger an action.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TEXT: Final = 1000
 
 
 def asked_to_act(worker: Worker, peer: Peer, body: bytes) -> None:
-    """Do what a visitor asks for, and answer. Does not wait: that is for a thread of the pool."""
+    """Carry out a visitor's request and answer it, on a pool thread; returns at once."""
     worker.agent.submit(partial(_act, worker, peer, unpack(body)))
 
 
@@ -45,7 +45,7 @@ def _act(worker: Worker, peer: Peer, asked: dict[str, Any]) -> None:
 
 def _check(worker: Worker, peer: Peer) -> None:
     if not (peer.record.is_visitor and is_acting(peer.name)):
-        raise RpcError("only a visitor that has said that it acts changes anything")
+        raise RpcError("this visitor may only read the state of the group")
     if worker.agent.settings.data_only:
         raise RpcError(f"worker {worker.agent.name!r} takes data only")
 
@@ -62,11 +62,11 @@ def _do(worker: Worker, what: str, whom: str) -> None:
             raise ConfigError("the driver cannot be drained: it leaves with actorrpc.shutdown()")
         worker.agent.submit(partial(_drain, whom))
     else:
-        raise ConfigError(f"nothing is known by the name of {what!r}")
+        raise ConfigError(f"there is no action {what!r}")
 
 
 def _drain(name: str) -> None:
-    """Drain a worker, however long that takes: who has asked for it sees it leave."""
+    """Drain a worker, without a time limit. The visitor is not told of the result; it sees that the worker leaves the group."""
     try:
         cluster_api.drain(name)
     except RpcError as error:

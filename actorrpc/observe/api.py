@@ -1,4 +1,4 @@
-"""Looking at this process's own group: :func:`state`, :func:`trace`, and :func:`printed`, its logs."""
+"""Queries of this process's own group: :func:`state`, :func:`trace`, and :func:`printed` for its logs."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from actorrpc.wire.identity import WorkerRecord
 __all__ = ["printed", "recordings", "state", "trace"]
 
 _TIMEOUT_S: Final = 1.0
-_SHARE: Final = 0.6  # of the time, for the first answers: what is left is for their further pages
-_SOON_S: Final = 0.2  # then it is looked whether there are processes that cannot answer
-_DUMP_S: Final = 0.25  # of the time is kept for the stacks of processes that do not answer
+_SHARE: Final = 0.6  # the part of the time-out that the driver has for sending the list of members
+_SOON_S: Final = 0.2  # after this time, processes that are stopped or have ended are no longer waited for
+_DUMP_S: Final = 0.25  # the part of the time-out that is reserved for dumping stacks of silent processes
 _TRACE_S: Final = 10.0
 _AT_ONCE: Final = 16
 _PAGES: Final = 100
 
 
 class _Inquiry:
-    """The questions to one worker, page after page."""
+    """The query of one worker, which requests page after page."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class _Inquiry:
     ) -> None:
         self.record = record
         self.pages: list[dict[str, Any]] = []
-        self.ended = ""  # why it is over, where that is not the last page
+        self.ended = ""  # why the query ended before the last page
         self.done: Future[None] = Future()
         self.done.label = f"what {record.name!r} says of itself"
         self._observer = observer
@@ -64,7 +64,7 @@ class _Inquiry:
         self._begun = _time.now()
 
     def begin(self, until: float) -> None:
-        """Ask; returns at once."""
+        """Start the query; returns at once. Connects on a pool thread if there is no connection."""
         try:
             peer = self._agent.peer_table.adopt(self.record) if not self._is_own else self._agent.self_peer
         except RpcError as error:
@@ -114,24 +114,24 @@ class _Inquiry:
         self.done.try_complete(None, self._agent.submit)
 
     def give_up(self) -> None:
-        """Wait no more."""
+        """Discard the current question; a late answer is ignored."""
         if self._asked is not None:
             self._observer.forget(self._asked)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no answer to be waited for: its process is stopped, or gone."""
+        """Whether waiting is useless, because the worker's process on this host is stopped or has ended."""
         here = self._agent.record.host == self.record.host
         return not self.done.done() and here and process_state(self.record.pid) != "running"
 
     @property
     def heard(self) -> float:
-        """When its process has sent something last, or was asked."""
+        """When the worker last sent something, or when the query began, whichever is later."""
         conns = () if self._is_own else self._agent.peer_table.adopt(self.record).conns
         return max([self._begun, *(each.heard for each in list(conns))])
 
     def found(self) -> dict[str, Any] | Silent:
-        """Return what it has said, or why it has not."""
+        """Return the answer, or the reason why there is none."""
         if self.pages:
             return merge(self.pages)
         if self._agent.record.host == self.record.host:
@@ -147,29 +147,30 @@ class _Inquiry:
 
 
 def state(timeout: float = _TIMEOUT_S, *, stacks: bool = False) -> GroupState:
-    """Return how all workers of the group are, and what their actors do: see :class:`~actorrpc.observe.GroupState`.
+    """Return the state of all workers and actors of the group; see :class:`~actorrpc.observe.GroupState`.
 
-    All workers are asked at once. Each answers from the thread that reads its connections, behind no mailbox, and no code of
-    users runs for it. One that does not answer in time is named with the reason: stopped, dead, busy in C code, or silent.
+    All workers are queried at once. Each answers on the thread that reads its connections, so full mailboxes do not delay the
+    answer, and no code of users runs for it. A worker that does not answer in time is listed with the reason: stopped, dead, busy
+    in C code, or silent.
 
     Args:
-        timeout: for all of it, in seconds.
-        stacks: also ask for the stacks of all threads.
+        timeout: for the whole query, in seconds.
+        stacks: also request the stacks of all threads.
 
     Raises:
         NotInitializedError: this process is in no group.
-        ConfigError: the timeout is no number of seconds.
+        ConfigError: the timeout is not a number of seconds.
 
-    Thread-safe. It waits for the timeout at most; where workers may join without a driver (a dynamic ``init_rpc`` group), also
-    for the store that knows who is there.
+    Thread-safe. Waits for at most ``timeout``; in a dynamic ``init_rpc`` group, where workers join without a driver, reading the
+    list of members from the store may take longer.
     """
     begun = _time.now()
     until = begun + wait_limit(timeout)
-    worker = _worker("state() looks at")
+    worker = _worker("state() queries")
     parts = ["process", "actors", "supervised", "holders", *(["threads"] if stacks else [])]
     asked = _ask_all(worker, parts, begun, until, _DUMP_S if stacks else 0.0)
     late = [each for each in asked if not each.pages] if stacks else []
-    if len(late) > 1:  # stacks may have to be dumped: of all at once
+    if len(late) > 1:  # found() may wait for a stack dump, so it runs for all late workers at once
         with ThreadPoolExecutor(min(len(late), _AT_ONCE), "actorrpc-observe") as pool:
             dumped = dict(zip(map(id, late), pool.map(_Inquiry.found, late), strict=True))
     else:
@@ -181,33 +182,33 @@ def state(timeout: float = _TIMEOUT_S, *, stacks: bool = False) -> GroupState:
 def trace(
     path: str | os.PathLike[str], seconds: float | None = None, *, timeout: float = _TRACE_S
 ) -> TraceSummary:
-    """Write what the flight recorders of all workers have into a file that https://ui.perfetto.dev and chrome://tracing open.
+    """Write the records of all workers' flight recorders into a trace file for https://ui.perfetto.dev or chrome://tracing.
 
-    Each worker keeps its last 32 768 calls, made and executed, with their moments. Calls and executions are slices, with arrows
-    between them; the time in mailboxes is shown apart. What is under way ends with the recording, and is marked as unfinished.
-    The clocks of hosts are compared over the connections. Profiles of ``torch.profiler`` that
-    :func:`actorrpc.observe.keep_profile` was given are merged.
+    Each worker keeps the times of its last 32 768 calls, made and executed. In the trace, calls and executions are slices with
+    arrows between them, and the time in mailboxes has its own tracks. A call that has not finished ends with the trace, and is
+    marked as unfinished. The clocks of different hosts are compared over the connections, and times are adjusted. Profiles of
+    ``torch.profiler`` that workers stored with :func:`actorrpc.observe.keep_profile` are merged into the trace.
 
     Args:
-        path: the file, which is replaced.
-        seconds: wait so long first, and leave out what was over before; by default, all that is there is written.
-        timeout: how long the workers may take to answer, in seconds; one that sends nothing is given a fifth of it, and at least
-            a second.
+        path: the file; an existing file is replaced.
+        seconds: record for so long first, and leave out what ended before; by default, all existing records are written.
+        timeout: how long the workers may take to answer, in seconds. A worker that sends nothing for a fifth of this time, and at
+            least a second, is given up.
 
     Raises:
         NotInitializedError: this process is in no group.
-        ConfigError: ``seconds`` or the timeout is no number of seconds.
-        OSError: the file cannot be written; nobody was asked then, where that could be seen before.
+        ConfigError: ``seconds`` or the timeout is not a number of seconds.
+        OSError: the file cannot be written. A missing or read-only directory is detected before workers are queried.
 
-    Thread-safe. A worker that does not answer is named in the summary's ``missing``.
+    Thread-safe. The summary's ``missing`` names the workers that did not answer.
     """
     check_path(os.fspath(path))
     return write(os.fspath(path), recordings(seconds, timeout))
 
 
 def recordings(seconds: float | None = None, timeout: float = _TRACE_S) -> list[Recording]:
-    """Return what the flight recorders of all workers have; arguments and errors as of :func:`trace`."""
-    worker = _worker("the calls to be traced are those of")
+    """Return the records of all workers' flight recorders; arguments and errors as for :func:`trace`."""
+    worker = _worker("trace() records")
     wait = 0.0 if seconds is None else wait_limit(seconds)
     limit = wait_limit(timeout)
     begun = _time.now()
@@ -239,7 +240,7 @@ def _worker(what: str) -> Worker:
 
 
 def _ask_all(worker: Worker, parts: list[str], begun: float, until: float, rest: float) -> list[_Inquiry]:
-    """Ask all workers at once, and wait for their answers; ``rest``: seconds of the time that are left for something else."""
+    """Query all workers at once, and wait for their answers until ``rest`` seconds before ``until``."""
     asked: list[_Inquiry] = []
     silence = patience(until - begun)
     for record in _members(worker, begun + min(silence, _SHARE * (until - begun))):
@@ -256,7 +257,7 @@ def _ask_all(worker: Worker, parts: list[str], begun: float, until: float, rest:
 
 
 def _clock(worker: Worker, record: WorkerRecord, until: float) -> tuple[float, float | None]:
-    """Return what is to be added to another host's moments to have them on this clock, and how far off that may be."""
+    """Return the offset between another host's clock and this host's clock, and its error; see :func:`compare_clocks`."""
 
     def ask() -> dict[str, Any]:
         inquiry = _Inquiry(worker.observer, worker.agent, record, ["records"], CLOCK)
@@ -272,20 +273,20 @@ def _clock(worker: Worker, record: WorkerRecord, until: float) -> tuple[float, f
 
 
 def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
-    """Return what the processes of the cluster have printed, as its driver keeps it.
+    """Return the output of the cluster's processes that the driver has kept.
 
     Args:
         since: the number of the first line.
         timeout: how long the driver may take, in seconds.
 
     Returns:
-        ``[number, time, pid, label, is_error, text]`` of each line, in order, and the number of the one that follows them.
+        ``[number, time, pid, label, is_error, text]`` of each line, in order, and the number of the line after the last.
 
     Raises:
         NotInitializedError: this process is in no group.
-        RpcError: the driver cannot be asked, has not answered in time, or keeps no logs.
+        RpcError: the driver cannot be reached, has not answered in time, or keeps no logs.
     """
-    worker = _worker("the logs are those of")
+    worker = _worker("logs are those of")
     until = _time.now() + wait_limit(timeout)
     driver = worker.agent.peer(0).record
     inquiry = _Inquiry(worker.observer, worker.agent, driver, ["logs"], {"logs": since})
@@ -303,7 +304,7 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
 
 
 def _wait(inquiries: Iterable[_Inquiry], until: float, silence: float = math.inf) -> None:
-    """Wait until all are done, but for none whose process has sent nothing for ``silence`` seconds."""
+    """Wait until all queries are done, but give up a query if its worker has sent nothing for ``silence`` seconds."""
     for each in inquiries:
         while not each.done.done() and (limit := min(until, each.heard + silence)) > _time.now():
             with contextlib.suppress(RpcError):
@@ -311,7 +312,7 @@ def _wait(inquiries: Iterable[_Inquiry], until: float, silence: float = math.inf
 
 
 def _members(worker: Worker, until: float) -> list[WorkerRecord]:
-    """Return the workers of the group, those that this one knows of where nobody says who is there."""
+    """Return the workers of the group; if the list of members cannot be read, those that this worker has met."""
     agent = worker.agent
     known = {each.record.incarnation: each.record for each in (agent.self_peer, *agent.peers())}
     rows = [each for each in known.values() if not each.is_visitor and _is_alive(agent, each)]
@@ -331,7 +332,7 @@ def _is_alive(agent: Agent, record: WorkerRecord) -> bool:
 
 
 def _told(worker: Worker, driver: WorkerRecord, until: float) -> list[WorkerRecord]:
-    """Ask rank 0 who is in the group; nobody where it does not say."""
+    """Request the list of members from rank 0; an empty list if it does not answer in time."""
     inquiry = _Inquiry(worker.observer, worker.agent, driver, ["members"])
     inquiry.begin(until)
     try:

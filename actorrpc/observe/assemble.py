@@ -1,4 +1,4 @@
-"""One picture of a group, made of the answers of its workers and of what the kernel says of those that do not answer."""
+"""Builds a :class:`GroupState` from the answers of workers, and from ``/proc`` for workers that do not answer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _HOLDERS: Final = 1000  # of one worker
 
 
 class Silent:
-    """A worker that has not answered.
+    """Stands for the answer of a worker that has not answered.
 
     Attributes:
         state, reason: as in :class:`~actorrpc.observe.ObservedWorker`.
-        figures: what the kernel says of its process.
-        threads: its stacks, where a signal handler has dumped them.
+        figures: the fields of its process from ``/proc``; see :func:`actorrpc.observe.processes.figures`.
+        threads: its stacks, if a signal handler has dumped them.
     """
 
     __slots__ = ("figures", "reason", "state", "threads")
@@ -35,7 +35,7 @@ class Silent:
         self.threads: list[dict[str, Any]] = []
 
     def dump(self, pid: int, until: float) -> None:
-        """Have the process, which is busy, dump its stacks; see :mod:`actorrpc.observe.dumps`."""
+        """Make the process dump its stacks (:mod:`actorrpc.observe.dumps`); on failure, append the cause to ``reason``."""
         found = dumps.take(pid, until)
         if isinstance(found, str):
             self.reason = f"{self.reason}; {found}"
@@ -44,7 +44,7 @@ class Silent:
 
 
 def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedWorker:
-    """Return how a worker is."""
+    """Return the state of one worker; ``found``: its answer, or the reason why there is none."""
     row: dict[str, Any]
     if isinstance(found, Silent):
         row = {
@@ -68,7 +68,7 @@ def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedW
 
 
 def _holders(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return who refers to values of a worker: what several pages say of one is one, and of actors, what is said of each."""
+    """Add up the rows with the same holder and class. Each page has rows of its own, and so has each actor."""
     rows: dict[tuple[str, str], list[int]] = {}
     for each in _rows(found, "holders"):
         references, size = each.get("references"), each.get("bytes")
@@ -86,7 +86,7 @@ def _holders(found: dict[str, Any]) -> list[dict[str, Any]]:
 def assemble(
     answers: Iterable[tuple[WorkerRecord, dict[str, Any] | Silent]], took: float = 0.0
 ) -> GroupState:
-    """Return the picture of the whole group."""
+    """Return the state of the group, with findings."""
     answers = sorted(answers, key=lambda each: (each[0].rank, each[0].name))
     hosted: dict[str, dict[str, Any]] = {}
     known: dict[str, dict[str, Any]] = {}
@@ -113,7 +113,7 @@ def assemble(
         title = life.get("title") or _title(row)
         held = dict(handles.get(actor_id, ()))
         actors[actor_id] = made_of(ObservedActor, {**row, **told, "title": title, "handles": held})
-    for life in hosted.values():  # those who look after them have not answered
+    for life in hosted.values():  # actors whose supervisors have not answered
         row = {**life, "state": "ALIVE" if life.get("state") == "alive" else "UNKNOWN"}
         actors.setdefault(str(life.get("actor_id")), made_of(ObservedActor, row))
     workers = _with_calls([worker_of(record, found) for record, found in answers])
@@ -122,7 +122,7 @@ def assemble(
 
 
 def _with_calls(workers: list[ObservedWorker]) -> tuple[ObservedWorker, ...]:
-    """Return workers with the calls that others have made to them: one that does not answer cannot say."""
+    """Fill in the fields about calls to each worker from the answers of its callers, since the worker itself may not answer."""
     calls: defaultdict[str, list[ObservedConnection]] = defaultdict(list)
     for worker in workers:
         for each in worker.connections:
@@ -165,6 +165,6 @@ def _rows(found: dict[str, Any], part: str) -> list[dict[str, Any]]:
 
 
 def _title(row: dict[str, Any]) -> str:
-    """Return how messages name an actor."""
+    """Return the title of an actor, as messages name it."""
     name, kind = row.get("name"), row.get("class_name")
     return f"{kind}({name!r})" if name else f"{kind}#{str(row.get('actor_id'))[-4:]}"

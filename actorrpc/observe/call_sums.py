@@ -1,8 +1,8 @@
-"""Sums over calls, by method: how many, how many failed, how long, in which buckets; of one worker, and of a group.
+"""Sums over calls, by method: number, failures, total duration and a histogram of durations; for one worker and for a group.
 
-Nothing is counted on the path of a call. The flight recorder has the calls anyway; :class:`CallSums` goes over what is new in it
-when it is asked (the first time, over all that it has), and from then on every quarter of a second, until nobody has asked for
-``_KEEP_S``. What the ring has lost meanwhile is counted as dropped.
+Calls are not counted while they run: the flight recorder has a record of each. :class:`CallSums` adds up the new records
+when it is read (the first time, all records that exist), and then every quarter of a second until ``_KEEP_S`` seconds
+after the last read. Records that were overwritten before they were added are counted as dropped.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from actorrpc.flight_recorder import CALLED, EXECUTED, KEPT, OWN, FlightRecorder
 
 __all__ = ["BUCKETS", "OTHER", "OWN_CALLS", "CallSums", "CallTotals", "method_of"]
 
-#: upper bounds, in seconds; the last bucket has no bound
+#: upper bounds of the histogram's buckets, in seconds; one more bucket without an upper bound follows
 BUCKETS: Final = tuple(mantissa * 10.0**power for power in range(-5, 2) for mantissa in (1.0, 2.5, 5.0))
 OTHER: Final = "_OTHER"
-OWN_CALLS: Final = OWN.rstrip(".")  # all calls that the package makes for itself
-_METHODS: Final = 200  # are told apart; what comes after is one
+OWN_CALLS: Final = OWN.rstrip(".")  # stands for all calls that the package makes for itself
+_METHODS: Final = 200  # methods with sums of their own; further methods are summed up as OTHER
 _LOOK_S: Final = 0.25
 _KEEP_S: Final = 120.0
 
 
 class CallSums:
-    """The sums of one worker. Thread-safe: ``_lock`` guards them; it is a leaf."""
+    """The sums of one worker. Thread-safe: ``_lock`` guards the sums, and no other lock is taken under it."""
 
     def __init__(
         self, flight_recorder: FlightRecorder, clock: Clock, submit: Callable[[Callable[[], None]], object]
@@ -44,7 +44,7 @@ class CallSums:
         self._tick = Tick(clock, _LOOK_S, self._look)
 
     def read(self) -> dict[str, Any]:
-        """Return the sums as plain values."""
+        """Add the new records, and return the sums as plain values."""
         self._asked = _time.now()
         self._fold()
         self._tick.wake()
@@ -85,7 +85,7 @@ class CallSums:
     def _add(self, side: str, actor: str, method: str, failed: bool, seconds: float) -> None:
         name = self._methods.get((actor, method))
         if name is None:
-            if len(self._methods) >= 100 * _METHODS:  # as many as there are actors
+            if len(self._methods) >= 100 * _METHODS:  # every actor adds keys
                 self._methods.clear()
             name = method_of(actor, method) if actor or not method.startswith(OWN) else OWN_CALLS
             known = {each for _, each, _ in self._rows}
@@ -100,9 +100,9 @@ class CallSums:
         row[2][bisect_left(BUCKETS, seconds)] += 1
 
 
-# -- of a whole group -------------------------------------------------------------------------------------------
+# -- sums of a group --------------------------------------------------------------------------------------------
 
-_RUNS: Final = 4096  # workers that have left, whose sums are kept apart
+_RUNS: Final = 4096  # workers whose sums are kept apart; with more, the two oldest are added together
 
 _SHAPE: Final[tuple[Any, ...]] = (str, str, bool, int, (int, float), list)
 _Row = tuple[int, float, list[int]]
@@ -111,14 +111,14 @@ _Row = tuple[int, float, list[int]]
 class CallTotals:
     """The sums over the calls of all workers that have ever answered. Not thread-safe.
 
-    What a worker has counted stays in the sums when it leaves: a counter that goes back would be taken for one that was reset.
+    The sums of a worker are kept after it has left, because Prometheus takes a counter that decreases for one that was reset.
     """
 
     def __init__(self) -> None:
         self._runs: dict[str, dict[str, Any]] = {}
 
     def update(self, run: str, found: Mapping[str, Any]) -> None:
-        """Take up what a worker has answered; ``run``: its incarnation."""
+        """Store the sums in a worker's answer, in place of its earlier sums; ``run``: its incarnation."""
         sums = found.get("metrics")
         if isinstance(sums, dict):
             self._runs.pop(run, None)
@@ -128,7 +128,7 @@ class CallTotals:
                 self._runs[other] = _added(self._runs.pop(oldest), self._runs[other])
 
     def rows(self) -> dict[tuple[str, str, bool], _Row]:
-        """Return ``(how many, seconds, in each bucket)`` by side, method and whether they failed."""
+        """Return ``(calls, seconds, calls in each bucket)`` by side, method and whether the calls failed."""
         found: dict[tuple[str, str, bool], _Row] = {}
         for sums in self._runs.values():
             for side, method, failed, count, seconds, buckets in _rows(sums):
@@ -140,13 +140,13 @@ class CallTotals:
         return found
 
     def total(self, name: str) -> int:
-        """Return one of the other sums: ``sent``, ``received``, ``dropped``."""
+        """Return the total of one of the other sums: ``sent``, ``received`` or ``dropped``."""
         values = [sums.get(name) for sums in self._runs.values()]
         return sum(each for each in values if type(each) is int)
 
 
 def _rows(sums: dict[str, Any]) -> Iterator[tuple[str, str, bool, int, float, list[int]]]:
-    """Yield what is as it should be of what another process has sent."""
+    """Yield the well-formed rows of sums that another process has sent."""
     rows = sums.get("calls")
     for row in rows if isinstance(rows, list) else []:
         if (

@@ -1,7 +1,7 @@
-"""What a worker says of itself when it is asked: gathered from its tables, as plain values, in pages.
+"""Builds a worker's answer to a question, as plain values, from the tables of the worker.
 
-Runs on the thread that reads the connection of the one who asks. It looks at objects of this package only: no ``repr``, no
-property and no method of a user's object is called. Nothing waits but for locks that are leaves and are held for microseconds.
+Most parts run on the thread that reads the questioner's connection. Therefore no code of users runs (no ``repr``, property or
+method of a user's object), and the only waits are for locks that are held for microseconds, without other locks inside.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ from actorrpc.transport.writer import BlockedSends
 __all__ = ["answer", "member_records"]
 
 INFINITE: Final = float("inf")
-_ACTORS: Final = 500  # in one answer, as what follows
+# Limits of one answer.
+_ACTORS: Final = 500
 _SUPERVISED: Final = 1000
 _VALUES: Final = 2000
 _THREADS: Final = 200
 _LINES: Final = 2000
 _RECORDS: Final = 8192
-_UNDER_WAY: Final = 2000  # calls, executions and streams of a worker: the oldest
-_LATEST: Final = 4096  # records of a worker, of which the times of its actors are taken
+_UNDER_WAY: Final = 2000  # unfinished calls, executions and streams of a worker; the oldest are sent
+_LATEST: Final = 4096  # records of a worker from which the run times of its actors are computed
 _FRAMES: Final = 100  # of one stack
 _CALLS: Final = 100  # of one worker, or one actor
 _CONNECTIONS: Final = 1000
@@ -61,9 +62,9 @@ _STREAMS: Final = 50
 _SEGMENTS: Final = 100  # the largest
 _CONTEXTS: Final = 20
 _MEMBERS: Final = 100  # of one collective wait
-_DEAD: Final = 1000  # actors of one supervisor
+_DEAD: Final = 1000  # dead actors of one supervisor
 _TEXT: Final = 2000  # characters of one text
-_BYTES: Final = 512 << 10  # of lines in one answer, about
+_BYTES: Final = 512 << 10  # of log lines, approximately
 
 
 def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
@@ -128,9 +129,9 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
 def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int], first: int) -> None:
     flight_recorder = worker.agent.flight_recorder
     if flight_recorder is not None and first <= 0:  # the first page
-        # Before the records are taken: what ends in between is in both, and not in neither.
+        # Before the records are read: a call that ends in between is then sent twice, which the receiver detects, and not lost.
         found["under_way"], found["under_way_all"] = _under_way(worker)
-    if first < 0:  # so many of the last ones
+    if first < 0:  # counts from the end
         first = 0 if flight_recorder is None else max(0, flight_recorder.total + first)
     rows = [] if flight_recorder is None else flight_recorder.since(first, _RECORDS)
     found["records"] = rows
@@ -145,9 +146,9 @@ def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int
 
 
 def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
-    """Return what the recorder would have of calls under way if they ended now, the oldest first; and how many there are.
+    """Return records of unfinished calls, executions and streams, the oldest first, and the number of all of them.
 
-    A call that hangs never comes into the ring.
+    The flight recorder has records of finished calls only, so it has none of a call that hangs.
     """
     agent, now = worker.agent, _time.now()
     rows: list[tuple[Any, ...]] = []
@@ -175,7 +176,7 @@ def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
 
 
 def member_records(worker: Worker) -> list[bytes]:
-    """Return the records of the group's workers, packed: all of them where this one knows, else those that it knows of."""
+    """Return the packed records of the group's workers: all members if this worker has the list, else those it has met."""
     agent = worker.agent
     if worker.cluster is not None:
         return [each.to_bytes() for each in worker.cluster.directory.members()]
@@ -235,7 +236,7 @@ def _process(worker: Worker) -> dict[str, Any]:
 
 
 def _subsystems(worker: Worker, now: float) -> dict[str, Any]:
-    """Return what a worker says of the parts that not every worker has."""
+    """Return the fields about subsystems that not every worker has."""
     found: dict[str, Any] = {}
     if worker.group is not None:
         found["waits"] = [
@@ -338,7 +339,7 @@ def _outgoing(call: Call, now: float) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """Return a text that was made before; anything else is somebody's object, and not looked at."""
+    """Return a string, shortened if it is long; "?" for other objects, whose ``__str__`` may be a user's."""
     if type(value) is not str:
         return "?"
     return value if len(value) <= _TEXT else f"{value[:_TEXT]} ..."
@@ -349,7 +350,7 @@ _FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
 
 
 def _name_of(function: object) -> str:
-    """Return the name of a function, without asking an object of the user's."""
+    """Return the name of a function, without running code of a user's object."""
     while type(function) is functools.partial:
         function = function.func
     if type(function) is MethodType:
@@ -362,7 +363,7 @@ def _name_of(function: object) -> str:
 
 
 def _name_of_class(kind: type[Any]) -> str:
-    """Return the name of a class, without asking its metaclass."""
+    """Return the name of a class, without running code of its metaclass."""
     return _text(type.__dict__["__qualname__"].__get__(kind))
 
 
@@ -379,7 +380,7 @@ def _plain_call(execution: Execution, now: float) -> dict[str, Any]:
 
 
 def _context(context: Context, now: float) -> dict[str, Any]:
-    # list() is one step: other threads change the dict meanwhile, and nothing is to be locked for a look.
+    # Other threads change the dict meanwhile. list() copies it in one atomic step, without a lock.
     senders = Counter([each.sink.worker.rank for each in list(context.receipts.values())])
     return {
         "context": f"{context.id:x}",
@@ -415,7 +416,10 @@ def _is_of_tasks(hosted: HostedActor) -> bool:
 
 
 def _hosted(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
-    """Return the actors from the identifier ``first`` on: one that ends between two pages moves no other."""
+    """Return a page of actors, ordered by identifier, from the identifier ``first`` on.
+
+    Pages begin at an identifier and not at a position, so that no actor is skipped if another one ends between two pages.
+    """
     if worker.actors is None:
         return [], None
     now = _time.now()
@@ -431,7 +435,7 @@ def _hosted(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]]
 
 
 def _latest(worker: Worker) -> dict[str, list[tuple[float, bool]]]:
-    """Return how long the latest calls of the actors ran, and whether they failed, by the actors' titles."""
+    """Return ``(run time, failed)`` of the latest method calls, by the titles of the actors."""
     flight_recorder, found = worker.agent.flight_recorder, defaultdict(list)
     if flight_recorder is not None:
         for record in flight_recorder.since(flight_recorder.total - _LATEST, _LATEST):
@@ -503,7 +507,7 @@ def _running(hosted: HostedActor, now: float) -> Iterable[dict[str, Any]]:
 
 
 def _awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
-    """Return what a coroutine awaits; of a future of somebody's own making, methods would be called."""
+    """Return what a coroutine awaits; empty if it awaits a future of a user's class, whose methods would have to be called."""
     known = type(task) is asyncio.Task and type(getattr(task, "_fut_waiter", None)) in _WAITERS
     return awaited_by(task) if known else []
 
@@ -564,14 +568,14 @@ def _supervised(worker: Worker, first: int, most: int) -> tuple[list[dict[str, A
 
 
 def _holders(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
-    """Return who refers to which values, of some of the values that live here; equal ones as one."""
+    """Return the references to a page of the values that this worker owns, added up by holder, class and actor."""
     if worker.references is None:
         return [], None
     agent = worker.agent
     names = {each.key: each.name for each in (agent.self_peer, *agent.peers())}
     rows: dict[tuple[str, str, str], list[int]] = {}
     values, more = worker.references.table.held_values(first, most)
-    with torch._C.DisableTorchFunction():  # a mode of the user's may be on in this thread
+    with torch._C.DisableTorchFunction():  # a torch function mode of the user may be active in this thread
         for outcome, handles, holders in values:
             what, actor, size = _value(outcome)
             counts = Counter(holders)
@@ -589,7 +593,7 @@ def _holders(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]
 
 
 def _value(outcome: Outcome | None) -> tuple[str, str, int]:
-    """Return what a value is, the actor that it stands for, and its bytes, as far as that can be seen without asking it."""
+    """Return the class of a value, the id of its actor if it stands for an actor, and its size, without running its methods."""
     if outcome is None:
         return "nothing yet", "", 0
     if outcome.error is not None:
@@ -618,7 +622,7 @@ _RAW: Final = frozenset({bytes, bytearray})
 
 
 def _stacks(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
-    """Return the stacks of the threads from the identifier ``first`` on: one that ends between two pages moves no other."""
+    """Return a page of stacks, ordered by thread identifier, from the identifier ``first`` on; see :func:`_hosted`."""
     names = {each.ident: each.name for each in threading.enumerate()}
     own = threading.get_ident()
     frames = sorted(each for each in top_frames().items() if first <= each[0] != own)
@@ -642,7 +646,7 @@ def _stack(ident: int, name: str, frame: FrameType | None) -> dict[str, Any]:
 
 
 def _waits_for(frame: FrameType | None) -> list[str]:
-    """Return what a thread waits for, or the coroutine that its event loop runs for."""
+    """Describe what a thread waits for; if the thread runs an event loop, what the coroutine waits for that the loop runs."""
     what = waited_for_on(frame)
     if what is not None:
         found: list[Any] = awaited(what) or [what]
@@ -652,7 +656,7 @@ def _waits_for(frame: FrameType | None) -> list[str]:
     return [_say_awaited(each) for each in found[:10]]
 
 
-#: of a worker, where to begin and how many: the rows, and where the next page begins, if there is one
+#: ``(worker, begin, limit)`` -> the rows of a page, and the begin of the next page, or None
 _Page = Callable[[Worker, int, int], tuple[list[dict[str, Any]], int | None]]
 _PAGED: Final[tuple[tuple[str, _Page, int], ...]] = (
     ("actors", _hosted, _ACTORS),

@@ -1,9 +1,10 @@
-"""Stacks of a process that cannot answer, because code in C holds its interpreter's lock: dumped by a signal handler.
+"""Stacks of a process that cannot answer because code in C holds its GIL: a signal handler dumps them.
 
-Every worker has ``faulthandler`` write the stacks of its threads into a memfd of its own when a certain signal comes: that
-needs no lock, and interrupts nothing. One who looks, of the same user and on the same host, sends the signal when the worker
-has been silent, and reads the memfd through ``/proc``. The signal is sent through a pidfd, and only where the process has that
-memfd and a handler for the signal: another process would end of it. At most 100 threads and 100 lines of each are dumped.
+Every worker registers ``faulthandler`` for one signal. When the signal arrives, ``faulthandler`` writes the stacks of all threads
+into a memfd of the worker; it needs no lock and interrupts no thread. If a worker does not answer, an observer of the same user
+on the same host sends it the signal and reads the memfd through ``/proc``. The signal would kill a process that has no handler
+for it. Therefore it is sent through a pidfd, and only to a process that has such a memfd and a handler. ``faulthandler`` dumps at
+most 100 threads and 100 frames of each.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ __all__ = ["prepare", "take"]
 _NAME: Final = "actorrpc-stacks-"
 _LINK: Final = re.compile(r"/memfd:actorrpc-stacks-(\d+) \(deleted\)", re.ASCII)
 _LOOK_S: Final = 0.005
-_QUIET_S: Final = 0.03  # a dump to which nothing is added for so long is whole
+_QUIET_S: Final = 0.03  # a dump that has not grown for so long is complete
 _MOST: Final = 1 << 20
 _THREAD: Final = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+) .*\(most recent call first\):", re.ASCII)
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def prepare(number: int) -> Callable[[], None]:
-    """Have this process dump its stacks at a signal; returns what ends that. Does nothing where somebody else handles it.
+    """Register a signal handler that dumps the stacks of this process; return a function that unregisters it.
+
+    Does nothing if the process already has a handler for the signal.
 
     Args:
-        number: of the signal; 0: none.
+        number: the number of the signal; 0: register nothing.
     """
     if not 0 < number < signal.NSIG or signal_is_caught(os.getpid(), number):
         return lambda: None
@@ -50,7 +53,8 @@ def prepare(number: int) -> Callable[[], None]:
 
     @uninterruptible
     def end() -> None:
-        # Not to be cut short: the caller would call again, and close a descriptor that another thread has opened meanwhile.
+        # Uninterruptible: an interrupted caller would call end() again, and then close a descriptor number that another thread
+        # may have reused.
         faulthandler.unregister(number)
         os.close(fd)
 
@@ -58,18 +62,18 @@ def prepare(number: int) -> Callable[[], None]:
 
 
 def take(pid: int, until: float) -> list[dict[str, Any]] | str:
-    """Have a process of this user on this host dump its stacks.
+    """Make a process of this user on this host dump its stacks, and read them.
 
     Args:
-        until: when they are to be there at latest, on the monotonic clock.
+        until: the time limit, on the monotonic clock.
 
     Returns:
-        The threads, as workers answer with them; or why there are none, in words.
+        The threads, in the form in which workers answer; or a text that says why there are none.
     """
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
-        return "it is gone"
+        return "its process has ended"
     try:
         return _take(pid, pidfd, until)
     except OSError as error:
@@ -85,7 +89,8 @@ def _take(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
     path, number = found
     if not signal_is_caught(pid, number):
         return f"it has no handler for the signal that dumps its stacks ({number}): the program has taken that away"
-    # Both were seen of the process that the pidfd means, if that lives still: its number is nobody else's before.
+    # The checks above went by the pid. While the process behind the pidfd exists, its pid is not reused; if it has ended, sending
+    # the signal fails.
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.ftruncate(fd, 0)
@@ -98,7 +103,7 @@ def _take(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
             now = os.fstat(fd).st_size
             if now != size:
                 size, since = now, time.monotonic()
-        # It writes where it has ended before: what was cut off there is a hole.
+        # faulthandler continues at its old file offset, so after the truncation the file begins with a hole of zeros.
         data = os.pread(fd, _MOST, max(0, size - _MOST)).lstrip(b"\0")
         os.ftruncate(fd, 0)
     finally:
@@ -108,13 +113,13 @@ def _take(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
 
 
 def _memfd(pid: int) -> tuple[str, int] | None:
-    """Return the path of a process's memfd for stacks, and the number of the signal."""
+    """Return the path of a process's memfd for stacks, and the signal number in its name."""
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         try:
             match = _LINK.fullmatch(os.readlink(path))
-        except OSError:  # it has been closed
+        except OSError:  # the descriptor was closed meanwhile
             continue
         if match is not None:
             return path, int(match[1])
@@ -122,7 +127,7 @@ def _memfd(pid: int) -> tuple[str, int] | None:
 
 
 def _threads(text: str) -> list[dict[str, Any]]:
-    """Return the threads of a dump."""
+    """Parse a dump of ``faulthandler``."""
     found: list[dict[str, Any]] = []
     for line in text.splitlines():
         if (begun := _THREAD.fullmatch(line)) is not None:

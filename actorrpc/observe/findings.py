@@ -1,4 +1,4 @@
-"""What is wrong with a group, in words, as far as one look at it tells. No I/O."""
+"""Derives findings from the state of a group: faults, and other facts that a user should know. No I/O."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from actorrpc.observe.words import span
 
 __all__ = ["calls_to", "findings", "in_order", "is_wanted", "of_actors", "of_workers", "remedy_of"]
 
-_LONG_S: Final = 10.0  # a call that has waited longer than this for its turn is said
-_BLOCKED_S: Final = 2.0  # calls and large messages that have been blocked for longer are said
-_MANY: Final = 100  # calls that wait for one actor are said
-_RECENT_S: Final = 300.0  # a deadlock that was broken is said for so long
-_NEAR: Final = 0.8  # of the descriptors
-# How actors die that were meant to.
+# Thresholds: a finding is reported for
+_LONG_S: Final = 10.0  # a call that has been queued for longer
+_BLOCKED_S: Final = 2.0  # calls and large messages that have been blocked for longer
+_MANY: Final = 100  # an actor with so many queued calls
+_RECENT_S: Final = 300.0  # a deadlock that was broken within this time
+_NEAR: Final = 0.8  # a process that has opened more than this part of its descriptor limit
+# Parts of the death causes of actors that ended on purpose.
 _WANTED: Final = (
     "its last handle is gone",
     "it was killed with kill()",
@@ -28,17 +29,17 @@ _SHOWN: Final = 20
 
 
 def findings(state: GroupState) -> list[Finding]:
-    """Return what there is to say, faults first."""
+    """Return all findings, faults first."""
     return in_order([*of_workers(state), *of_actors(state)])
 
 
 def in_order(found: Iterable[Finding]) -> list[Finding]:
-    """Return findings as they are shown."""
+    """Sort findings into the order in which they are shown: faults first, streams last."""
     return sorted(found, key=lambda each: (not each.wrong, each.kind == "stream"))
 
 
 def of_workers(state: GroupState) -> list[Finding]:
-    """Return what there is to say of the workers."""
+    """Return the findings about workers."""
     found: list[Finding] = []
     for worker in state.workers:
         found += _of_worker(worker, state)
@@ -93,7 +94,7 @@ def of_workers(state: GroupState) -> list[Finding]:
 
 
 def of_actors(state: GroupState) -> list[Finding]:
-    """Return what there is to say of the actors."""
+    """Return the findings about actors."""
     found: list[Finding] = []
     dead = [actor for actor in state.actors if actor.state == "DEAD" and not is_wanted(actor)]
     found += [_of_dead(actor) for actor in dead[:_SHOWN]]
@@ -105,23 +106,23 @@ def of_actors(state: GroupState) -> list[Finding]:
 
 
 _REMEDIES: Final = {
-    "stopped": "kill -CONT {pid} lets it go on",
+    "stopped": "kill -CONT {pid} resumes it",
     "busy": "actorrpc stack {name} shows where it is",
-    "dead": "its actors are made again where max_restarts says so",
+    "dead": "its actors are restarted if max_restarts allows it",
     "incompatible": "run this command with the version of actorrpc that the group has",
     "refused": "give this command the key that the worker has (ACTORRPC_KEY or ACTORRPC_KEY_FILE), and its certificates if it "
     "has any",
-    "silent": "look at the network between the hosts, and at its machine",
+    "silent": "check its machine, and the network between the hosts",
 }
 
 
 def remedy_of(worker: ObservedWorker) -> str:
-    """Return what can be done about a worker that does not answer."""
+    """Return what the user can do about a worker that does not answer."""
     return _REMEDIES.get(worker.state, "").format(pid=worker.pid, name=worker.name)
 
 
 def calls_to(worker: ObservedWorker) -> str:
-    """Say in words, to follow others, what the callers of a worker know of the calls that it cannot tell of itself."""
+    """Describe the unfinished calls to a worker, as its callers report them. The text continues another sentence."""
     if not worker.calls_to:
         return ""
     calls = "1 call is" if worker.calls_to == 1 else f"{worker.calls_to} calls are"
@@ -196,16 +197,19 @@ def _suspects(state: GroupState) -> list[Finding]:
                     Finding(
                         kind="suspect",
                         wrong=True,
-                        what=f"worker {worker.name!r} has heard nothing of {each.worker!r} for {span(each.silent)}, though that "
-                        "answers here",
-                        remedy="look at the network between the two",
+                        what=f"worker {worker.name!r} has received nothing from {each.worker!r} for {span(each.silent)}, but "
+                        f"{each.worker!r} answers this command",
+                        remedy="check the network between the two",
                     )
                 )
     return found[:_SHOWN]
 
 
 def _opposed(state: GroupState) -> list[Finding]:
-    """Return the pairs of rounds whose workers wait for each other: no worker of one round has entered the other."""
+    """Return the pairs of rounds whose workers wait for each other.
+
+    In such a pair, a worker of each round waits for a worker that has entered the other round only.
+    """
     rounds: dict[str, dict[str, ObservedWait]] = {}
     for worker in state.workers:
         for wait in worker.waits:
@@ -236,7 +240,7 @@ def _some(names: list[str]) -> str:
 
 
 def is_wanted(actor: ObservedActor) -> bool:
-    """Say whether an actor that is dead was meant to end."""
+    """Return whether a dead actor ended on purpose."""
     return any(text in actor.death_cause for text in _WANTED)
 
 

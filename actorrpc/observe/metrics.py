@@ -1,8 +1,8 @@
-"""Metrics of a group for Prometheus, by pull: in a job that nobody scrapes, nothing is counted.
+"""Metrics of a group for Prometheus. Workers count only while the group is scraped.
 
-:class:`GroupCollector` is a collector for ``prometheus_client`` (extra ``metrics``). Calls have OpenTelemetry's names for RPC, in
-Prometheus' spelling: https://opentelemetry.io/docs/specs/semconv/rpc/rpc-metrics/. No label tells apart actors, workers or
-processes: however many there are, the series are those of the classes and their methods, at most 200 of each.
+:class:`GroupCollector` is a collector for ``prometheus_client`` (extra ``metrics``). The metrics of calls have OpenTelemetry's
+names for RPC, in Prometheus' spelling: https://opentelemetry.io/docs/specs/semconv/rpc/rpc-metrics/. Labels name classes and
+methods, at most 200 of each, and not single actors, workers or processes, so that a large group does not create many time series.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from actorrpc.observe.model import GroupState
 
 __all__ = ["PARTS", "CallTotals", "GroupCollector"]
 
-#: what is to be asked of each worker
+#: the parts to request from each worker
 PARTS: Final = ["process", "actors", "supervised", "metrics"]
-_NAMES: Final = 200  # classes that are told apart
+_NAMES: Final = 200  # classes with a label value of their own
 
 
 class GroupCollector:
-    """A collector for ``prometheus_client``: looks at a group at each scrape.
+    """A collector for ``prometheus_client``, which queries the group at each scrape. Thread-safe.
 
     Args:
-        look: returns how the group is, and the answers of its workers by incarnation (to :data:`PARTS`).
-        calls: the sums over its calls; kept from one scrape to the next.
-
-    Thread-safe: scrapes take turns.
+        look: queries the workers for :data:`PARTS`; returns the state of the group, and the answers by incarnation.
     """
 
     def __init__(self, look: Callable[[], tuple[GroupState, Mapping[str, Mapping[str, Any]]]]) -> None:
@@ -40,11 +37,11 @@ class GroupCollector:
         self._lock = threading.Lock()  # guards the totals
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: registering it looks at nothing."""
+        """Return nothing, so that registering the collector does not query the group."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return all metrics of the group, as it is now."""
+        """Query the group and return all metrics."""
         state, answers = self._look()
         with self._lock:
             for run, found in answers.items():
@@ -110,7 +107,7 @@ def _of_state(state: GroupState) -> Iterator[Metric]:
         (kind_of(each.class_name), each.state) for each in state.actors
     )
     yield gauge(
-        "actors", "Actors by class and state, those that died lately among them", ("class", "state"), actors
+        "actors", "Actors by class and state, with those that died recently", ("class", "state"), actors
     )
     restarts: Counter[tuple[str, ...]] = Counter()
     depth: Counter[tuple[str, ...]] = Counter()
@@ -121,10 +118,8 @@ def _of_state(state: GroupState) -> Iterator[Metric]:
         if actor.answered:
             depth[kind] += actor.waiting
             oldest[kind] = max(oldest.get(kind, 0.0), actor.oldest)
-    yield gauge("restarts", "How often the actors that are known have been made again", ("class",), restarts)
+    yield gauge("restarts", "Restarts of the known actors", ("class",), restarts)
     yield gauge("mailbox_depth", "Calls that wait in mailboxes", ("class",), depth)
-    yield gauge(
-        "mailbox_oldest_seconds", "How long the oldest call that waits has waited", ("class",), oldest
-    )
+    yield gauge("mailbox_oldest_seconds", "How long the oldest waiting call has waited", ("class",), oldest)
     deadlocks = sum(len(each.deadlocks) for each in state.workers)
-    yield gauge("deadlocks", "Deadlocks that were found lately", (), {(): float(deadlocks)})
+    yield gauge("deadlocks", "Deadlocks that were broken recently", (), {(): float(deadlocks)})

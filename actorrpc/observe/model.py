@@ -1,8 +1,9 @@
-"""What can be seen of a group: the classes of :func:`actorrpc.state`, and how they are made of what workers answer.
+"""The classes that :func:`actorrpc.state` returns, and their construction from the answers of workers.
 
-Workers answer with plain values (what msgpack and JSON have); :func:`made_of` makes objects of them and takes nothing for
-granted: what is missing or of a wrong type has its default. All classes are immutable. Times are seconds, sizes are bytes.
-This module imports neither torch nor anything that runs workers: the command line uses it.
+Workers answer with plain values (types of msgpack and JSON). :func:`made_of` makes objects of these values and does not trust
+them: a field that is missing or has a wrong type gets its default. All classes are immutable. Times are in seconds, sizes in
+    bytes.
+The command line imports this module, so the module imports neither torch nor any code that runs workers.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackFrame:
-    """One line of a stack.
+    """One frame of a thread's stack.
 
     Attributes:
-        function: its name, with its class.
-        file: the path of the source file, as Python has it.
-        line: the number of the line that runs, from 1.
+        function: the qualified name of the function.
+        file: the path of the source file, as in ``co_filename``.
+        line: the number of the line that the frame executes, from 1.
     """
 
     function: str = ""
@@ -55,13 +56,14 @@ class StackFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadStack:
-    """A thread, and what it does.
+    """The stack of one thread.
 
     Attributes:
-        name: as ``threading`` has it.
-        ident: Python's number for it; 0 where only the dump of a signal handler tells of it.
-        frames: what it runs, the innermost last; at most 100.
-        waits_for: the results and streams that it waits for, in words; empty where it waits for none, or nobody knows.
+        name: the thread's name in ``threading``; empty if it has none there, or if a signal handler wrote the stack.
+        ident: the thread's identifier, as ``threading.get_ident()`` returns it.
+        frames: the innermost last; at most 100.
+        waits_for: descriptions of the results and streams that the thread waits for; empty if it waits for none, or if that
+            cannot be determined.
     """
 
     name: str = ""
@@ -72,24 +74,27 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedConnection:
-    """A worker's connection to another one, or what is left of it.
+    """The relation of a worker to another worker (the peer). It stays listed after its last socket was closed.
 
     Attributes:
-        worker: the name of the other one.
-        state: how this worker finds the other: ``"alive"``, ``"suspect"``, ``"dead"`` or ``"left"``.
-        sockets: how many connections there are; 0: there is none at present.
-        local: it is a Unix socket, on one host.
-        silent: seconds since anything came from it; -1 where nothing has.
-        calls_out: calls made to it that are not over; the oldest of them is one of ``oldest_call``, made ``oldest`` seconds ago.
-        calls_in: calls of its that are not over here.
-        unread: bytes of large calls that it has not taken up yet.
-        blocked: seconds that calls to it have waited here to be sent, because it has not started enough of the earlier calls
-            (setting ``window``); 0 if no call waits.
-        stalled: seconds since the last byte of a large message to it could be sent, because it does not read; 0 if none waits.
-        sent, received: bytes that have gone over its sockets, of all frames; ``chunks_sent`` and ``chunks_received`` are those
-            of them that belong to large tensors and messages. A socket that has ended for good is not counted any more.
-        lent: bytes of shared memory that are lent to it, and ``placed`` bytes that have gone that way so far.
-        borrowed: bytes of its shared memory that are in use here, and ``taken`` bytes that have come that way so far.
+        worker: the name of the peer.
+        state: the state that this worker ascribes to the peer: ``"alive"``, ``"suspect"``, ``"dead"`` or ``"left"``.
+        sockets: the number of open connections to the peer.
+        local: one of them is a Unix socket, so both workers are on one host.
+        silent: seconds since the last byte from the peer arrived; -1 if none arrived.
+        calls_out: unfinished calls to the peer. The oldest of them calls ``oldest_call`` and was made ``oldest`` seconds ago.
+        calls_in: unfinished calls of the peer to this worker.
+        unread: bytes of calls to the peer that the peer has not started yet.
+        blocked: seconds that calls to the peer have waited here to be sent, because the peer has not started enough of the
+            earlier calls (setting ``window``); 0 if no call waits.
+        stalled: seconds since the last byte of a large message to the peer could be sent, because the peer does not read; 0 if no
+            message waits.
+        sent, received: bytes of all frames on the open sockets; closed sockets are not counted. ``chunks_sent`` and
+            ``chunks_received`` are the part of these bytes that belongs to large tensors and messages.
+        lent: bytes of this worker's shared memory that the peer uses now. ``placed``: all bytes that were sent to the peer
+            through shared memory.
+        borrowed: bytes of the peer's shared memory that this worker uses now. ``taken``: all bytes that were received from the
+            peer through shared memory.
     """
 
     worker: str = ""
@@ -116,13 +121,13 @@ class ObservedConnection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingCall:
-    """A call that a worker has made and that is not over.
+    """An unfinished call that a worker has made.
 
     Attributes:
-        label: what is called.
-        worker: where.
-        since: seconds since it was made.
-        left: seconds until its time is over; None where it has no bound.
+        label: the method or function that is called.
+        worker: the name of the called worker.
+        since: seconds since the call was made.
+        left: seconds until the call times out; None if it has no time-out.
     """
 
     label: str = ""
@@ -133,17 +138,18 @@ class OutgoingCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedCall:
-    """A call that runs.
+    """A running call.
 
     Attributes:
-        method: of the actor; of a plain call, the name of the function.
-        caller: the name of the worker that has made it.
-        since: seconds since it came here: what it has waited for its turn counts.
-        left: seconds until its time is over, less than 0 if it is over; None where it has no bound.
-        execution: names this execution in the group.
-        chain: the executions that it descends from, the outermost first.
-        thread: the number of its thread; 0 where it is a coroutine that awaits something.
-        waits_for: what it waits for, in words; empty where it does not wait for calls or streams, or nobody knows.
+        method: the method of the actor; for a plain call, the name of the function.
+        caller: the name of the calling worker.
+        since: seconds since the call arrived, time in the mailbox included; 0 for a plain call.
+        left: seconds until the call's deadline, negative after the deadline; None if it has no time-out.
+        execution: an identifier of this execution that is unique in the group; empty if the call has not begun.
+        chain: the identifiers of the executions that led to this call, the outermost first.
+        thread: the identifier of the thread that runs the call; 0 for a plain call, and for a coroutine that awaits something.
+        waits_for: descriptions of the calls and streams that the call waits for; empty if it waits for none, or if that cannot be
+            determined.
     """
 
     method: str = ""
@@ -161,13 +167,14 @@ class MailboxState:
     """The mailbox of one concurrency group of an actor.
 
     Attributes:
-        group: its name; empty for the default one.
-        is_async: it is for coroutines: those of a group and its plain methods have one each.
-        waiting: calls that wait for their turn.
-        running: calls that run.
-        limit: how many may run at a time.
-        oldest: seconds that the one which came first has waited; 0 where none waits.
-        next: its method.
+        group: the name of the concurrency group; empty for the default group.
+        is_async: whether this mailbox holds the calls of coroutine methods; a group has one mailbox for them and one for its
+            other methods.
+        waiting: queued calls.
+        running: running calls.
+        limit: how many calls may run at a time.
+        oldest: seconds that the first queued call has waited; 0 if the mailbox is empty.
+        next: the method of the first queued call.
     """
 
     group: str = ""
@@ -181,15 +188,15 @@ class MailboxState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedStream:
-    """A stream that is produced on a worker.
+    """A stream whose generator runs on the observed worker.
 
     Attributes:
-        method: of the generator; empty where that is not known.
-        actor: the title of its actor.
-        consumer: the name of the worker that takes the items.
-        items, bytes: how much was produced and not taken.
-        limit: of items; 0 where only their bytes are bounded.
-        pauses: the generator waits until its consumer takes some.
+        method: the generator method; empty if it is unknown.
+        actor: the title of the actor.
+        consumer: the name of the worker that reads the items.
+        items, bytes: the items that were produced and not yet read.
+        limit: the most items that may be produced ahead; 0 if only their bytes are limited.
+        pauses: whether the generator is paused until the consumer reads more items.
     """
 
     method: str = ""
@@ -203,16 +210,17 @@ class ObservedStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedContext:
-    """What a worker knows of one context of distributed autograd.
+    """The part of one distributed autograd context that is on the observed worker.
 
     Attributes:
-        context: its id, in hexadecimal digits.
-        origin: the rank of the worker that has made it.
-        idle: seconds since it was last used here.
-        sent: messages with tensors that require grad that left here in it.
-        received: those that have come, by the rank of the worker that sent them: gradients go back on these hops.
-        leaves: tensors of this worker for which it has gradients.
-        passes: backward passes that are under way here.
+        context: the id of the context, in hexadecimal digits.
+        origin: the rank of the worker that created the context.
+        idle: seconds since the context was last used on this worker.
+        sent: messages with tensors that require grad that this worker sent in the context.
+        received: such messages that this worker received, by the rank of the sender. The backward pass sends gradients back to
+            these senders.
+        leaves: tensors of this worker for which the context has gradients.
+        passes: backward passes that run on this worker.
     """
 
     context: str = ""
@@ -226,14 +234,14 @@ class ObservedContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedHolder:
-    """A worker that refers to values of a worker, of one kind.
+    """The references of one worker (the holder) to values of one class that live on the observed worker (the owner).
 
     Attributes:
-        holder: the name of the one that refers to them; their owner itself is one, too.
-        what: their class; ``"actor"``: they are actors, to which there are handles; ``"a kept result"``: copies of
-            results that another host may fetch; ``"an error"`` and ``"nothing yet"`` say that there is no value.
-        references: how many there are.
-        bytes: of these values, each counted once; 0 where that is not known without asking the user's object.
+        holder: the name of the holder; the owner itself is listed as well.
+        what: the class of the values. ``"actor"``: the references are handles of actors. ``"a kept result"``: copies of results,
+            kept so that another host may fetch them. ``"an error"`` and ``"nothing yet"``: there is no value.
+        references: the number of references.
+        bytes: the size of the values, each counted once; 0 if it cannot be read without running a method of the user's object.
     """
 
     holder: str = ""
@@ -244,13 +252,13 @@ class ObservedHolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedSegment:
-    """A piece of shared memory with large objects, which a worker holds: by references to them, or by their values.
+    """A segment of shared memory with large objects. The observed worker has references to the objects, or uses their values.
 
     Attributes:
-        segment: names it, and what it is filled with; the same in all workers that hold it.
-        label: what is in it, in words; of several objects the latest.
-        site: where that was made, as ``file:line``; may be empty.
-        bytes: the memory that it takes on its host, however many hold it.
+        segment: identifies the segment and its current content; it is the same on all workers that use the segment.
+        label: describes the object in the segment; if there are several, the latest.
+        site: the ``file:line`` where that object was made; may be empty.
+        bytes: the memory of the segment on its host, which does not depend on how many workers use it.
     """
 
     segment: str = ""
@@ -261,18 +269,18 @@ class ObservedSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldCall:
-    """A call that a debugger holds, or has held and may hold again: ``actorrpc debug`` talks to it.
+    """A call that the debugger has stopped at least once. ``actorrpc debug`` attaches to it.
 
     Attributes:
-        session: names it in the group.
+        session: the name of the debug session, unique in the group.
         call: the actor and its method, or the function.
-        actor_id: of the actor; empty where it is none's.
-        why: what has held it.
-        is_held: it is held now; otherwise it runs, to the next stop or to its end.
-        thread: the number of its thread.
-        file, line, function: where it was held last.
-        since: seconds since then.
-        attached: a front end is attached to it.
+        actor_id: the id of the actor; empty if no actor was called.
+        why: what has held the call last.
+        is_held: whether the call is stopped now; otherwise it runs to the next stop or to its end.
+        thread: the identifier of the thread that runs the call.
+        file, line, function: the place of the last stop.
+        since: seconds since the last stop.
+        attached: whether a front end is attached.
     """
 
     session: str = ""
@@ -290,11 +298,11 @@ class HeldCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenDeadlock:
-    """A circle of calls that waited for each other, one of which was made to fail.
+    """A cycle of calls that waited for each other. The worker broke it by failing one of the calls.
 
     Attributes:
-        error: what its error says.
-        since: seconds since then.
+        error: the error message of the failed call.
+        since: seconds since the call was failed.
     """
 
     error: str = ""
@@ -306,7 +314,7 @@ class ObservedWait:
     """A wait of a worker until other workers have entered the same round of a collective operation: a barrier, or shutdown.
 
     Attributes:
-        round: names the round; it is the same on all workers that have entered it.
+        round: the name of the round; it is the same on all workers that have entered it.
         members: the workers that take part, at most 100; empty: every member of the group.
         since: seconds since the wait began.
     """
@@ -316,7 +324,7 @@ class ObservedWait:
     since: float = 0.0
 
     def includes(self, worker: str) -> bool:
-        """Say whether a worker takes part."""
+        """Return whether the worker takes part in the round."""
         return not self.members or worker in self.members
 
 
@@ -325,40 +333,42 @@ class ObservedWorker:
     """A worker of the group.
 
     Attributes:
-        name, rank, pid: who it is.
-        host: the name of its machine; where it does not answer, what is known of that.
-        what: what it is in the group, in words.
-        state: ``"alive"``: it has answered; ``"stopped"``: a signal or a debugger has stopped its process; ``"dead"``: that
-            is gone; ``"busy"``: its process runs and does not answer: code in C holds the interpreter's lock, or it gets no
-            processor; ``"silent"``: it does not answer, and its host is another one; ``"incompatible"``: it runs another
-            version of actorrpc, which this process does not understand; ``"refused"``: it and this process do not share a key
-            or certificates; ``"left"``: it has left the group.
-        reason: why it is not alive, in words; empty if it is.
-        calls_to: calls of other workers to it that are not over, as these say, also where it does not answer itself; the
-            oldest of them is one of ``oldest_call``, made ``oldest`` seconds ago.
-        age: seconds since its process was started; ``cpu`` seconds of processor time that it has used.
-        memory: bytes of it that are in memory (RSS).
-        descriptors, descriptor_limit: open ones, and how many there may be.
+        name, rank, pid: identify the worker.
+        host: its host name; if the worker did not answer, the host of its first TCP address, or empty.
+        what: describes the worker's role in the group.
+        state: ``"alive"``: it answered. ``"stopped"``: a signal or a debugger has stopped its process. ``"dead"``: its process
+            has ended. ``"busy"``: its process runs and does not answer, because code in C holds the GIL or because the process
+            gets no CPU time. ``"silent"``: it did not answer, and its process cannot be inspected or reached. ``"incompatible"``:
+            it runs a version of actorrpc that this process does not understand. ``"refused"``: it and this process do not share a
+            key or certificates. ``"left"``: it has left the group.
+        reason: explains a state other than alive. Also set if an alive worker failed to gather its answer.
+        calls_to: unfinished calls of other workers to this worker, as the callers report them, even if this worker does not
+            answer. The oldest of them calls ``oldest_call`` and was made ``oldest`` seconds ago.
+        age: seconds since the process was started. ``cpu``: seconds of CPU time that it has used.
+        memory: bytes of its memory in RAM (RSS).
+        descriptors, descriptor_limit: open file descriptors, and their limit (0: unlimited or unknown).
         thread_count: threads of the process.
-        pool: threads of its pool that there are, that listen, and what is queued for them.
-        connections: to other workers.
-        calls: plain calls (no actor's) that run here.
-        outgoing: calls that it waits for, some of them; ``outgoing_count`` of all.
+        pool: the worker's thread pool: ``threads``, ``listening`` (idle threads) and ``queued`` (tasks).
+        connections: the connections to other workers.
+        calls: running plain calls, which are calls of functions and not of actors.
+        outgoing: unfinished calls that the worker has made, at most 100. ``outgoing_count``: the number of all of them.
         waits: its waits for other workers to enter a barrier or the shutdown.
-        references: RRefs held and owned, in numbers.
-        holders: who refers to the values that live here, as this worker, their owner, knows it: those first that keep the most
-            memory; at most 1000.
-        memory_pool: bytes of the buffers that are in use and kept.
-        objects: shared memory with large objects that it holds: the largest, at most 100.
-        object_memory: in bytes: ``held`` by it, of all of those; ``kept`` to be filled again; ``host``: both, of all workers of
-            its host together, each piece counted once; ``limit``: what that may be.
-        streams: those produced here, the ones that pause first; ``stream_count`` of all.
-        autograd: contexts and passes of distributed autograd, in numbers; ``contexts``: those that were made last.
-        deadlocks: circles of calls that were broken here, the last ones, at most 20.
-        held: calls that a debugger holds here.
-        tasks: calls of remote functions that run in it.
-        threads: its stacks, where they were asked for.
-        dumped: the stacks were written by a signal handler, as it does not answer.
+        references: numbers of RRefs. ``held``: handles on this worker. ``owned``: values on this worker that are referred to.
+            ``promised``: values that are not computed yet.
+        holders: the references to values on this worker, by holder and class, the most memory first; at most 1000.
+        memory_pool: bytes of the worker's buffers, as ``used`` and ``kept`` (free for reuse).
+        objects: segments of shared memory with large objects that the worker uses: the largest, at most 100.
+        object_memory: bytes of shared memory. ``held``: all segments in use by this worker. ``kept``: free segments kept for
+            reuse. ``host``: both for all workers of the host together, each segment counted once. ``limit``: the limit of
+            ``host``.
+        streams: streams whose generators run here, paused streams first. ``stream_count``: the number of all of them.
+        autograd: the numbers of ``contexts`` and ``passes`` of distributed autograd. ``contexts``: the latest contexts, at most
+            20.
+        deadlocks: the latest deadlocks that this worker has broken, at most 20.
+        held: calls that the debugger has stopped here.
+        tasks: running calls of remote functions.
+        threads: the stacks of its threads, if they were requested.
+        dumped: whether a signal handler wrote ``threads``, because the worker did not answer.
     """
 
     name: str = ""
@@ -404,26 +414,25 @@ class ObservedActor:
     """An actor of the group.
 
     Attributes:
-        actor_id: 16 hexadecimal digits, for ever, as ``get_runtime_context().get_actor_id()`` gives them.
-        title: how messages name it.
-        class_name, name, namespace: of what class it is, and what it was called.
-        state: ``"PENDING_CREATION"``, ``"ALIVE"``, ``"RESTARTING"``, ``"ENDING"`` (its last handle is gone and its last calls
-            run), ``"DEAD"``, or ``"UNKNOWN"``: it lives, and who looks after it does not answer.
-        worker, pid: where it lives; empty and 0 where it does not.
-        supervisor: the worker that looks after it.
-        restarts: how often it has been made again; ``max_restarts``: how often it may be, as its worker has it (-1: for ever).
-        death_cause: why it is dead, or how it died last; empty if it has not.
-        detached: it does not end with its creator.
-        handles: how many handles each worker has to it, by the worker's name, as far as the one that looks after it knows.
-        answered: the worker where it lives has answered: what follows is known.
-        age: seconds since this incarnation was begun.
-        calls_done: calls of methods that were begun and do not run any more, in this incarnation; that of a stream runs to the
-            stream's end.
-        latest: calls of methods that were answered, among the last 4 096 records of its worker's flight recorder; ``failed`` of
-            them have, half of them took less than ``p50`` seconds until then, and 99 of 100 less than ``p99``: without their time
-            in the mailbox. That of a stream is answered when the stream begins.
-        mailbox: its queues, one for each concurrency group.
-        running: the calls that run, at most 100.
+        actor_id: 16 hexadecimal digits, as ``get_runtime_context().get_actor_id()`` returns them; a restart does not change them.
+        title: the name of the actor in messages.
+        class_name, name, namespace: its class, and the name and namespace that were given to it.
+        state: ``"PENDING_CREATION"``, ``"ALIVE"``, ``"RESTARTING"``, ``"ENDING"`` (its last handle was released and its last
+            calls run), ``"DEAD"``, or ``"UNKNOWN"`` (it exists, and its supervisor does not answer).
+        worker, pid: the worker that hosts it; empty and 0 if no worker does.
+        supervisor: the name of the worker that supervises it.
+        restarts: how often it was restarted. ``max_restarts``: how often it may be restarted (-1: without limit).
+        death_cause: why it is dead, or why it died last; empty if it never died.
+        detached: whether it outlives its creator.
+        handles: the number of handles of each worker, by the worker's name, as far as its supervisor knows.
+        answered: whether the hosting worker answered. If not, the fields below have their defaults.
+        age: seconds since the current instance was created.
+        calls_done: method calls that the current instance has finished. The call of a stream is finished when the stream ends.
+        latest: method calls of this actor among the last 4 096 records of its worker's flight recorder. ``failed``: how many of
+            them failed. ``p50``, ``p99``: percentiles of their run time in seconds, without time in the mailbox. The run time of
+            a stream's call ends when the stream begins.
+        mailbox: its queues, at least one for each concurrency group.
+        running: running calls, at most 100.
     """
 
     actor_id: str = ""
@@ -452,26 +461,26 @@ class ObservedActor:
 
     @property
     def waiting(self) -> int:
-        """How many calls wait for their turn."""
+        """The number of calls in all queues of the mailbox."""
         return sum([each.waiting for each in self.mailbox])
 
     @property
     def oldest(self) -> float:
-        """How long the call that came first has waited for its turn, in seconds; 0 where none waits."""
+        """Seconds that the first queued call has waited; 0 if no call is queued."""
         return max([each.oldest for each in self.mailbox], default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something about a group that a reader wants to know, in words.
+    """A fault of a group, or another noteworthy fact about it.
 
     Attributes:
         kind: one word for programs: ``"worker"``, ``"actor"``, ``"deadlock"``, ``"mailbox"``, ``"deadline"``, ``"stream"``,
             ``"descriptors"``, ``"threads"``, ``"suspect"``, ``"debugger"``, ``"rounds"``, ``"window"``, ``"stalled"``,
-            or what a check of ``actorrpc doctor`` is about.
-        wrong: it is a fault; otherwise it may be as it was meant.
-        what: it, in one sentence.
-        remedy: what can be done; may be empty.
+            or the subject of a check of ``actorrpc doctor``.
+        wrong: whether it is a fault; otherwise it may be intended.
+        what: the finding, in one sentence.
+        remedy: what the user can do; may be empty.
     """
 
     kind: str
@@ -482,13 +491,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupState:
-    """What :func:`actorrpc.state` returns.
+    """The state of a group, as :func:`actorrpc.state` returns it.
 
     Attributes:
-        workers: by rank.
-        actors: in the order of their ids, those that died lately among them (1000 for each worker that looks after actors).
-        took: seconds that all of it took.
-        findings: what is wrong, then what else there is to know, as ``actorrpc status`` says it.
+        workers: in the order of their ranks.
+        actors: in the order of their ids. Dead actors are included: the latest 1000 of each supervisor.
+        took: seconds that the query took.
+        findings: faults first, then other findings; ``actorrpc status`` prints them.
     """
 
     workers: tuple[ObservedWorker, ...] = ()
@@ -497,16 +506,16 @@ class GroupState:
     findings: tuple[Finding, ...] = ()
 
     def worker(self, name: str) -> ObservedWorker | None:
-        """Return the worker of a name; None where there is none."""
+        """Return the worker with this name, or None."""
         return next((each for each in self.workers if each.name == name), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as what JSON has: dicts, lists, texts, numbers, booleans and None."""
+        """Return the state as values that JSON can represent: dicts, lists, strings, numbers, booleans and None."""
         return typing.cast("dict[str, Any]", plain(self))
 
 
 def plain(value: Any) -> Any:
-    """Return objects of this module as what JSON has."""
+    """Convert objects of this module to values that JSON can represent."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -516,28 +525,28 @@ def plain(value: Any) -> Any:
     return value
 
 
-# -- of what workers answer ------------------------------------------------------------------------------------
+# -- construction from the answers of workers ------------------------------------------------------------------
 
 
 _WRONG: Final = object()
-_Check = Callable[[Any], Any]  # returns a value as a field wants it, or _WRONG
+_Check = Callable[[Any], Any]  # returns the value, converted to the field's type, or _WRONG
 
 
 @functools.cache
 def _fields_of(kind: Any) -> tuple[tuple[str, Any, _Check], ...]:
-    """Return name, type and check of each field: made once, as there are thousands of objects in a look."""
+    """Return name, type and check of each field. Cached, because one query may construct thousands of objects."""
     return tuple((name, wanted, _check_of(wanted)) for name, wanted in typing.get_type_hints(kind).items())
 
 
 def made_of(kind: type[T], row: Any) -> T:
-    """Return an object of a class of this module, made of a dict of plain values that another process has sent."""
+    """Return an object of a class of this module, from a dict of plain values that another process has sent."""
     found: dict[str, Any] = {}
     if isinstance(row, dict):
         for name, wanted, check in _fields_of(typing.cast(Any, kind)):
             if name not in row:
                 continue
             value = row[name]
-            if type(value) is not wanted:  # most are as they should be
+            if type(value) is not wanted:  # most values have the field's type and need no check
                 value = check(value)
             if value is not _WRONG:
                 found[name] = value

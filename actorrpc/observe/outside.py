@@ -1,8 +1,8 @@
-"""Looking into groups from outside: which groups of this user there are on this host, and what all of their workers say.
+"""Finds the groups of this user on this host, and queries their workers from a process outside the groups. Does not import torch.
 
-Groups are found by the files that their drivers (or, where there are none, their workers) write into the private directory. All
-workers are asked at once, each over a connection of its own, those first that the files name, then those that these know of. One
-that does not answer in time is named, with what the kernel says of its process. Without torch.
+Groups are found by the group files in the user's private directory (:mod:`actorrpc.observe.startup`). The workers that the files
+name are queried first, all at once and each over its own connection, then the other workers that these workers know. For a worker
+that does not answer in time, the result has the reason, from ``/proc``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from actorrpc.wire.keys import Key
 __all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look"]
 
 _AT_ONCE: Final = 64
-_DUMP_S: Final = 0.25  # of the time is kept for stacks that are dumped by a signal
-_SOON_S: Final = 0.2  # a driver that is well has answered by then
+_DUMP_S: Final = 0.25  # the part of the time-out that is reserved for stack dumps by signal
+_SOON_S: Final = 0.2  # a driver that has not answered after this time is assumed to hang: its children are queried without it
 _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
 
@@ -43,14 +43,14 @@ Answer = tuple[WorkerRecord, "dict[str, Any] | Silent"]
 
 @dataclass(slots=True, kw_only=True)
 class FoundGroup:
-    """A group that can be looked into, or could be with its key.
+    """A group that was found on this host or by its address.
 
     Attributes:
-        what: what the one is that was found, in words; ``program`` is what it runs.
-        pids: the processes that have said that they belong to it.
-        key: its key; None where it has none, or where it was given one that is not known here.
-        is_closed: it has a key, which is not known here.
-        targets: whom to ask first.
+        what: describes the worker that wrote the group file; ``program`` is the program that this worker runs.
+        pids: the processes that have written a group file of this group.
+        key: the key of the group; None if the group has no key, or a key that this process does not know.
+        is_closed: whether the group has a key that this process does not know.
+        targets: the workers to query first.
     """
 
     what: str = ""
@@ -63,11 +63,11 @@ class FoundGroup:
 
 @dataclass(slots=True)
 class GroupLook:
-    """What was seen of a group.
+    """The result of a query of a whole group.
 
     Attributes:
-        answers: of each worker, by what names one run of it.
-        took: seconds.
+        answers: the record and the answer of each worker, by the worker's incarnation.
+        took: seconds that the query took.
     """
 
     group: FoundGroup
@@ -76,16 +76,16 @@ class GroupLook:
 
     @property
     def state(self) -> GroupState:
-        """The picture of the group."""
+        """The state of the group, built from the answers."""
         return assemble(self.answers.values(), self.took)
 
     def target(self, record: WorkerRecord) -> Target:
-        """Return one of its workers as a target of a visit."""
+        """Return the target for visiting one worker of the group."""
         return Target.of(record, self.group.key, self.group.targets[0].settings)
 
 
 def settings_here() -> Settings:
-    """Return the settings of this process's environment, of which certificates and seals count.
+    """Return the settings from this process's environment; visits use those for certificates and frame integrity.
 
     Raises:
         ConfigError: a variable cannot be used.
@@ -94,13 +94,13 @@ def settings_here() -> Settings:
 
 
 def find_groups(pid: int = 0) -> list[FoundGroup]:
-    """Return this user's groups on this host, those that were started first in front.
+    """Return this user's groups on this host, the oldest first.
 
     Args:
-        pid: only that of this process; 0: all.
+        pid: return only the group of this process; 0: all groups.
 
     Raises:
-        ConfigError: the private directory, or the key that was given, cannot be used.
+        ConfigError: the private directory cannot be used, or the user's key cannot be read.
     """
     given, settings = keys.find_key(), settings_here()
     found: dict[bytes, FoundGroup] = {}
@@ -116,7 +116,7 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
         except (AuthenticationError, RpcError, ValueError, TypeError, KeyError, msgpack.UnpackException):
             continue
         key = made or (None if keyless else given)
-        # A key that was made is one group's. One that was given may be that of several.
+        # A generated key identifies one group. A key that the user gave may be that of several groups, so the path is used.
         name = made.reveal() if made is not None else path.encode()
         group = found.setdefault(
             name,
@@ -132,7 +132,7 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
     groups = list(found.values())
     if not pid:
         return groups
-    # The driver of a group may be a descendant of a process of another group.
+    # Prefer an exact match: the driver of a group may be a descendant of a process of another group.
     return [each for each in groups if pid in each.pids] or [
         each for each in groups if any(pid in processes.descendants(one) for one in each.pids)
     ]
@@ -141,11 +141,11 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
 def at_address(text: str) -> FoundGroup:
     """Return the group of the worker that listens at an address: ``tcp://host:port``, or the path of a Unix socket.
 
-    The key is the given one, or that of a group of this user that has the address.
+    The key is the one that the user gave, else the key of a group of this user that has the address.
 
     Raises:
-        ConfigError: it is no such address.
-        AuthenticationError: there is no key.
+        ConfigError: the text is not such an address.
+        AuthenticationError: no key was found.
     """
     address: str | tuple[str, int]
     if text.startswith("/"):
@@ -175,7 +175,7 @@ def at_address(text: str) -> FoundGroup:
     return FoundGroup(what=f"the group of {text}", key=key, targets=[target])
 
 
-# -- looking -----------------------------------------------------------------------------------------------------
+# -- querying ----------------------------------------------------------------------------------------------------
 
 
 def _ask(
@@ -186,9 +186,9 @@ def _ask(
     silence: float,
     kept: KeptVisits | None = None,
 ) -> dict[str, Any] | Silent:
-    """Ask one worker; never raises."""
+    """Query one worker. Errors are returned as :class:`Silent`."""
     with_stacks = "threads" in parts
-    # Those that cannot answer are to dump their stacks within the same time.
+    # If the worker does not answer, it must dump its stacks within the same time-out.
     patience = until - _DUMP_S if with_stacks and target.local_pid else until
     try:
         if kept is not None and (visit := kept.take(target)) is not None:
@@ -196,7 +196,7 @@ def _ask(
             try:
                 return _asked(visit, target, parts, begin, patience, kept)
             except (ConnectionError, ProtocolError):
-                pass  # the worker has hung up meanwhile, or is another one by now
+                pass  # the worker has closed the connection, or another worker has its address now
         return _asked(Visit(target, patience, silence=silence), target, parts, begin, patience, kept)
     except (OSError, RpcError, ValueError) as error:
         silent = _silence(target, error)
@@ -248,15 +248,15 @@ def look(
     everybody: bool = True,
     kept: KeptVisits | None = None,
 ) -> GroupLook:
-    """Ask all workers of a group.
+    """Query all workers of a group.
 
     Args:
-        parts: what of; see :mod:`actorrpc.observe.protocol`.
-        timeout: for all of it, in seconds.
-        silence: who has sent nothing for so many seconds is not waited for any longer.
-        begin: where to begin with the parts that come in pages.
-        everybody: also those that the first ones know of; otherwise only them.
-        kept: visits of the look before, and for the next one.
+        parts: the parts of the state to request; see :mod:`actorrpc.observe.protocol`.
+        timeout: for the whole query, in seconds.
+        silence: give up a worker that has sent nothing for so many seconds.
+        begin: where the first page begins, for parts that are sent in pages.
+        everybody: also query the workers that the targets of the group know; otherwise only the targets.
+        kept: open connections from the previous query; connections are kept in it for the next query.
     """
     begun = time.monotonic()
     until = begun + timeout
@@ -286,16 +286,16 @@ def look(
 
 
 class _Search:
-    """Asks workers, and the workers that these name, each once.
+    """Queries workers, and the workers that their answers name, each once.
 
     Args:
-        ask: begins to ask a worker about some parts.
-        parts: the parts of the state that are requested.
-        everybody: also ask the workers that others know of.
+        ask: starts the query of one worker for some parts; returns a future.
+        parts: the parts of the state to request.
+        everybody: also query the workers that answers name.
 
     Attributes:
-        running: the workers that have not answered.
-        answers: what the others have said, by incarnation.
+        running: the workers that are queried at present.
+        answers: the results of finished queries, by incarnation.
     """
 
     def __init__(
@@ -309,8 +309,8 @@ class _Search:
         self._wanted = [*parts, "members"] if everybody else parts
         self._everybody = everybody
         self._asked: set[str] = set()
-        self._descended: set[str] = set()  # silent drivers whose children have been asked
-        self._seen: set[bytes] = set()  # records of members, as each worker sends the records of all
+        self._descended: set[str] = set()  # incarnations of silent drivers whose children were queried
+        self._seen: set[bytes] = set()  # packed records of members that were processed already
         self.running: dict[Future[dict[str, Any] | Silent], Target] = {}
         self.answers: dict[str, Answer] = {}
 
@@ -321,7 +321,7 @@ class _Search:
             self.running[self._begin(target, self._wanted)] = target
 
     def ask_children(self, target: Target) -> None:
-        """Ask the children of a driver, which has not said which workers there are."""
+        """Query the child processes of a driver that has not sent the list of workers."""
         record = target.record
         if self._everybody and record is not None and record.rank == 0 and target.local_pid:
             if record.incarnation not in self._descended:
@@ -330,7 +330,7 @@ class _Search:
                     self.ask(each)
 
     def take(self, target: Target, found: dict[str, Any] | Silent, key: Any) -> None:
-        """Take an answer, and ask the members that it names."""
+        """Store the result of a query, and query the members that it names."""
         record = target.record or _record_of(target, found)
         if record is None:
             return
@@ -349,7 +349,7 @@ class _Search:
 
 @functools.lru_cache(1024)
 def _record(packed: bytes) -> WorkerRecord:
-    return WorkerRecord.from_bytes(packed)  # of most workers, each look sends the same
+    return WorkerRecord.from_bytes(packed)  # cached, as repeated queries send the same records
 
 
 def _members(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord]:
@@ -365,7 +365,7 @@ def _members(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord]:
 
 
 def _record_of(target: Target, found: dict[str, Any] | Silent) -> WorkerRecord | None:
-    """Return a record of a worker that was found by its address."""
+    """Return a record for a worker of which only the address was known, or None."""
     if isinstance(found, Silent):
         if target.record is None and isinstance(target.addresses[0], str):
             return None
@@ -386,7 +386,7 @@ def _record_of(target: Target, found: dict[str, Any] | Silent) -> WorkerRecord |
 
 
 def _children(target: Target) -> list[Target]:
-    """Return the workers that descend from a process which does not answer, by their sockets."""
+    """Return targets for the child processes of a worker that does not answer, found by the names of their sockets."""
     record = target.record
     if record is None or record.unix_path is None:
         return []

@@ -1,4 +1,4 @@
-"""What the kernel says of a process: how old and large it is, and why one does not answer. Reads ``/proc``; Linux only."""
+"""Reads ``/proc``: age and size of a process, and the reason why it does not answer. Linux only."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 def _stat(pid: int | str) -> list[bytes]:
-    """Return the fields of a process from its state on; empty where there is none."""
+    """Return the fields of ``/proc/PID/stat`` from the state on; an empty list if the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in parentheses may itself hold spaces and parentheses.
+            # The name, in parentheses, may itself contain spaces and parentheses.
             return file.read().rpartition(b")")[2].split()
     except OSError:
         return []
 
 
 def figures(pid: int = 0) -> dict[str, Any]:
-    """Return age, processor time, memory, threads and descriptors of a process of this user; by default of this one."""
+    """Return age, CPU time, memory, threads and descriptors of a process of this user; by default of this process."""
     name = str(pid) if pid else "self"
     fields = _stat(name)
     if len(fields) < 22:
@@ -49,14 +49,14 @@ def _descriptor_limit(pid: int) -> int:
 
 
 def why_silent(pid: int) -> tuple[str, str]:
-    """Say what a process of this host is that does not answer, and why: "stopped", "dead" or "busy"."""
+    """Return the state ("stopped", "dead" or "busy") of a process of this host that does not answer, and the reason."""
     fields = _stat(pid)
     state = fields[0] if fields else b""
     if state in (b"T", b"t"):
         by = "a debugger" if state == b"t" else "a signal (SIGSTOP, SIGTSTP)"
         return "stopped", f"its process was stopped by {by}"
     if state in (b"", b"Z", b"X", b"x"):
-        return "dead", "its process is gone"
+        return "dead", "its process has ended"
     if state == b"D":
         return "busy", "its process waits in the kernel (for a disk, a network file system, or a device)"
     used = (
@@ -66,12 +66,12 @@ def why_silent(pid: int) -> tuple[str, str]:
     )
     return (
         "busy",
-        f"its process runs and does not answer: code in C holds the GIL, or it gets no processor ({used})",
+        f"its process runs and does not answer: code in C holds the GIL, or it gets no CPU time ({used})",
     )
 
 
 def signal_is_caught(pid: int, number: int) -> bool:
-    """Say whether a process has a handler for a signal, which would end it otherwise."""
+    """Return whether a process has a handler for a signal; without a handler, the signal may kill the process."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             for line in file:
@@ -83,7 +83,7 @@ def signal_is_caught(pid: int, number: int) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the processes that descend from one."""
+    """Return the ids of all processes that descend from a process."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and len(fields := _stat(name)) > 1:

@@ -1,8 +1,8 @@
-"""The question that every process of a group answers, and the answer: two notices with plain values, packed by msgpack.
+"""The notices by which a worker is queried: a question and its answer, plain values packed by msgpack. No I/O.
 
-A question names the parts that are wanted (:data:`PARTS`) and, for those that come in pages, where to begin. An answer has
-at most one page of each, and says under ``"next"`` where the next one begins. Records can be
-asked for from their end: -100 are the last 100. Nothing of either is ever unpickled. No I/O.
+A question names the requested parts (:data:`PARTS`) and, for parts that are sent in pages, where the page begins. An answer has
+at most one page of each part, and its key ``"next"`` gives the begin of the following pages. For records, a negative begin counts
+from the end: -100 requests the last 100. Pickle is not used.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = [
 
 ASK: Final = "observe"
 ANSWER: Final = "observed"
-#: the request of one who acts (:mod:`actorrpc.observe.actions`): ``{"id", "do", "whom"}``; answer: ``{"id", "problem"}``
+#: a request to change something (:mod:`actorrpc.observe.actions`): ``{"id", "do", "whom"}``; answer: ``{"id", "problem"}``
 ACT: Final = "act"
 ACTED: Final = "acted"
-#: how the names of visitors begin that act
+#: the prefix of the names of visitors that may send :data:`ACT`
 ACTING: Final = "acting-visitor-"
 
-#: ``process``: the process and its connections; ``actors``: those that live there; ``supervised``: the table of those that it
-#: looks after; ``holders``: who refers to the values that it owns; ``threads``: stacks; ``members``: the records of the
-#: group's workers, as far as it knows them without asking;
-#: ``logs``: what the processes that it has started have printed; ``resources``: what the cluster has, where it is its driver;
-#: ``records``: what its flight recorder has, what is under way (with the first page), and what its clock says;
-#: ``profiles``: those of torch that it keeps; ``metrics``: sums over its calls
+#: ``process``: the process and its connections; ``actors``: the actors that it hosts; ``supervised``: the table of the actors
+#: that it supervises; ``holders``: which workers have references to the values that it owns; ``threads``: stacks;
+#: ``members``: the records of the group's workers that it can list without querying other workers;
+#: ``logs``: the output of the processes that it has started; ``resources``: the resources of the cluster, if it is the driver;
+#: ``records``: the records of its flight recorder, unfinished calls (with the first page), and the time on its clock;
+#: ``profiles``: the torch profiles that it keeps; ``metrics``: sums over its calls
 PARTS: Final = frozenset(
     {
         *("process", "actors", "supervised", "holders", "threads", "members", "logs", "resources", "records"),
@@ -54,12 +54,15 @@ _SHORT_S: Final = 1.0
 
 
 def is_acting(name: str) -> bool:
-    """Say whether a visitor of this name has said that it acts."""
+    """Return whether a visitor with this name may change something."""
     return name.startswith(ACTING)
 
 
 def patience(timeout: float) -> float:
-    """Return for how many seconds one may send nothing who is given ``timeout`` seconds: a call in C may hold it."""
+    """Return how many seconds a worker may send nothing, out of a time-out, before it is given up.
+
+    A call in C may hold the worker's GIL for a while, so this is at least one second (or the time-out, if that is shorter).
+    """
     return min(timeout, max(_SHORT_S, timeout / 5))
 
 
@@ -70,10 +73,10 @@ def pack(value: dict[str, Any]) -> bytes:
 
 
 def unpack(body: bytes) -> dict[str, Any]:
-    """Unpack one.
+    """Unpack a question or an answer.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the bytes are neither.
     """
     try:
         if len(body) > _MOST:
@@ -89,7 +92,7 @@ def unpack(body: bytes) -> dict[str, Any]:
 
 
 def merge(pages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the answers to the questions for one page after the other as one."""
+    """Join the pages of an answer into one answer."""
     whole = dict(pages[0])
     for page in pages[1:]:
         for part in PAGED:

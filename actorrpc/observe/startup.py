@@ -1,8 +1,8 @@
-"""Wiring: has a worker answer questions about itself from when it joins its group, and ask them; ends that when it leaves.
+"""Lets a worker answer and send questions (:mod:`~actorrpc.observe.protocol`) while it is in its group.
 
-A worker that is found from outside also writes a group file into the private directory of its user: the driver of a cluster,
-the workers of it on other hosts, and each worker of a group without one. With it, this user's tools find the group, and its key
-where that was made for it.
+Command line tools of the same user find a group through group files in the user's private directory. The driver of a cluster, its
+workers on other hosts, and every worker of a group without a driver write such a file. It contains the key of the group if the
+key was generated and not given by the user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgpack
 from actorrpc.agent.context import Worker, here
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver_client import RemoteDirectory
-from actorrpc.debugger import startup as _debugger  # noqa: F401  # its part begins before this one
+from actorrpc.debugger import startup as _debugger  # noqa: F401  # its on_start hook runs before the hook of this module
 from actorrpc.errors import ConfigError
 from actorrpc.futures import Future
 from actorrpc.group.rendezvous import Rendezvous
@@ -37,31 +37,31 @@ __all__ = ["Observer", "start"]
 _log = logging.getLogger("actorrpc.observe")
 _LONG: Final = frozenset(
     {"logs", "records", "profiles", "metrics"}
-)  # parts that are not gathered on the thread that reads
+)  # large parts, which a pool thread gathers, so that they do not block the read thread
 
 
 class Observer:
-    """One worker's part: it answers, and asks. Thread-safe: its dict is used by single, atomic steps."""
+    """Answers the questions that a worker receives, and sends its own. Thread-safe: its dict is used by single, atomic steps."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[Peer, Future[dict[str, Any]]]] = {}
         self._sums: CallSums | None = None
-        #: what :func:`~actorrpc.observe.keep_profile` was given
+        #: the profiles that :func:`~actorrpc.observe.keep_profile` has stored
         self.profiles = KeptProfiles()
 
     def metrics(self) -> dict[str, Any]:
-        """Return sums over the calls of this worker, from the first time that it was asked for them on."""
+        """Return sums over the calls of this worker. The first call creates them, from the records that exist then."""
         agent = self._worker.agent
         if self._sums is None and agent.flight_recorder is not None:
             self._sums = CallSums(agent.flight_recorder, agent.clock, agent.submit)
         return {} if self._sums is None else self._sums.read()
 
     def ask(self, peer: Peer, question: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Ask a worker to which there is a connection; the future completes with its answer, if that comes.
+        """Send a question to a connected worker; return a future that completes when the answer arrives.
 
-        Does not wait. The caller calls :meth:`forget` when it waits no more.
+        Does not wait. The future never completes if no answer arrives, so the caller calls :meth:`forget` when it stops waiting.
         """
         future: Future[dict[str, Any]] = Future()
         future.label = f"what {peer.name!r} says of itself"
@@ -73,31 +73,31 @@ class Observer:
         return future
 
     def forget(self, future: Future[dict[str, Any]]) -> None:
-        """Wait for an answer no more."""
+        """Discard a question; a late answer is ignored."""
         self._asked.pop(getattr(future, "number", 0), None)
 
-    # -- handlers of notices: on the thread that reads ----------------------------------------------------------
+    # -- handlers of notices: on the read thread ----------------------------------------------------------------
 
     def answered(self, peer: Peer, body: bytes) -> None:
-        """Take an answer."""
+        """Complete the future of the question that a received answer belongs to."""
         found = unpack(body)
         asked = self._asked.get(found["id"])
         if asked is None or asked[0] is not peer:
-            return  # nobody waits for it any more
+            return  # the question was discarded
         del self._asked[found["id"]]
         asked[1].try_complete(found, self._worker.agent.submit)
 
     def asked(self, peer: Peer, body: bytes) -> None:
-        """Answer a question."""
+        """Answer a received question."""
         question = unpack(body)
         agent = self._worker.agent
         if agent.settings.data_only and not (peer.is_self or any(each.local for each in list(peer.conns))):
-            # Those who may call exposed functions there need not know what its files and functions are called.
+            # A peer that may only call exposed functions must not learn names of files and functions from stacks.
             refused = "it takes data only, and says how it is on its own host only"
             agent.notify(peer, ANSWER, pack({"id": question["id"], "error": refused}))
             return
         what = question.get("what")
-        if isinstance(what, list) and not _LONG.isdisjoint(map(str, what)):  # there may be many
+        if isinstance(what, list) and not _LONG.isdisjoint(map(str, what)):
             self._worker.agent.submit(partial(self._answer, peer, question))
         else:
             self._answer(peer, question)
@@ -114,7 +114,7 @@ class Observer:
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Have a worker answer and ask; returns what ends that."""
+    """Register the handlers of a worker, and write its group file; return a function that undoes this."""
     agent = worker.agent
     made = worker.observer = Observer(worker)
     agent.on_notice[ASK] = made.asked
@@ -123,7 +123,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     agent.inbox.prompt |= {ASK, ANSWER}
     agent.on_peer_end.append(partial(_visitor_left, worker))
     path = _write(worker)
-    # Several workers in one process have no stacks of their own.
+    # A process may have several workers; only one of them registers the signal handler, which dumps all threads of the process.
     unprepare = dumps.prepare(agent.settings.dump_signal if here.worker is worker else 0)
 
     def end(_graceful: bool) -> None:
@@ -136,18 +136,18 @@ def start(worker: Worker) -> Callable[[bool], None]:
 
 
 def _visitor_left(worker: Worker, peer: Peer) -> None:
-    """Forget one that has only looked in."""
+    """Remove a visitor that has disconnected from the table of peers."""
     if peer.record.is_visitor:
         worker.agent.peer_table.forget(peer)
 
 
 def _write(worker: Worker) -> str:
-    """Write the group file, where this worker is to have one; return its path."""
+    """Write the group file if this worker needs one; return its path, or an empty string."""
     agent, membership = worker.agent, worker.group.membership
     if here.worker is not worker:
         return ""
     if isinstance(membership, RemoteDirectory) and membership.driver.host == agent.record.host:
-        return ""  # the driver's is enough
+        return ""  # tools find the group through the driver's file, which is on this host
     path = keys.group_path(agent.record.unix_path)
     key = agent.connector.key
     revealed = b"" if key is None or _is_given(key, membership) else key.reveal()
@@ -166,12 +166,12 @@ def _write(worker: Worker) -> str:
 
 
 def _program() -> str:
-    """Return what this process runs, as its user has started it; without arguments, which may be secrets."""
+    """Return the program that this process runs; without its arguments, which may be secrets."""
     return sys.argv[0][:1000] if sys.argv else ""
 
 
 def _is_given(key: Key, membership: Any) -> bool:
-    """Say whether the key was given, and is not to be written anywhere."""
+    """Return whether the user gave the key; such a key must not be written to a file."""
     if isinstance(membership, Rendezvous) and membership.key_is_given:
         return True
     try:

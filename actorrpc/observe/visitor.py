@@ -1,8 +1,8 @@
-"""A visitor: asks workers how they are, from a process that is in no group. Without torch, and without an agent.
+"""A visitor queries workers from a process that is in no group. It needs neither torch nor an agent.
 
-It dials a worker as its peers do, proves the key in the same handshake, says under a rank of visitors who it is, and sends the
-notice that asks. To the worker it is no member: nobody is told of it, and its goodbye leaves nothing behind. One thread at a time
-uses one visit.
+It connects to a worker as a peer does, proves the key in the same handshake, introduces itself with a rank from the range of
+visitors, and sends questions. It is not a member of the group: other workers do not learn of it, and the worker forgets it when
+it disconnects.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from actorrpc.wire.keys import Key
 
 __all__ = ["KeptVisits", "Target", "Visit"]
 
-_SLICE_S: Final = 0.1  # how often it is looked whether the process that is waited for has stopped
+_SLICE_S: Final = 0.1  # how often a wait checks whether the worker's process is stopped
 _MAX_FRAME: Final = 16 << 20
 _PAGES: Final = 200
 _SAY_EVERY: Final = 1 << 20
@@ -45,13 +45,13 @@ _SAY_EVERY: Final = 1 << 20
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """A worker to be visited.
+    """The address of a worker, and what a visitor needs to connect to it.
 
     Attributes:
-        record: who it is; None where only its address is known.
-        addresses: where it listens: paths of Unix sockets, or ``(host, port)``.
-        key: the group's; None where it has none.
-        settings: for TLS and seals.
+        record: the worker's record; None if only its address is known.
+        addresses: where the worker listens: paths of Unix sockets, or ``(host, port)``.
+        key: the key of the group; None if the group has none.
+        settings: for TLS and frame integrity.
     """
 
     record: WorkerRecord | None
@@ -69,7 +69,7 @@ class Target:
 
     @staticmethod
     def names_by_pid(found: dict[str, Any]) -> dict[int, str]:
-        """Return the names of the workers that an answer tells of, by their process ids: members, and those that have printed."""
+        """Return the names of workers by process id, from an answer with the members or with the workers that have log lines."""
         names: dict[int, str] = {}
         printed = found.get("log_workers")
         for row in printed if isinstance(printed, list) else []:
@@ -84,22 +84,22 @@ class Target:
 
     @property
     def local_pid(self) -> int:
-        """The process id of a worker of this host; 0 for others."""
+        """The process id of the worker if it is on this host, else 0."""
         record = self.record
         return record.pid if record is not None and record.host == host_identity() else 0
 
 
 class Visit:
-    """A connection to one worker.
+    """A connection of a visitor to one worker. Not thread-safe.
 
     Args:
-        target: whom to visit.
-        until: when it is to be there at latest, on the monotonic clock.
-        acts: it may also be used to change something, and says so to the worker.
-        silence: for how many seconds it may send nothing.
+        target: the worker.
+        until: the time limit for connecting, on the monotonic clock.
+        acts: allow :meth:`act`; the visitor's name tells the worker.
+        silence: seconds without a byte from the worker after which a wait fails.
 
     Attributes:
-        silence: the same.
+        silence: the argument; may be changed.
 
     Raises:
         OSError: there is no connection (TimeoutError: not in time).
@@ -148,7 +148,7 @@ class Visit:
         self._send(pack_frame(frames.INTRO, body=own.to_bytes()))
 
     def _connect(self, address: str | tuple[str, int], until: float) -> tuple[AnySocket, Session]:
-        """Connect and shake hands; return the socket, and what the handshake has established."""
+        """Connect and perform the handshake; return the socket and the session."""
         target = self._target
         self._own = f"{ACTING if self._acts else 'visitor-'}{secrets.token_hex(6)}"
         self._incarnation = new_incarnation()
@@ -180,7 +180,7 @@ class Visit:
             try:
                 return sock, shake_hands(sock, dialler, until, partial(self._wait, sock, until))
             except AuthenticationError as error:
-                if dialler.replaced:  # no question of keys: the worker that is meant has ended
+                if dialler.replaced:  # a wrong address, not a wrong key: the target has ended
                     raise ConnectionRefusedError(str(error)) from error
                 raise
         except ssl.SSLError as error:
@@ -191,10 +191,10 @@ class Visit:
             raise
 
     def _wait(self, sock: AnySocket, until: float) -> None:
-        """Wait for bytes; give up where the process is stopped, or gone.
+        """Wait until the socket is readable.
 
         Raises:
-            TimeoutError: none came in time, or none can come.
+            TimeoutError: no byte arrived in time, or the worker's process on this host is stopped or has ended.
         """
         if isinstance(sock, TlsSocket) and sock.pending:
             return
@@ -210,14 +210,14 @@ class Visit:
         self._sock.settimeout(1.0)
         self._sock.sendall(frame if self._seal is None else self._seal.sealed(frame))
 
-    # -- asking ------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------------------
 
     def ask(self, parts: list[str], until: float, begin: dict[str, int] | None = None) -> dict[str, Any]:
-        """Return what the worker says of itself: all pages of the parts that are asked for.
+        """Return the worker's answer, with all pages of the requested parts.
 
         Raises:
             OSError: the connection has ended (TimeoutError: no answer in time).
-            ProtocolError: what has come makes no sense.
+            ProtocolError: the worker sent something that is not valid.
         """
         pages: list[dict[str, Any]] = []
         wanted, at = parts, begin or {}
@@ -235,9 +235,9 @@ class Visit:
             wanted = list(at)
 
     def clock(self, until: float) -> tuple[float, float | None]:
-        """Return what is to be added to the worker's moments to have them on this process's clock, and how far off that may be.
+        """Return the offset from the worker's clock to this process's clock, and its error, both in seconds.
 
-        Both are seconds. The processes of a host have one clock. Raises what :meth:`ask` does.
+        Both are 0 on the same host, where processes share a clock. Raises the errors of :meth:`ask`.
         """
         if self._pid:
             return 0.0, 0.0
@@ -248,7 +248,7 @@ class Visit:
         self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
 
     def hear(self, notice: str, until: float) -> list[bytes]:
-        """Return the notices of a name that have come, as soon as there are any frames; none after ``until``.
+        """Wait for frames, and return the bodies of the notices among them that have this name; empty after ``until``.
 
         Raises:
             OSError: the connection has ended.
@@ -267,9 +267,9 @@ class Visit:
         return self._say(ASK, ANSWER, {"what": parts, "from": begin}, until)
 
     def act(self, what: str, whom: str, until: float) -> str:
-        """Have the worker do something (:mod:`actorrpc.observe.actions`); return why it has not, empty where it has.
+        """Request an action (:mod:`actorrpc.observe.actions`); return the problem that prevented it, or an empty string.
 
-        Raises what :meth:`ask` does.
+        Raises the errors of :meth:`ask`.
         """
         return str(self._say(ACT, ACTED, {"do": what, "whom": whom}, until).get("problem", ""))
 
@@ -284,7 +284,7 @@ class Visit:
                         return found
 
     def _frames(self, until: float) -> list[Frame]:
-        """Return what has come, after what is to be answered at once."""
+        """Wait for frames and return them, after answering pings and acknowledging what was received."""
         while True:
             self._wait(self._sock, until)
             try:
@@ -307,7 +307,7 @@ class Visit:
                 return found
 
     def close(self) -> None:
-        """Say goodbye, and hang up. Idempotent."""
+        """Send GOODBYE and close the socket. Idempotent."""
         with contextlib.suppress(OSError, ProtocolError):
             self._send(pack_frame(frames.GOODBYE))
         with contextlib.suppress(OSError):
@@ -315,9 +315,10 @@ class Visit:
 
 
 class KeptVisits:
-    """Visits that are open between two looks: most of what a look costs, on both sides, is the handshake.
+    """Visits that stay open between two queries, because the handshake is the most expensive part of a query.
 
-    A worker that has not heard of a visitor for long hangs up; then there is a new visit. Thread-safe: its steps are a dict's.
+    A worker closes the connection of a visitor that has been silent for long; the next query then opens a new visit. Thread-safe,
+    except for :meth:`pool` and :meth:`close`: the methods consist of atomic dict operations.
     """
 
     def __init__(self) -> None:
@@ -325,17 +326,17 @@ class KeptVisits:
         self._pool: ThreadPoolExecutor | None = None
 
     def pool(self, most: int) -> ThreadPoolExecutor:
-        """Return threads for looks, which are kept as well. By one thread at a time, as :meth:`close`."""
+        """Return a thread pool for queries, which is kept until :meth:`close`. Not thread-safe."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(most, "observe")
         return self._pool
 
     def take(self, target: Target) -> Visit | None:
-        """Return the visit to a worker that is open, if there is one; nobody else has it then."""
+        """Remove and return the open visit to a worker, or None."""
         return None if target.record is None else self._visits.pop(target.record.incarnation, None)
 
     def keep(self, target: Target, visit: Visit) -> None:
-        """Have a visit for the next look."""
+        """Keep a visit for the next query."""
         if target.record is None:
             visit.close()
             return
@@ -345,13 +346,13 @@ class KeptVisits:
             other.close()
 
     def keep_only(self, incarnations: Collection[str]) -> None:
-        """Close those to workers that are gone."""
+        """Close the visits to all other workers."""
         for each in list(self._visits):
             if each not in incarnations and (visit := self._visits.pop(each, None)) is not None:
                 visit.close()
 
     def close(self) -> None:
-        """Hang up everywhere. There may be others after that."""
+        """Close all visits and the pool. The object may be used again afterwards."""
         self.keep_only(())
         if self._pool is not None:
             self._pool.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""Amounts in words, the same in findings, tables and sentences. No I/O."""
+"""Formatting of durations and counts for findings, tables and sentences. No I/O."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["count", "span"]
 
 
 def span(seconds: float) -> str:
-    """Return a time in words."""
+    """Format a duration."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
         return f"{seconds:.1f} s"
-    if not math.isfinite(seconds):  # what another process has sent may be no number
+    if not math.isfinite(seconds):  # another process may have sent infinity or NaN
         return f"{seconds} s"
     minutes, _ = divmod(int(seconds), 60)
     if minutes < 120:
@@ -23,5 +23,5 @@ def span(seconds: float) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """Return a number of things."""
+    """Return the number and the noun, with an s if the number is not 1."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,3 +1,3 @@
-"""One connection: sockets, shared memory, who reads and who writes."""
+"""The transport of one connection: sockets, TLS, shared memory, reading and writing."""
 
 __all__: list[str] = []

@@ -1,13 +1,13 @@
-"""Memory that is used again: the parts of all pools, and the pool for bytes that arrive from sockets.
+"""Reuse of memory: the common parts of all pools, and the pool for bytes that are received from sockets.
 
-Fresh pages are several times slower to fill than warm pages, so memory that was handed out comes back
-when the last tensor, array or memoryview on it has died. That death is seen through a *loan*: a small
-ctypes object over a raw address, which everything built on the memory keeps alive. Loans are hidden from
-the cyclic collector. Otherwise a dead cycle that holds a view would run the loan's finaliser first, and a
-user's finaliser after it could still read, or even revive, memory that already has another user.
+Fresh pages are several times slower to fill than pages that were used before. Therefore memory is taken back and reused when the
+last tensor, array or memoryview on it has died. This is detected by a *loan*: a small ctypes object over a raw address, to which
+all objects built on the memory refer. Loans are hidden from the cyclic garbage collector. Otherwise, for a dead cycle that has a
+view, the collector could run the loan's finaliser first; a finaliser of the user that runs later could then read, or even revive,
+memory that is already used again.
 
-Any thread may call anything here. Nothing here calls user code. The finaliser of a loan appends to a deque
-and calls a function that takes no lock; in a forked child it does nothing.
+Everything here is thread-safe and calls no user code. The finaliser of a loan appends to a deque and calls a function that takes
+no lock; in a forked child it does nothing.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ __all__ = [
 ]
 
 SMALL = 64 << 10
-"""Requests below this many bytes are not worth recycling: they get an ordinary ``bytearray``."""
+"""Requests below this many bytes get an ordinary ``bytearray``, which is not recycled."""
 
 _SMALLEST_CLASS = 64
 _LARGEST_CLASS = 1 << 47
 _HUGE_PAGE = 2 << 20
-# Below this a copy is over before another thread could make use of the GIL, and getting it back from a
-# busy thread may take a whole switch interval (5 ms): such copies keep it.
+# Copies up to this size keep the GIL: another thread could hardly use it meanwhile, and getting it back from a busy thread may
+# take a whole switch interval (5 ms).
 _COPY_WITH_GIL = 128 << 10
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FIXED = 0x10
@@ -64,7 +64,7 @@ _MFD_SEALABLE = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 _MFD_NOEXEC_SEAL = 0x8
 _CANNOT_SHRINK = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
-_KEEP_S = 30.0  # a free block that was not used for so long is given back
+_KEEP_S = 30.0  # how long a free block is kept
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ _memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 _memmove_with_gil = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     _memmove_address
 )
-# Made anew rather than taken from ctypes.pythonapi, whose functions (and their argtypes) others share.
+# A separate function object, because other code may set the argtypes of the functions in ctypes.pythonapi.
 _untrack = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyObject_GC_UnTrack", ctypes.pythonapi))
 
 
@@ -102,12 +102,11 @@ def size_class(nbytes: int) -> int:
 
 
 def reserve(size: int, fd: int = -1, *, private: bool = False, offset: int = 0) -> tuple[mmap.mmap, int]:
-    """Map ``size`` bytes and return the object that keeps them mapped and their address.
+    """Map ``size`` bytes; return an object that keeps them mapped, and their address.
 
-    Without ``fd`` the memory is anonymous and private, so that a forked child gets its own copy; with
-    ``fd`` it is shared memory of that file from ``offset`` on, or, if ``private``, what is written to it stays here. No
-    duplicate of the descriptor is kept (``mmap.mmap`` keeps one). Large memory that is not private to a file starts at a
-    multiple of 2 MiB. Closing the returned object, or its death, unmaps it.
+    Without ``fd``, the memory is anonymous and private, so a forked child gets its own copy. With ``fd``, the file is mapped from
+    ``offset`` on: shared, or copy-on-write if ``private``. Unlike ``mmap.mmap``, this keeps no duplicate of the descriptor. Large
+    memory starts at a multiple of 2 MiB, unless ``private``. The memory is unmapped when the returned object is closed or dies.
 
     Raises:
         OSError: there is not enough address space, or ``fd`` cannot be mapped for writing.
@@ -128,22 +127,24 @@ def reserve(size: int, fd: int = -1, *, private: bool = False, offset: int = 0) 
         try:
             memory.madvise(mmap.MADV_HUGEPAGE, address - start, size)
         except OSError:
-            pass  # only advice: kernels without huge pages refuse it
+            pass  # kernels without huge pages refuse this advice
     return memory, address
 
 
 def untouched(size: int) -> mmap.mmap:
-    """Return memory that is taken page by page, as it is written to: most connections see small messages only."""
+    """Return zeroed memory whose pages the kernel provides when they are first written. Most connections use few of them."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def sealed_memfd(size: int, name: str = "actorrpc", more_seals: int = fcntl.F_SEAL_SEAL) -> int:
-    """Return the descriptor of ``size`` bytes of nameless memory that can neither shrink nor grow.
+    """Return the descriptor of ``size`` bytes of anonymous memory that can neither shrink nor grow.
 
-    ``name`` is what the system shows of it; by default, no further seal can be put on it.
+    Args:
+        name: the name of the memory in ``/proc``.
+        more_seals: further seals; by default, the seal against adding seals.
 
     Raises:
-        OSError: the system does not give it.
+        OSError: the system provides no memory or no descriptor.
     """
     try:
         fd = os.memfd_create(name, _MFD_SEALABLE | _MFD_NOEXEC_SEAL)
@@ -158,19 +159,19 @@ def sealed_memfd(size: int, name: str = "actorrpc", more_seals: int = fcntl.F_SE
 
 
 def is_sealed(fd: int, size: int) -> bool:
-    """Whether ``fd`` is memory of ``size`` bytes for ever.
+    """Return whether ``fd`` is memory of ``size`` bytes that can neither shrink nor grow.
 
     Raises:
-        OSError: it is no memory at all.
+        OSError: ``fd`` is not a memfd.
     """
-    # The seals first: once it cannot shrink, its size holds.
+    # Read the seals first: after it was sealed, the size cannot change any more.
     sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _CANNOT_SHRINK == _CANNOT_SHRINK
     status = os.fstat(fd)
     return sealed and stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
 class MemoryRange(Protocol):
-    """Memory that is about to be sent. The sender keeps it alive."""
+    """Memory to be sent. The sender keeps it alive."""
 
     address: int
     nbytes: int
@@ -185,7 +186,7 @@ def copy(address: int, span: MemoryRange) -> None:
 
 
 class _Loan(ctypes.Array[ctypes.c_ubyte]):
-    """Memory that is lent; when this object dies, the memory comes back."""
+    """Memory that is lent; when this object dies, the loan's tag is returned to ``home``."""
 
     _type_ = ctypes.c_ubyte
     _length_ = 0
@@ -202,16 +203,16 @@ class _Loan(ctypes.Array[ctypes.c_ubyte]):
                 home.ring()
 
 
-# ctypes never frees its types, hence there is one for each size class and not one for each size.
+# ctypes never frees its array types, so there is one for each size class and not one for each size.
 _loan_types: dict[int, type[_Loan]] = {}
 
 
 class Loans(Generic[T]):
-    """Lends memory. Thread-safe without a lock: appending to and popping from a deque are atomic.
+    """Lends memory, and detects when a loan is no longer used. Thread-safe without a lock: operations of a deque are atomic.
 
     Attributes:
-        returned: the tags of the loans that have died, in that order; the thread that drops the last reference appends.
-        ring: called after each return, where a finaliser runs: it may take no lock and must not raise.
+        returned: the tags of dead loans, in the order of their deaths. The thread that drops the last reference appends the tag.
+        ring: called in a finaliser after each return; it must not take a lock and must not raise.
     """
 
     __slots__ = ("pid", "returned", "ring")
@@ -222,7 +223,7 @@ class Loans(Generic[T]):
         self.ring = ring
 
     def lend(self, memory: object, address: int, size: int, tag: T) -> memoryview:
-        """Return a writable view of ``size`` bytes at ``address``; when its last user dies, ``tag`` is returned.
+        """Return a writable view of ``size`` bytes at ``address``; when the last object on it dies, ``tag`` is returned.
 
         ``size`` must be a size class. ``memory`` is kept alive as long as the loan; neither ``memory`` nor
         ``tag`` may refer to the loan, because the collector cannot see such a cycle.
@@ -238,12 +239,12 @@ class Loans(Generic[T]):
         return memoryview(loan).cast("B")
 
     def close(self) -> None:
-        """Forget what was returned, and ignore later returns; the memory of live loans stays valid until they die."""
+        """Discard returned tags, and ignore later returns. The memory of live loans stays valid until they die."""
         self.returned = deque(maxlen=0)
 
 
 def drained(items: deque[T]) -> Iterator[T]:
-    """Take items out until there are none; another thread, or a finaliser, may take some at the same time."""
+    """Remove and yield items until the deque is empty. Other threads and finalisers may remove items at the same time."""
     while items:
         try:
             yield items.popleft()
@@ -252,13 +253,13 @@ def drained(items: deque[T]) -> Iterator[T]:
 
 
 class ForkGuard:
-    """Tells which loans of shared memory a forked child may still see.
+    """Determines which loans of shared memory a forked child may still use.
 
-    The child, and its own children, keep one end of a pipe open: end of file says that all of them have ended. The
-    owner's lock must be held for every call, except in the child.
+    A child, and its own children, keep one end of a pipe open, so an end of file on the pipe says that all of them have ended.
+    The owner's lock must be held for every call, except in the child.
 
     Attributes:
-        epoch: the number of forks so far. A loan notes it when it begins: later forks inherit the loan.
+        epoch: the number of forks so far. A loan records the epoch in which it began; later forks inherit the loan.
     """
 
     __slots__ = ("_children", "_pipes", "epoch")
@@ -279,11 +280,11 @@ class ForkGuard:
         try:
             pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
-            pipe = (-1, -1)  # no descriptors left: the present loans are never released
+            pipe = (-1, -1)  # no descriptors left: current loans are never released
         self._pipes[threading.get_ident()] = pipe
 
     def after(self, lends: bool) -> None:
-        """End what ``before`` began, if it was called; ``lends``: there are loans for the child to inherit."""
+        """Finish a fork after :meth:`before`. ``lends``: there are loans that the child has inherited."""
         pipe = self._pipes.pop(threading.get_ident(), None)
         if pipe is None:
             return
@@ -295,7 +296,7 @@ class ForkGuard:
             _close(pipe[0])
 
     def inherited(self) -> int:
-        """Return an epoch: a child that lives may see the loans that began in earlier epochs."""
+        """Return an epoch: a live child may use the loans that began in earlier epochs."""
         if not self._children:
             return 0
         poll = _time.poll()
@@ -315,7 +316,7 @@ class ForkGuard:
             _close(fd)
 
     def abandon(self) -> None:
-        """In the child: keep only the ends open that tell the parents that it lives."""
+        """Called in the child: close all descriptors except the pipe ends that tell the parents that the child lives."""
         for reads, _ in self._pipes.values():
             _close(reads)
         self._pipes = {}
@@ -332,9 +333,9 @@ class MemoryBlock:
 
     Attributes:
         size: in bytes.
-        memory: keeps it mapped; None until it is mapped.
-        address: where it is mapped.
-        used_at: when it became free.
+        memory: the mapping; None until the block is mapped.
+        address: the address of the mapping.
+        used_at: when the block became free.
     """
 
     __slots__ = ("address", "memory", "size", "used_at")
@@ -346,7 +347,7 @@ class MemoryBlock:
         self.used_at = 0.0
 
     def close(self) -> None:
-        """Unmap it, without the GIL (the death of ``memory`` would unmap it with the GIL held)."""
+        """Unmap the block without the GIL. (The finaliser of ``memory`` would hold the GIL.)"""
         if self.memory is not None:
             self.memory.close()
 
@@ -356,7 +357,7 @@ B = TypeVar("B", bound=MemoryBlock)
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """What a pool holds at one moment: the number of its blocks, the bytes in use, and the bytes kept for reuse."""
+    """The figures of a pool: the number of its blocks, the bytes in use, and the bytes kept for reuse."""
 
     segments: int
     lent_bytes: int
@@ -364,18 +365,19 @@ class MemoryStats:
 
 
 class Recycler(Generic[B]):
-    """Keeps free blocks of memory and uses them again. Each block is either lent or free.
+    """Keeps free blocks of memory for reuse. Each block is either lent or free.
 
-    A subclass makes blocks (``_make``) and puts those back that have become free (``_settle``). A free block is given back to
-    the system after some time, or earlier if there is too much (``_keep_s``).
+    A subclass creates blocks (``_make``) and puts blocks back that have become free (``_settle``). A free block is released to
+    the system after some time, or earlier if there are too many (``_keep_s``).
 
-    One lock guards the tables. No thread copies or unmaps memory or runs user code under it. It is re-entrant for one
-    case only: a finaliser that the collector runs in the middle of a section, and that needs memory itself, is refused.
+    One lock guards the tables. Memory is not copied or unmapped under it, and no user code is called. The lock is re-entrant for
+    one case only: the garbage collector may run a finaliser in a section, and the finaliser may request memory. It gets None.
 
     Args:
-        limit_bytes: how many bytes may be kept or lent; the subclass says which.
-        clock: seconds.
-        on_return: called from finalisers when something has come back: :meth:`trim` is due soon. Not called again until then.
+        limit_bytes: the limit of kept or of lent bytes, depending on the subclass.
+        clock: returns the time in seconds.
+        on_return: called from finalisers when memory was returned, so that :meth:`trim` is called soon. Not called again until
+            then.
     """
 
     def __init__(
@@ -391,7 +393,7 @@ class Recycler(Generic[B]):
         self._count = self._lent_bytes = self._free_bytes = 0
 
     def ring(self) -> None:
-        """Ask for :meth:`trim`. Runs in finalisers: takes no lock."""
+        """Request a :meth:`trim`. Called in finalisers, so it takes no lock."""
         if not self._rung and self._on_return is not None:
             self._rung = True
             self._on_return()
@@ -410,13 +412,13 @@ class Recycler(Generic[B]):
         with self._lock:
             self._closed = True
             if self._busy:
-                return  # called by a finaliser in the middle of a section: the memory goes with this object
+                return  # called by a finaliser in a section: the memory is released when this object dies
             dropped, self._free = self._free, {}
             self._count = self._lent_bytes = self._free_bytes = 0
         del dropped  # unmaps, after the lock
 
     def abandon(self) -> None:
-        """Give up the memory in a forked child: mapped blocks stay valid, and no block is recycled here."""
+        """Close the pool in a forked child. Mapped blocks stay valid, and are not recycled."""
         self._lock = _time.RLock()  # a thread of the parent may have held it at the fork
         self._busy = False
         self.close()
@@ -443,10 +445,10 @@ class Recycler(Generic[B]):
 
     @abstractmethod
     def _settle(self) -> None:
-        """Put blocks back that have become free."""
+        """Call :meth:`_put` for the blocks that have become free."""
 
     def _make(self, size: int) -> B | None:
-        """Return a new block, of which the caller of :meth:`_find` makes the memory; None where the limit forbids it."""
+        """Return a new block without memory, which the caller of :meth:`_find` maps; None if the limit does not permit it."""
         return None
 
     def _add(self, block: B) -> B:
@@ -459,16 +461,16 @@ class Recycler(Generic[B]):
         self._lent_bytes -= block.size
 
     def _keep_s(self) -> float:
-        """Return after how many seconds a free block is given back."""
+        """Return how many seconds a free block is kept."""
         return _KEEP_S
 
     def _find(self, size: int) -> B | None:
-        """Return a block of ``size`` bytes or more, which is lent from now on; None if there is none."""
+        """Lend a block of at least ``size`` bytes; None if there is none and none may be created."""
         self._settle()
         return self._pick(size) or self._make(size)
 
     def _pick(self, size: int, most: int = 0) -> B | None:
-        """Lend a free block of up to double the size, or up to ``most`` bytes: the best fit, and of these the warmest."""
+        """Lend the smallest free block of ``size`` to ``most`` bytes (default: twice the size), the latest used of these."""
         stack = self._free.get(size)
         if not stack and self._free_bytes:
             most = most or 2 * size
@@ -482,19 +484,19 @@ class Recycler(Generic[B]):
         return block
 
     def _put(self, block: B) -> None:
-        """Record that a block that was lent is free."""
+        """Record that a lent block is free."""
         block.used_at = self._clock()
         self._free.setdefault(block.size, deque()).append(block)
         self._lent_bytes -= block.size
         self._free_bytes += block.size
 
     def _oldest(self) -> B | None:
-        """Return the block that has been free for longest."""
+        """Return the block that has been free for the longest time."""
         stacks = [stack for stack in self._free.values() if stack]
         return min([stack[0] for stack in stacks], key=lambda block: block.used_at) if stacks else None
 
     def _drop(self, block: B) -> None:
-        """Give a free block up; it is unmapped after the section."""
+        """Remove a free block; it is unmapped after the section."""
         self._free[block.size].remove(block)
         self._free_bytes -= block.size
         self._count -= 1
@@ -509,7 +511,7 @@ class Recycler(Generic[B]):
 
 
 class BufferPool(Recycler[MemoryBlock]):
-    """Lends writable memory of this process; at most ``limit_bytes`` of it are kept for reuse. What is lent is not limited."""
+    """Lends writable memory of this process. At most ``limit_bytes`` are kept for reuse; lent memory is not limited."""
 
     def __init__(
         self,
@@ -524,7 +526,7 @@ class BufferPool(Recycler[MemoryBlock]):
     def take(self, nbytes: int) -> memoryview:
         """Return ``nbytes`` of writable memory with undefined content.
 
-        From 64 KiB on it starts at a page boundary; smaller memory is a ``bytearray`` (16 bytes).
+        Memory of at least 64 KiB starts at a page boundary; smaller memory is a ``bytearray``, which is aligned to 16 bytes.
 
         Raises:
             MemoryError: the system has no memory left.
@@ -541,7 +543,7 @@ class BufferPool(Recycler[MemoryBlock]):
         return self._loans.lend(block.memory, block.address, block.size, block)[:nbytes]
 
     def close(self) -> None:
-        """Unmap free blocks; a block in use is unmapped when its last view dies. ``take`` then gives plain memory."""
+        """Unmap free blocks; a block in use is unmapped when its last view dies. Afterwards, ``take`` returns bytearrays."""
         self._loans.close()
         super().close()
 

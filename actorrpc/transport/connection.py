@@ -1,25 +1,24 @@
-"""One stream socket to a peer: who may read it, who may write it, and how neither ever blocks the other.
+"""A connection to a peer over one stream socket. Readers and writers do not block each other.
 
-**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. The thread that reads holds ``read_lock``: a
-pool thread that the kernel woke, or a caller that waits for its own reply. The rules, each of which was paid
-for in a hang:
+**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. The thread that reads holds ``read_lock``. It is either
+a pool thread that the kernel has woken, or a caller that waits for its own reply. Each of these rules prevents a hang:
 
-* a thread that fails to get the lock goes away without arming; the thread that held it releases it *first* and then always
-  arms;
-* whether the connection is suspended is looked at *under* the lock: the other side has been told how far reading has
-  come, and sends the rest again, although the failed socket may still have it;
-* a pool thread reads with MSG_DONTWAIT only, because a wake-up may be stale;
-* under the lock, frames are only split, and control frames handled (they are short and run no user code);
-  everything else happens after the release.
+* A thread that cannot get the lock returns without arming. The thread that had the lock releases it *first*, and always arms
+  afterwards.
+* Whether the connection is suspended is checked *under* the lock. A suspended connection must not be read: the other side was
+  told how many bytes have been received and sends the rest again, although the failed socket may still have these bytes.
+* A pool thread reads with MSG_DONTWAIT only, because a wake-up may be stale.
+* Under the lock, bytes are only split into frames, and control frames are handled, which is quick and runs no user code. All
+  other frames are handled after the lock was released.
 
 **Writing.** See :mod:`actorrpc.transport.writer`.
 
-Lock order: ``read_lock`` before the writer's, which is waited for only where the connection is suspended or broken: a writer may
-wait for what has to be read. Neither is ever held while user code, or code that may run the garbage collector into
-user code for long, is called on purpose. The functions that read, write and arm are marked
-uninterruptible: signal handlers wait for their end, and any exception in one of them closes the connection.
+Lock order: ``read_lock`` before the writer's lock. A reader waits for the writer's lock only if the connection is suspended or
+broken, because otherwise a writer may be waiting for bytes to be read. User code, or code that may run the garbage collector for
+long, is not called under either lock. The functions that read, write and arm are marked uninterruptible: signal handlers run
+after them, and an exception in one of them closes the connection.
 
-**The agent.** A connection knows it by :class:`Events` only, which the agent's inbox implements; tests put in their own.
+**The agent.** A connection calls the agent through :class:`Events` only, which the agent's inbox implements.
 """
 
 from __future__ import annotations
@@ -55,11 +54,12 @@ __all__ = ["Connection", "Events", "ReadWaiter"]
 
 
 class ReadWaiter(Protocol):
-    """Somebody for whom a thread waits at a connection.
+    """The state of a thread that waits for input of a connection.
 
     Attributes:
-        polling: the connection that the thread reads meanwhile. Another thread sets ``awake``, then wakes ``polling``.
-        awake: there is something to do besides waiting.
+        polling: the connection that the thread polls. To wake the thread, another thread sets ``awake`` and then wakes
+            ``polling``.
+        awake: whether the thread has to stop waiting.
     """
 
     polling: Connection | None
@@ -67,22 +67,22 @@ class ReadWaiter(Protocol):
 
 
 class Events(Protocol):
-    """What a connection tells the rest of the agent."""
+    """The callbacks of a connection to the agent."""
 
     def control(self, connection: Connection, frame: Frame) -> Frame | None:
-        """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
+        """Handle a control frame under the read lock; return a frame to be delivered after the lock was released, or None."""
 
     def deliver(self, connection: Connection, frames: list[Frame], waiting: bool) -> bool:
-        """Take the other frames, after the read lock was released; say whether any was not a reply.
+        """Handle other frames, after the read lock was released; return whether any frame was not a reply.
 
-        ``waiting``: the thread waits for one of them, and executes nothing for others.
+        ``waiting``: the calling thread waits for one of the frames, and must not execute calls.
         """
 
     def closed(self, connection: Connection, error: BaseException | None) -> None:
-        """Record the end; called once, from any thread."""
+        """Handle the end of the connection. Called once, on any thread."""
 
     def suspended(self, connection: Connection, error: BaseException) -> None:
-        """Record that a connection's socket is broken and another is wanted. Called under its locks."""
+        """Open another socket for a connection whose socket has failed. Called under the connection's locks."""
 
     def submit(self, task: Any) -> None:
         """Run ``task()`` on a pool thread."""
@@ -91,29 +91,30 @@ class Events(Protocol):
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _LOOKED_AT: Final = STREAM | MAIL | OBJECTS
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll
-_BULK_READS: Final = 64  # reads in one turn while chunks are coming in
+_BULK_READS: Final = 64  # the most reads under one lock while chunks arrive
 
 
 class Connection(StateMachine):
     """One connected, authenticated stream.
 
     Args:
-        stream: the stream below. If it is a :class:`ReliableStream`, the connection goes on over another socket after the
-            first breaks; otherwise a broken socket means that the peer died.
-        attach: the token that names it.
+        stream: the byte stream. If it is a :class:`ReliableStream`, the connection is resumed over another socket when its socket
+            breaks; otherwise a broken socket means that the peer died.
+        attach: the token that identifies the connection.
         local: both ends are on this host, without TCP.
-        seals: make and check the proofs that the bytes were not changed on the way.
+        seals: protect the frames against modification; None: frames are not sealed.
 
     Attributes:
-        session: the stream, if it goes on over another socket after the first breaks; otherwise None.
+        session: the stream, if the connection can be resumed over another socket; otherwise None.
         peer: the worker at the other end, once it is known.
-        assemblies: what takes the chunks that are coming in, by the number of their stream.
-        undelivered: one entry for each batch that was read and is not delivered yet; put in under the read lock.
-        heard: when bytes came last.
+        assemblies: the objects that receive chunks, by the number of the stream of chunks.
+        undelivered: one entry for each batch of frames that was read and not delivered yet; added under the read lock.
+        heard: when the last bytes arrived.
         reader: splits received bytes into frames. ``read_lock`` guards it, reading, and the poller.
-        read_by: the number of the thread that holds the read lock, and may run finalisers meanwhile; 0 where that cannot be.
-        outbox, flush: the writer's.
-        spinning: for threads that wait for a reply; ``answering``: for threads that have executed a call.
+        read_by: the identifier of the thread that holds the read lock in :meth:`reading`, where it may run finalisers; otherwise
+            0.
+        outbox, flush: those of the writer.
+        spinning: measurements for threads that wait for a reply; ``answering``: for threads that have executed a call.
         expecting: since when the socket is disarmed and has no reader: the caller will read its reply, or the clock re-arms the
             socket within some milliseconds. 0: it is not.
         unattended: replies that waiting callers still have to read before :meth:`expect` may disarm the socket again.
@@ -156,7 +157,7 @@ class Connection(StateMachine):
         )
         self._epoll = epoll
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        #: wakes for what comes, for :meth:`wake` and, on the main thread, for a signal handler that was put off
+        #: wakes when bytes arrive, when :meth:`wake` is called, and when a signal handler was deferred
         self._poller = _time.poll()
         for fd in (self.fd, self._wake_fd, signals.wake_fd()):
             if fd >= 0:
@@ -166,24 +167,24 @@ class Connection(StateMachine):
         self.expecting = 0.0
         self.unattended = 0
 
-    # -- the pool's side of reading -------------------------------------------------------------
+    # -- reading --------------------------------------------------------------------------------
 
     def register(self) -> None:
-        """Put the connection into the epoll, armed: from now on the pool reads it.
+        """Add the connection to the epoll, armed, so that pool threads read it.
 
         Raises:
-            OSError: it has been closed, or the kernel has no room for it.
+            OSError: the connection is closed, or the kernel lacks memory.
             ValueError: the epoll is closed.
         """
         while True:
             fd = self.fd
             try:
                 self._epoll.register(fd, ARMED)
-            except FileExistsError:  # it has gone on over another socket meanwhile, which is there already
+            except FileExistsError:  # it was resumed meanwhile, and its new socket is registered already
                 self.arm(ARMED)
             except OSError as error:
-                # The other side may come back over another socket before this one is in the epoll: the thread that lets it go
-                # on closes this one, then names the other one, and then registers that.
+                # The connection may be resumed over another socket before this one is registered. The resuming thread closes this
+                # socket, then sets ``fd`` to the new one, and then registers the new one.
                 if error.errno == errno.EBADF:
                     if self.state is SUSPENDED:
                         return
@@ -195,7 +196,7 @@ class Connection(StateMachine):
             return
 
     def arm(self, mask: int) -> None:
-        """Arm (a pool thread reads the next bytes) or disarm. Harmless when closed."""
+        """Arm the epoll entry, so that a pool thread reads the next bytes, or disarm it. No effect on a closed connection."""
         if self.state is not CLOSED:
             try:
                 self._epoll.modify(self.fd, mask)
@@ -212,15 +213,15 @@ class Connection(StateMachine):
         deadline: float | None = None,
         woken: bool = False,
     ) -> bool | None:
-        """Send the outbox, read while no other thread reads, and deliver what has come.
+        """Send the outbox, read unless another thread reads, and deliver the received frames.
 
-        Returns whether something besides replies came; ``None``: another thread reads, or the connection is not open. An
+        Returns whether frames other than replies were received; ``None``: another thread reads, or the connection is not open. An
         exception in reading closes the connection.
 
         Args:
-            waiter: wait until something comes for it, at most until ``deadline``; see :meth:`_wait`. By default the thread reads
-                what is there, and with ``spinning`` spins for it.
-            woken: the kernel has woken this thread for the connection, which is disarmed by that.
+            waiter: wait until bytes arrive or the waiter is woken, at most until ``deadline``; see :meth:`_wait`. Without a
+                waiter, the thread only reads the available bytes, and with ``spinning`` spins for them.
+            woken: the epoll has woken this thread for the connection, which has disarmed the connection.
         """
         if self.state is not OPEN or not self.read_lock.acquire(False):
             return None
@@ -231,8 +232,8 @@ class Connection(StateMachine):
             self.expecting = 0.0
         else:
             try:
-                modify(self.fd, DISARMED)  # otherwise what comes wakes a pool thread as well
-            except (OSError, ValueError):  # it is closed
+                modify(self.fd, DISARMED)  # otherwise arriving bytes would wake a pool thread as well
+            except (OSError, ValueError):  # the socket or the epoll is closed
                 pass
         try:
             if self.state is not SUSPENDED:
@@ -263,21 +264,22 @@ class Connection(StateMachine):
     @property
     def turn(self) -> Callable[[], object]:
         """The function that a woken pool thread calls: read the available bytes, unless another thread reads."""
-        return partial(self.reading, None, None, None, True)  # no function between the two
+        return partial(self.reading, None, None, None, True)
 
     def reply(self) -> None:
-        """Send the answers in the outbox, and read what comes at once or soon after: the end of a call that was executed here.
+        """Send the answers in the outbox after a call was executed, and try to read the next request on this thread.
 
-        Where both ends share a processor, the next request is here before ``send`` returns: then it is read here,
-        instead of waking another thread for it. Where they do not, spinning may pay. Any thread may call it; the measurements
-        need no exactness.
+        If both ends share a CPU, the next request has often arrived before ``send`` returns. Reading it here is cheaper than
+        waking another thread. If they do not share one, spinning may find the request. Any thread may call this method; the
+        measurements are updated without a lock, as they need not be exact.
         """
         spinning = self.answering
         if spinning.at_once > spinner.pays or not spinning.count & 15:
             before = self.reader.received
             came = self.reading()
             if self.outbox:
-                # It has answers to other threads' callers as well: with nothing to execute, this thread waits until they leave.
+                # The outbox may have answers of other threads. If this thread has received no request, it may wait until they
+                # are sent.
                 self.flush(not came)
             if came is None:
                 return
@@ -292,16 +294,16 @@ class Connection(StateMachine):
 
     @uninterruptible
     def expect(self) -> bool:
-        """Stop listening for a moment, because the reply to what is sent now is read by the thread that sends it.
+        """Disarm the connection for a moment, because the calling thread will send a request and read the reply itself.
 
-        Otherwise that reply wakes a pool thread, which has nothing to do with it. Returns False where somebody reads, or where
-        that thread did not come lately. The caller has :meth:`listen` called soon.
+        Otherwise the reply would wake a pool thread as well. Returns False if another thread reads, or if callers have not read
+        earlier replies yet. The caller arranges that :meth:`listen` is called soon, in case the reply is not read.
         """
         if self.expecting or self.unattended or not self.read_lock.acquire(False):
             return False
         try:
             self._epoll.modify(self.fd, DISARMED)
-        except (OSError, ValueError):  # it is closed
+        except (OSError, ValueError):  # the socket or the epoll is closed
             pass
         self.expecting = _time.now()
         self.read_lock.release()
@@ -309,7 +311,7 @@ class Connection(StateMachine):
 
     @uninterruptible
     def listen(self) -> bool:
-        """Listen again, if nobody has come to read what was expected; says whether that is so."""
+        """Arm the connection again, if no thread has read it since :meth:`expect`; return whether that was necessary."""
         was = 0.0
         if self.expecting and self.read_lock.acquire(False):
             was, self.expecting = self.expecting, 0.0
@@ -319,20 +321,21 @@ class Connection(StateMachine):
         return was > 0
 
     def wake(self) -> None:
-        """End the sleep of the thread that polls this connection for a reply."""
+        """Wake the thread that polls this connection for a reply."""
         try:
             os.eventfd_write(self._wake_fd, 1)
-        except (OSError, ValueError):  # closed meanwhile, or just now
+        except (OSError, ValueError):  # the connection is closed
             pass
 
     def _wait(
         self, frames: list[Frame], waiter: ReadWaiter, spinning: Spinning, deadline: float | None
     ) -> None:
-        """Wait until something comes, the waiter is woken or the deadline has passed, and read. Under the read lock.
+        """Wait until bytes arrive, the waiter is woken or the deadline has passed, and read. Under the read lock.
 
-        With a deadline it returns after a second at the latest: nothing depends on a single wake-up.
+        With a deadline, it returns after at most a second, so that a lost wake-up does not cause a hang.
         """
-        # Another thread that wakes the waiter sees ``polling`` and wakes this thread, or this thread sees ``awake``.
+        # A waking thread sets ``awake`` and then reads ``polling``; this thread sets ``polling`` and then reads ``awake``. So
+        # either the other thread sees ``polling`` and wakes this thread, or this thread sees ``awake``.
         waiter.polling = self
         try:
             if waiter.awake or (self.stream.pending and self.receive(frames)):
@@ -357,7 +360,7 @@ class Connection(StateMachine):
             waiter.polling = None
 
     def _spin(self, frames: list[Frame], spinning: Spinning) -> bool:
-        """Try to read for at most the spin time, unless another thread spins; say whether something came. Under the read lock."""
+        """Spin for at most the spin time, unless another thread spins; return whether bytes arrived. Under the read lock."""
         if not spinner.acquire():
             return False
         until = _time.now() + spinning.seconds
@@ -368,14 +371,14 @@ class Connection(StateMachine):
         finally:
             spinner.release()
         spinning.at_once += WEIGHT * (first - spinning.at_once)
-        if not first:  # what was there at the first look says nothing about spinning
+        if not first:  # bytes that the first read found say nothing about spinning
             spinning.found += WEIGHT * (came - spinning.found)
         return came
 
     def receive(self, frames: list[Frame]) -> bool:
-        """Read without blocking; while chunks come in, read on for a while. Returns whether anything came.
+        """Read without blocking, several times while chunks arrive; return whether bytes were read. Under the read lock.
 
-        What is to be delivered is added to ``frames``; the connection acts on control frames.
+        Control frames are handled at once. Frames that have to be delivered are appended to ``frames``.
         """
         reader, events, stream, came = self.reader, self.events, self.stream, False
         for _ in range(_BULK_READS):
@@ -399,7 +402,7 @@ class Connection(StateMachine):
             found = reader.fed(count)
             while True:
                 for frame in found:
-                    # Whole messages pass; what controls the connection, is in chunks, has objects or is for a mailbox does not.
+                    # Control frames, and messages in chunks, with objects or for a mailbox need handling under the lock.
                     if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
                         frames.append(frame)
                         continue
@@ -420,15 +423,14 @@ class Connection(StateMachine):
         sink: memoryview = assembly.sink(position, length)
         return sink
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- failure and closing -----------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
-        """Take a failed read or write as the end of the connection, or of its socket only."""
+        """Handle the error of a read or write: suspend the connection if it can be resumed, otherwise close it."""
         if isinstance(error, MemoryError):
-            error = MemoryError(
-                f"{error or 'no memory for what goes over the connection'}: {explain_memory()}"
-            )
-        # The error is kept for a while, and a thread that waits for its answer reads itself: its caller's frames would be, too.
+            error = MemoryError(f"{error or 'no memory for a message of the connection'}: {explain_memory()}")
+        # The error is kept for a while. A caller that waits for its reply may have read on its own thread, so the traceback would
+        # keep the caller's frames alive.
         let_frames_go(error)
         if self.session is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)
@@ -436,35 +438,38 @@ class Connection(StateMachine):
             self.close(error)
 
     def suspend(self, error: BaseException) -> None:
-        """Give the socket up, which has failed, and have another one looked for. Idempotent; never blocks."""
+        """Shut down the failed socket, and have another one opened. Idempotent; never blocks."""
         if self.enter(SUSPENDED):
             self._shut()
             self.events.suspended(self, error)
 
     def standstill(self, attempt: int) -> int | None:
-        """End all reading, until this attempt or a later one comes back; return how many bytes have come.
+        """Stop reading until an attempt resumes the connection; return the number of received bytes, to be sent to the peer.
 
-        ``None``: a later attempt has told it already. What is returned can be told: it stays true for this attempt.
+        The number stays valid for this attempt, because nothing is read until the connection is resumed. ``None``: a later
+        attempt has sent the number already, so this attempt has to give up.
         """
         assert self.session is not None
         with self.read_lock:
             if not self.session.may_tell(attempt):
                 return None
-            # An earlier attempt may have come back meanwhile, with what it was told then.
-            self.suspend(ConnectionResetError("another attempt to come back has begun"))
+            # An earlier attempt may have resumed the connection meanwhile, with an older number.
+            self.suspend(ConnectionResetError("another attempt to resume the connection has begun"))
             return self.session.received
 
     @uninterruptible
     def resume(self, stream: Stream, attempt: int, arrived: int, move: Callable[[], None]) -> bool:
-        """Go on over another socket's stream; say whether that was possible. The caller registers it, and flushes.
+        """Resume the connection over a new stream; return False if it is not suspended or a later attempt has begun.
+
+        The caller then calls :meth:`register` and :meth:`flush`.
 
         Args:
-            attempt: its number, which :meth:`standstill` was called with. After a later one's, it cannot come back.
-            arrived: how many bytes of ours the other side has.
-            move: has the pool watch the new socket in place of the old one.
+            attempt: the number of the attempt, with which :meth:`standstill` was called.
+            arrived: how many bytes the other side has received.
+            move: makes the pool watch the new socket instead of the old one.
 
         Raises:
-            ProtocolError: the other side cannot have had just so much.
+            ProtocolError: the other side cannot have received that many bytes.
         """
         assert self.session is not None
         with self.read_lock:
@@ -482,7 +487,7 @@ class Connection(StateMachine):
                 return self.enter(OPEN)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Shut the connection, waking everybody who uses it. Idempotent; never blocks."""
+        """Close the connection, and wake the threads that use it. Idempotent; never blocks."""
         if self.enter(CLOSED):
             self._shut()
             self.events.closed(self, error)
@@ -496,10 +501,10 @@ class Connection(StateMachine):
 
     @uninterruptible
     def read_rest(self, patience_s: float = -1.0) -> list[Frame]:
-        """Return what has arrived and no thread has read.
+        """Read all bytes that have arrived, and return their frames.
 
         Args:
-            patience_s: how long to wait for a thread that reads now; -1: for as long as it takes.
+            patience_s: how many seconds to wait for another thread that reads; -1: without a limit.
         """
         frames: list[Frame] = []
         if not self.read_lock.acquire(timeout=patience_s):
@@ -516,7 +521,7 @@ class Connection(StateMachine):
         return frames
 
     def reap(self) -> None:
-        """Close the descriptors, once nobody reads or writes any more. Runs on a pool thread or at the very end."""
+        """Close the descriptors, after waiting for threads that read or write. Runs on a pool thread, or when the agent ends."""
         with self.read_lock, self.writer.lock:
             if self._wake_fd < 0:
                 return
@@ -533,7 +538,7 @@ class Connection(StateMachine):
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child, where locks may be held by threads that do not exist."""
-        self.state = CLOSED  # not by enter(): another thread may have held the lock at the fork
+        self.state = CLOSED  # without enter(), as another thread may have held the state lock at the fork
         for close in (self.stream.close, lambda: os.close(self._wake_fd)):
             try:
                 close()

@@ -1,4 +1,4 @@
-"""The states of a connection, and which one may follow which."""
+"""The states of a connection, and the permitted transitions."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ __all__ = ["CLOSED", "OPEN", "SUSPENDED", "ConnectionState", "Goodbye", "StateMa
 
 
 class ConnectionState(enum.Enum):
-    """Where a connection is in its life."""
-
     OPEN = "open"
     SUSPENDED = "suspended"
-    """The socket has failed, and another one is looked for. Only connections between hosts have this state."""
+    """The socket has failed, and another one is being opened. Only connections between hosts have this state."""
     CLOSED = "closed"
-    """It has ended for good, for whatever reason."""
+    """The connection has ended for good, for whatever reason."""
 
 
 class Goodbye(enum.Enum):
-    """What the peer has said before it ended the connection."""
+    """The reason that the peer has given before it ended the connection."""
 
     LEAVES = "leaves"
     GIVES_UP = "gives up"
-    """The peer takes this worker for dead."""
+    """The peer considers this worker dead."""
 
 
-# Not Final: a type checker would take a look at the state for the last one, and other threads change it between two.
+# Not Final: a type checker would narrow the type of ``state`` after a comparison, but another thread may change the state between
+# two comparisons.
 OPEN: ConnectionState = ConnectionState.OPEN
 SUSPENDED: ConnectionState = ConnectionState.SUSPENDED
 CLOSED: ConnectionState = ConnectionState.CLOSED
@@ -42,21 +41,21 @@ _NEXT: Final[dict[ConnectionState, tuple[ConnectionState, ...]]] = {
 
 
 class StateMachine:
-    """Has a state, which any thread may read at any time. ``_state_lock`` guards its change, and is a leaf.
+    """Has a state, which any thread may read without a lock. ``_state_lock`` guards changes; no lock is taken under it.
 
-    Without the lock, thread A could see an open connection that is to be suspended, thread B close it, and A write over that:
-    nobody would find it closed any more.
+    Without the lock: 1. Thread A sees an open connection and is about to suspend it. 2. Thread B closes the connection. 3. Thread
+    A writes SUSPENDED. The connection would then never be seen as closed.
     """
 
     def __init__(self) -> None:
         self.state: ConnectionState = OPEN
-        #: how many times it has been suspended: says of an attempt to come back which time that was for
+        #: how often the connection was suspended; identifies the suspension that an attempt to resume belongs to
         self.lapses = 0
         self._state_lock = _time.Lock()
 
     @uninterruptible
     def enter(self, state: ConnectionState) -> bool:
-        """Go over into another state; False if it cannot follow the present one. Never blocks for long."""
+        """Change the state; return False if the current state does not permit that. Never blocks for long."""
         with self._state_lock:
             if state not in _NEXT[self.state]:
                 return False

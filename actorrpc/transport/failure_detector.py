@@ -1,13 +1,14 @@
-"""What the silence of a peer means, and what its host can say about it.
+"""Detects peers that are silent, and inspects their processes.
 
-Silence is measured from the last byte that came. After one heartbeat of it the peer is asked for a sign of life; after
-two it is *suspect*; after ``misses`` of them, less half a one, it is *lost*: found within ``heartbeat * misses`` seconds.
-What becomes of a lost peer is decided elsewhere: where its process can be asked, and runs, it is merely busy (C code
-that holds the GIL, an overloaded machine) and stays suspect; where it cannot, or is stopped or a zombie, it is dead.
+Silence is the time since the last byte from the peer arrived. After one heartbeat of silence, the peer is sent a PING. After two
+heartbeats, it is *suspect*. After ``misses`` - 0.5 heartbeats, it is *lost*, so that a loss is detected within
+``heartbeat * misses`` seconds. The caller decides about a lost peer: if its process can be inspected and runs, it is only busy (C
+code that holds the GIL, an overloaded machine) and stays suspect; otherwise, or if the process is stopped or a zombie, it is
+dead.
 
-Time in which this process itself did not run (stopped, or busy as above) counts for nobody's silence.
-:class:`FailureDetector` is used by the clock's thread only and knows no clock: it is told the time. The functions read
-``/proc`` and may be called anywhere.
+Time in which this process itself did not run (because it was stopped, or busy as above) does not count as silence of peers.
+Only the clock thread uses :class:`FailureDetector`, and passes the time to it. The functions read ``/proc`` and may be called on
+any thread.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from actorrpc.config import Settings
 
 __all__ = ["FailureDetector", "Look", "holds_back", "is_direct", "process_state", "set_up_tcp"]
 
-_ASK: Final = 0.75  # of a heartbeat: those who are due soon are asked along with those who are due
-_PID: Final = struct.Struct("=i")  # what the kernel's credentials of a peer begin with
-_OUTQNSD: Final = 0x894B  # SIOCOUTQNSD, which Python has no name for: bytes that have not left yet
-_MOST_S: Final = 32767  # the most that the kernel takes for keep-alives
+# The part of a heartbeat after which a PING may be sent. It is less than 1, so that one wake-up can serve several peers.
+_ASK: Final = 0.75
+_PID: Final = struct.Struct("=i")  # the first field of the result of SO_PEERCRED
+_OUTQNSD: Final = 0x894B  # the ioctl SIOCOUTQNSD: bytes in the send queue that were not sent yet
+_MOST_S: Final = 32767  # the kernel's maximum for keep-alive times
 _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 class Look(NamedTuple):
-    """What a look at a peer has shown.
+    """The result of a check of a peer.
 
     Attributes:
-        ask: whether it is to be asked for a sign of life.
+        ask: whether the caller has to send a PING.
         state: "alive", "suspect" or "lost".
-        wait: how long the next look can wait, in seconds.
+        wait: the time until the next check, in seconds.
     """
 
     ask: bool
@@ -46,12 +48,12 @@ class Look(NamedTuple):
 
 
 class FailureDetector:
-    """When a peer was heard and asked last. Not thread-safe.
+    """The failure detector of one peer. Not thread-safe.
 
     Attributes:
-        heard: when the last byte came, as of the last look.
-        silent: seconds of silence as of the last look.
-        direct: whether nothing lies between the connection and the peer's process; None: not known yet.
+        heard: when the last byte had arrived, at the time of the last check.
+        silent: seconds of silence at the time of the last check.
+        direct: whether the connection ends at the peer's process, without a relay (:func:`is_direct`); None: not known yet.
     """
 
     __slots__ = ("_asked", "_excused", "direct", "heard", "silent")
@@ -72,16 +74,16 @@ class FailureDetector:
         late: float = 0.0,
         receiving: bool = False,
     ) -> Look:
-        """Take a look at the peer; the caller asks it where it is told to.
+        """Check the peer; the caller sends a PING if the result says so.
 
         Args:
             now: the time, in seconds.
-            heard: when the last byte came.
-            heartbeat: how long a peer may be silent before it is asked, in seconds.
-            misses: how many heartbeats make it lost; at least 2.
-            late: how many seconds after its time this look comes: this process did not run meanwhile.
-            receiving: whether a message has come in part. The peer that sends it may hear nothing until the rest is here, which
-                can take long on a slow network: something is said to it at each look.
+            heard: when the last byte arrived.
+            heartbeat: seconds of silence after which the peer is sent a PING.
+            misses: heartbeats of silence after which the peer is lost; at least 2.
+            late: by how many seconds this check is late, because this process did not run.
+            receiving: whether a message was received in part. On a slow network, its rest may take long, and until then this
+                worker may have nothing to send to the peer. Therefore a PING is sent even if the peer is not silent.
         """
         if heard > self.heard:
             self.heard = heard
@@ -94,22 +96,22 @@ class FailureDetector:
         ask = (silent >= _ASK * heartbeat or receiving) and now - self._asked >= _ASK * heartbeat
         if ask:
             self._asked = now
-        # Not too often for many peers that were heard at different times.
+        # At least a quarter of a heartbeat, so that many peers with different times do not cause too many checks.
         wait = max(max(since, self._asked) + heartbeat - now, heartbeat / 4)
         for limit in (suspect, lost):
             if silent < limit:
-                wait = min(wait, limit - silent + heartbeat / 1000)  # behind it, however it is rounded
+                wait = min(wait, limit - silent + heartbeat / 1000)  # after the limit, despite rounding
         if silent < min(suspect, lost):
             return Look(ask, "alive", wait)
-        # An answer is seen at the next look.
+        # Check again soon: the peer may have answered.
         return Look(ask, "suspect" if silent < lost else "lost", min(wait, heartbeat / 2))
 
 
 def set_up_tcp(sock: socket.socket, settings: Settings) -> None:
-    """Have the kernel send small messages at once, and give up on another host that does not acknowledge anything.
+    """Set TCP_NODELAY, and let the kernel close a connection to another host that acknowledges nothing for too long.
 
-    That takes as long as for a silent peer. It also ends connections whose peer reads nothing for so long; between
-    processes of one host, where this one may be merely busy, that is left to :class:`FailureDetector`.
+    The time is the one after which a silent peer is lost. The kernel also closes a connection whose peer does not read for so
+    long. A peer on the same host may only be busy, so for local connections this is left to :class:`FailureDetector`.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if str(sock.getpeername()[0]).removeprefix("::ffff:").startswith(("127.", "::1")):
@@ -124,9 +126,9 @@ def set_up_tcp(sock: socket.socket, settings: Settings) -> None:
 
 
 def holds_back(sock: socket.socket) -> bool:
-    """Whether the kernel has bytes for another host that it may not send yet; False where it cannot say, or has ended.
+    """Return whether the kernel's send queue has bytes that were not sent yet; False if that cannot be determined.
 
-    They are lost where the socket is closed while the other side still writes: its bytes are answered by a reset.
+    If the socket is closed while the other side still writes, these bytes are lost, because the kernel sends a reset.
     """
     count = array.array("i", [0])
     try:
@@ -137,10 +139,10 @@ def holds_back(sock: socket.socket) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Say what a process of this host is: "running" (or ready to, or waiting for a disk), "stopped" or "gone"."""
+    """Return the state of a process of this host: "running" (also if it waits), "stopped" or "gone" (also for a zombie)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in parentheses may itself hold spaces and parentheses.
+            # The name, in parentheses, may itself contain spaces and parentheses.
             state = file.read().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
         return "gone"
@@ -150,10 +152,10 @@ def process_state(pid: int) -> str:
 
 
 def is_direct(sock: socket.socket, pid: int) -> bool:
-    """Say whether the other end of a connection is a socket of a process of this host, with nothing in between.
+    """Return whether the other end of a connection is a socket of the process ``pid`` on this host.
 
-    A relay, a tunnel or a forwarded port may be in between even where both ends are on one host: then a silent peer may be
-    well and the way to it broken, and its process says nothing about that.
+    It is not if a relay, a tunnel or a forwarded port lies between the two processes. The relay may fail while the peer's process
+    runs, so the state of the process does not explain the silence of such a peer.
     """
     try:
         if sock.family == socket.AF_UNIX:
@@ -172,7 +174,7 @@ def is_direct(sock: socket.socket, pid: int) -> bool:
 def _target(path: str) -> str:
     try:
         return os.readlink(path)
-    except OSError:  # closed meanwhile
+    except OSError:  # the descriptor was closed meanwhile
         return ""
 
 
@@ -182,6 +184,6 @@ def _ends(table: str, local: int, remote: int) -> list[str]:
     try:
         with open(table, encoding="ascii") as file:
             rows = [line.split() for line in file]
-    except OSError:  # no IPv6, perhaps
+    except OSError:  # the table does not exist, for example without IPv6
         return []
     return [row[9] for row in rows[1:] if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]

@@ -1,9 +1,9 @@
-"""Descriptors: a worker in contact with many needs more of them than most systems allow a process at first.
+"""Raises the soft limit of file descriptors when a worker needs many.
 
-A connection takes two, and the usual soft limit is 1 024, however much the hard one allows: the worker that all others ask at
-the end of a group of 600 would be out of them. So the soft limit is raised ahead of need, where an agent starts and with each
-connection; workers that stay far from it leave it alone. Where the hard limit is near, some are held back for the connections
-that are there: nobody else is accepted until others have gone. Any thread; no lock: the limit only grows.
+A connection takes two descriptors, and the usual soft limit is 1 024, so a worker to which all workers of a group of 600 connect
+would exceed it. The limit is checked when an agent starts and with each new connection, and raised before it is reached. Near the
+hard limit, some descriptors are reserved for existing connections, and new connections are refused until others have been
+closed. Thread-safe without a lock, because the limit only grows.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Final
 __all__ = ["SHORT", "SPARE", "explain", "has_room", "make_room", "missing", "say_why"]
 
 _log = logging.getLogger("actorrpc.links")
-_AHEAD: Final = 256  # numbers that are kept free above the newest: more than come at once between two looks
+_AHEAD: Final = 256  # distance to the limit at which it is raised; more than are opened between two checks
 SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-"""The error numbers of a system that has nothing left for another descriptor: they pass."""
+"""The error numbers of a lack of descriptors or memory, which may be temporary."""
 SPARE: Final = 16
-"""How many descriptors are left to connections that are there: for shared memory, and to come back over another socket."""
+"""Descriptors that are reserved for existing connections, for shared memory and for resuming over another socket."""
 
 
 def make_room(fd: int) -> bool:
-    """Raise the soft limit of this process's descriptors if ``fd``, which is new, is near it: twofold, or to the hard limit.
+    """If a new descriptor is near the soft limit, double the limit, at most to the hard limit.
 
     Returns:
-        Whether there is room for many more now; otherwise each further one is to be asked for with :func:`has_room`.
+        Whether many more descriptors can be opened; if not, check with :func:`has_room` before opening another.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft
-    while 0 < wanted < fd + _AHEAD:  # none at all is a negative number
+    while 0 < wanted < fd + _AHEAD:  # RLIM_INFINITY is negative
         wanted *= 2
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
@@ -40,7 +40,7 @@ def make_room(fd: int) -> bool:
         return soft == resource.RLIM_INFINITY or soft >= fd + _AHEAD
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError) as error:  # what happens then, happened before
+    except (OSError, ValueError) as error:
         _log.warning(
             "%d files and connections are open, the limit is %d and cannot be raised (%s): start with a higher one (ulimit -n), "
             "or connections will fail",
@@ -53,16 +53,16 @@ def make_room(fd: int) -> bool:
 
 
 def has_room(count: int) -> bool:
-    """Say whether so many descriptors, and the spare ones, can still be opened. Looks at all: for near the limit only."""
+    """Return whether ``count`` more descriptors can be opened and :data:`SPARE` remain. Slow: counts all descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         return soft == resource.RLIM_INFINITY or len(os.listdir("/proc/self/fd")) - 1 + count + SPARE <= soft
-    except OSError:  # not even one more, to look with
+    except OSError:  # no descriptor for listing the directory
         return False
 
 
 def say_why(error: OSError) -> str:
-    """Say in few words, to another worker, why this one has no descriptor for it."""
+    """Return a short text for a refused worker: why this worker has no descriptor for its connection."""
     if error.errno == errno.EMFILE:
         return f"it may open no more descriptors (RLIMIT_NOFILE, ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
     if error.errno == errno.ENFILE:
@@ -71,7 +71,7 @@ def say_why(error: OSError) -> str:
 
 
 def missing() -> str:
-    """Say why a descriptor that was sent to this process has found no place in it."""
+    """Return the reason why a descriptor that was sent to this process could not be received."""
     try:
         os.close(os.eventfd(0, os.EFD_CLOEXEC))
     except OSError as error:
@@ -80,7 +80,7 @@ def missing() -> str:
 
 
 def explain(error: OSError) -> str:
-    """Say in words why no descriptor could be had, and what to do; of other errors, what they say themselves."""
+    """Describe a lack of descriptors, and what to do about it; for other errors, return their own text."""
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return (

@@ -14,18 +14,18 @@ from actorrpc.wire.frames import LANE_FREE, LANE_RETIRE, pack_frame
 
 __all__ = ["Lane"]
 
-_AGAIN_S: Final = 10.0  # a descriptor socket that could not be opened is tried again after so long
+_AGAIN_S: Final = 10.0  # time between two attempts to open the descriptor socket
 _LOANS: Final = struct.Struct("<QQ")
 _NUMBERS: Final = struct.Struct("<Q")
 
 
 class Lane:
-    """Each side is opened when there is something to lend over it. Thread-safe.
+    """The two directions of sharing memory with a peer, each of which is opened when it is first used. Thread-safe.
 
     Attributes:
-        lender: lends memory to the peer, once this side has opened it.
-        borrower: uses the peer's memory, once the peer has opened it.
-        is_open: whether either side is open. It is read before each send.
+        lender: lends memory to the peer; None until this worker has opened it.
+        borrower: uses the peer's memory; None until the peer has opened it.
+        is_open: whether one direction is open; read before each send.
         opens_at: the earliest time of the next attempt to open the lender.
     """
 
@@ -42,7 +42,7 @@ class Lane:
         self.lender, self.is_open = lender, True
 
     def cannot_lend(self, passes: bool) -> None:
-        """Record that the lender could not be opened. ``passes``: it may be possible later."""
+        """Record that the lender could not be opened. ``passes``: try again later."""
         self.opens_at = _time.now() + _AGAIN_S if passes else float("inf")
 
     def borrow(self, borrower: Borrower) -> None:
@@ -50,10 +50,10 @@ class Lane:
         self.borrower, self.is_open = borrower, True
 
     def borrowed(self) -> Borrower:
-        """Return the borrower, for a message that names memory of the peer.
+        """Return the borrower, for a message with buffers in the peer's memory.
 
         Raises:
-            ProtocolError: the peer has not opened it.
+            ProtocolError: the peer has not opened this direction.
         """
         if self.borrower is None:
             raise ProtocolError("a message names shared memory, but there is no descriptor socket")
@@ -75,12 +75,12 @@ class Lane:
         return bool(freed or retired)
 
     def heard_freed(self, body: bytes) -> None:
-        """Reuse memory that the peer has freed."""
+        """Take back memory that the peer no longer uses."""
         if self.lender is not None:
             self.lender.reclaim(_LOANS.iter_unpack(body))
 
     def heard_retired(self, body: bytes) -> None:
-        """Forget segments that the peer lends no more; with an empty ``body``, take in those that it has announced."""
+        """Release segments that the peer has retired; if ``body`` is empty, receive the descriptors that the peer has sent."""
         if self.borrower is not None and body:
             self.borrower.retire(number for (number,) in _NUMBERS.iter_unpack(body))
         elif self.borrower is not None:

@@ -1,7 +1,8 @@
-"""Who holds how much of a host's memory for objects: each process writes what it holds into a file that its group reads.
+"""Accounts of the shared memory for objects on a host: each process lists the segments that it uses in a file.
 
-A segment counts once, however many processes hold it. The file of a process that has ended, which the lock on the file
-shows, does not count; the process that finds it removes it.
+The processes of a group read each other's files to sum up the memory. A segment that several processes use counts once. A process
+holds a lock on its file while it lives. A file without a lock belongs to a dead process: it is not counted, and the process that
+finds it removes it.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from actorrpc import _time
 __all__ = ["Holding", "ObjectAccounts", "amount"]
 
 _TEXT: Final = 104
-# The segment's id and bytes, its label, its site. The first row of a file has the worker's name as its label, and no segment.
+# Id of the segment, bytes, label, site. The first row of a file has no segment; its label is the worker's name.
 _ROW: Final = struct.Struct(f"<16sQ{_TEXT}s{_TEXT}s")
 _NONE: Final = bytes(16)
-_SHOWN: Final = 4  # holders of one segment
+_SHOWN: Final = 4  # holders of one segment that a message names
 
 
 def amount(nbytes: int) -> str:
-    """Return a number of bytes in words."""
+    """Format a number of bytes."""
     return f"{nbytes / (1 << 20):.0f} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A segment that workers hold.
+    """A segment, and the workers that use it.
 
     Attributes:
-        holders: who.
-        segment_id: names the segment's content.
-        nbytes: how much memory it takes.
-        label: what it is, in words; of several objects, the latest.
-        site: where that was made, as ``file:line``; may be empty.
+        holders: the names and process ids of the workers.
+        segment_id: identifies the segment and its current content.
+        nbytes: the memory that it takes.
+        label: describes the object in the segment; if there are several, the latest.
+        site: the ``file:line`` where that object was made; may be empty.
     """
 
     holders: tuple[str, ...]
@@ -55,16 +56,17 @@ class Holding:
 
 
 class ObjectAccounts:
-    """The accounts of one process, and its view of the accounts of the others.
+    """The account file of one process, and access to the files of the others. Thread-safe.
 
     ``_lock`` guards the table of rows and the file. It is re-entrant, and taken after the lock of the ObjectStore.
 
-    The file is empty until its owner has locked it. Others try to lock only files with content: a lock that they get shows that
-    the owner has ended. The file is read and written, not mapped: on a full disk that is an error, not a signal.
+    The owner writes to its file only after it has locked it. Other processes ignore an empty file. If they can lock a file with
+    content, its owner has ended. The file is read and written and not mapped, because with a mapping a full disk would cause a
+    signal and not an error.
 
     Args:
-        path: this process's file; None: the other processes do not count this one.
-        suffix: how the files of the group end, which are in the same directory.
+        path: this process's file; None: write no file, so that other processes do not count this one.
+        suffix: the suffix of the group's files, which are in the same directory.
         worker: the name of this worker.
     """
 
@@ -79,7 +81,7 @@ class ObjectAccounts:
         self._fd = -1
 
     def hold(self, segment_id: bytes, nbytes: int, label: str, site: str) -> None:
-        """Record that this process holds a segment of so many bytes; call it again when more of the segment is used."""
+        """Record that this process uses ``nbytes`` of a segment; call this again when it uses more of the segment."""
         with self._lock:
             row, known = self._held.get(segment_id, (0, None))
             if known is not None:
@@ -91,7 +93,7 @@ class ObjectAccounts:
             self._write(row, _ROW.pack(segment_id, nbytes, label.encode()[:_TEXT], site.encode()[:_TEXT]))
 
     def let_go(self, segment_id: bytes) -> None:
-        """Record that this process no longer holds a segment."""
+        """Record that this process no longer uses a segment."""
         with self._lock:
             row, _ = self._held.pop(segment_id, (0, None))
             if row:
@@ -108,22 +110,22 @@ class ObjectAccounts:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.pwrite(self._fd, _ROW.pack(_NONE, 0, self._worker.encode()[:_TEXT], b""), 0)
             os.pwrite(self._fd, content, row * _ROW.size)
-        except OSError:  # no disk, no descriptors: others do not count this process
+        except OSError:  # disk full, or no descriptors: without a file, other processes do not count this one
             self._remove()
 
     def own(self) -> list[Holding]:
-        """Return what this process holds."""
+        """Return the segments of this process."""
         with self._lock:
             return [holding for _, holding in self._held.values()]
 
     def rows(self) -> list[Holding]:
-        """Return what the processes of the group hold on this host, each segment once."""
+        """Return the segments of all processes of the group on this host, each segment once."""
         found = {each.segment_id: each for each in self.own()}
         for name in self._names():
             try:
                 rows = _read(os.path.join(self._directory or "", name))
             except OSError:
-                continue  # removed meanwhile, or no file
+                continue  # the file was removed meanwhile, or cannot be opened
             for each in rows:
                 known = found.get(each.segment_id)
                 if known is not None:
@@ -141,17 +143,17 @@ class ObjectAccounts:
         return [name for name in names if name.endswith(self._suffix) and name != own]
 
     def total(self) -> int:
-        """Return how many bytes they hold together."""
+        """Return the bytes of all segments of the group on this host."""
         return sum(each.nbytes for each in self.rows())
 
     def close(self) -> None:
-        """Remove the file: what this process holds does not count from here on. Idempotent."""
+        """Remove the file, so that other processes no longer count this one. Idempotent."""
         with self._lock:
             self._directory = None
             self._remove()
 
     def abandon(self) -> None:
-        """Close the file in a forked child: it is the parent's."""
+        """Close the parent's file in a forked child, without removing it."""
         self._lock = _time.RLock()
         self._path = self._directory = None
         self._remove()
@@ -177,7 +179,7 @@ def _read(path: str) -> list[Holding]:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            data = os.pread(fd, size, 0)  # its process lives
+            data = os.pread(fd, size, 0)  # the owner has the lock, so it lives
         else:
             os.unlink(path)
             return []

@@ -1,18 +1,18 @@
-"""Objects in shared memory: written once, read by any number of processes of the host, each of which may change what it reads.
+"""Objects in shared memory, which are written once and read by any number of processes of the host.
 
-A *segment* is nameless memory (a ``memfd``), or, where memory is full and a directory is given for that, an unlinked file. The
-process that makes it, its writer, maps it for writing and seals it, so that no other process can. Readers get a descriptor
-that is open for reading only, over a Unix socket, and map it privately: copy-on-write, so that each has tensors and arrays of
-its own.
+A *segment* is anonymous memory (a ``memfd``). If memory is full and a spill directory is configured, it is an unlinked file. The
+process that creates a segment is its writer. It maps the segment for writing and then seals it, so that no other process can map
+it for writing. Readers receive a read-only descriptor over a Unix socket and map it privately (copy-on-write), so each reader may
+change its tensors and arrays without affecting the others.
 
-The kernel counts the readers. A lease for writing is granted to a descriptor if and only if no other description of that file is
-open for reading: none in another process, none in a socket, none behind a mapping, none that a forked child has
-inherited. The writer keeps such a descriptor, its *probe*, and asks for a lease. So no message says that an object is no longer
-used, and none can be lost: whichever process dies, the answer is right. A segment without readers is filled again, as memory
-that was used before is several times faster to fill, or goes back to the system. After its writer's death a segment lives as
-long as it has readers.
+The kernel knows the readers. It grants a write lease on a descriptor if and only if no other file description of the file is open
+for reading: none in another process, in a socket, behind a mapping, or inherited by a forked child. The writer keeps a descriptor
+for reading, the *probe*, and requests a lease to find out whether the segment has readers. No message has to say that an object
+is no longer used, so the result is right even if a process has died. A segment without readers is reused, because memory that was
+used before is several times faster to fill, or released. After the death of its writer, a segment exists as long as it has
+readers.
 
-Objects below 8 MiB share segments, in ranges that begin at pages; a segment is used again as a whole only.
+Objects below 8 MiB share segments, in ranges that begin at page boundaries. A segment is only reused as a whole.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from actorrpc.transport.signals import uninterruptible
 __all__ = ["Allocation", "ObjectStore", "Segment", "StoreStats", "StoredRange"]
 
 OWN_SEGMENT: Final = 8 << 20
-"""Objects of so many bytes have a segment to themselves."""
+"""Objects from this size on have a segment of their own."""
 
-# Of a segment that objects share: pages that nobody has written take no memory.
+# The size of a segment that small objects share. Pages that were never written take no memory.
 _SHARED_SIZE: Final = 64 << 20
 _PAGE: Final = mmap.PAGESIZE
-_KEEP_S: Final = 1.0  # a segment without readers is kept for so long, warm, to be filled again
-_LOOK_S: Final = 0.1  # how long a sum over the accounts of all processes is relied on
-_WAIT_S: Final = 0.01  # between two looks whether there is room
+_KEEP_S: Final = 1.0  # how long a segment without readers is kept for reuse
+_LOOK_S: Final = 0.1  # how long a sum over the accounts of all processes is used
+_WAIT_S: Final = 0.01  # between two checks whether there is room
 _ID_SIZE: Final = 16
 _NAME: Final = "actorrpc-object"
 _KEPT: Final = "memory that is kept to be used again"
@@ -76,9 +76,10 @@ def _pages(nbytes: int) -> int:
 
 
 class _Use:
-    """One use of a segment by this process: by a :class:`Segment`, which keeps its descriptor here, or by a mapping.
+    """One use of a segment by this process: by a :class:`Segment`, whose descriptor it has, or by a mapping.
 
-    It is no part of the Segment, because a weak reference may revive an object whose finaliser runs.
+    This is not a finaliser of Segment itself: the store has weak references to Segments, and a weak reference may revive an
+    object whose finaliser runs.
     """
 
     __slots__ = ("fd", "pid", "segment_id", "store")
@@ -100,16 +101,17 @@ class _Use:
 
 
 class Segment:
-    """A segment as one process holds it: a descriptor for reading, as long as anything here needs it.
+    """A segment in one process, with a descriptor for reading.
 
     Attributes:
-        store: the process's objects, whose lock guards ``whole`` and ``given``.
-        id: names its present content, in all processes.
+        store: the process's object store, whose lock guards ``whole`` and ``given``.
+        id: identifies the segment and its current content, in all processes.
         size: in bytes.
-        label: what its content is, in words; of several objects, the latest.
-        site: where that was made.
-        whole: what keeps all of it mapped, and where; None before the first object of many is read.
-        given: the offsets of the objects of which views on ``whole`` live.
+        label: describes the object in the segment; if there are several, the latest.
+        site: the ``file:line`` where that object was made.
+        whole: a mapping of the whole segment, which small objects share, as (object that keeps it mapped, address); None: not
+            mapped.
+        given: the offsets of the objects that have live views on ``whole``.
     """
 
     __slots__ = ("__weakref__", "_use", "given", "id", "label", "site", "size", "store", "whole")
@@ -124,14 +126,14 @@ class Segment:
 
     @property
     def fd(self) -> int:
-        """The descriptor; -1 in a fork of the process that holds it."""
+        """The descriptor; -1 in a forked child."""
         return self._use.fd
 
     def range(self, offset: int, nbytes: int) -> StoredRange:
-        """Return one object's place in it.
+        """Return the range of one object.
 
         Raises:
-            ProtocolError: no object can begin there, or it would end behind the segment.
+            ProtocolError: the offset is not at a page boundary, or the range exceeds the segment.
         """
         if offset < 0 or nbytes < 0 or offset % _PAGE or offset + nbytes > self.size:
             raise ProtocolError(f"{nbytes} bytes at {offset} are no object in a segment of {self.size}")
@@ -144,12 +146,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRange:
-    """One object's bytes in a segment, which it holds. Thread-safe.
+    """The range of one object in a segment. It keeps the segment alive. Thread-safe.
 
     Attributes:
         segment: the segment.
-        offset: where it begins, a multiple of the page size.
-        nbytes: its length.
+        offset: the begin of the range, a multiple of the page size.
+        nbytes: the length of the range.
     """
 
     segment: Segment
@@ -157,10 +159,10 @@ class StoredRange:
     nbytes: int
 
     def fileno(self) -> int:
-        """Return the descriptor to be sent to a reader.
+        """Return the descriptor, for sending it to a reader.
 
         Raises:
-            OSError: this is a fork of the process that holds it.
+            OSError: this is a forked child.
         """
         if self.segment.fd < 0:
             what = 'a fork holds nothing of its parent: get() the value before the fork, or start the process with "spawn"'
@@ -168,21 +170,21 @@ class StoredRange:
         return self.segment.fd
 
     def map(self) -> memoryview:
-        """Return the bytes as writable memory: each time anew, and writes to it are visible to its users only.
+        """Return the object's bytes as writable memory. Writes change this view only, and not the object.
 
         Raises:
-            LimitError: there is no address space for it, or this is a fork.
+            LimitError: there is no address space, or this is a forked child.
         """
         return self.segment.store.map(self)
 
 
 class Allocation(NamedTuple):
-    """Room for one object, while one thread fills it. Dropping it, before others get ``stored``, gives the room back.
+    """Memory for one object, which one thread fills. If it is dropped before ``stored`` was passed on, the memory is released.
 
     Attributes:
-        address: where to write.
-        stored: the object's place.
-        memory: keeps it mapped for writing.
+        address: where to write the object.
+        stored: the range of the object.
+        memory: keeps the range mapped for writing.
     """
 
     address: int
@@ -195,10 +197,10 @@ class _Written(MemoryBlock):
 
     Attributes:
         probe: a descriptor for reading, for :meth:`ObjectStore._is_unread`.
-        name: the id of its present content.
-        used: where the next object begins.
-        touched: how many bytes have ever been written: so much memory it takes.
-        is_free: it has no readers, and waits to be filled again.
+        name: the id of the current content.
+        used: the offset of the next object.
+        touched: how many bytes have ever been written, which is the memory that the segment takes.
+        is_free: whether the segment has no readers and can be reused.
     """
 
     __slots__ = ("is_free", "name", "probe", "touched", "used")
@@ -219,12 +221,12 @@ class _Written(MemoryBlock):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats(MemoryStats):
-    """The use of shared memory for objects: the segments that are written here, and in general.
+    """The use of shared memory for objects, with the figures of :class:`MemoryStats` for the segments of this writer.
 
     Attributes:
-        held: the segments that references or values of this process hold.
-        held_bytes: how much memory these segments take.
-        host_bytes: how much memory all segments of the group take on this host.
+        held: the segments that references or values of this process use.
+        held_bytes: the memory of these segments.
+        host_bytes: the memory of all segments of the group on this host.
         limit_bytes: the limit of ``host_bytes``.
     """
 
@@ -235,19 +237,19 @@ class StoreStats(MemoryStats):
 
 
 class ObjectStore(Recycler[_Written]):
-    """Writes objects, and holds those of others, for one process.
+    """The object store of one process: writes objects, and maps objects of other processes.
 
-    No memory is copied under its lock; segments are made and mapped under it.
+    Segments are created and mapped under its lock, but memory is not copied under it.
 
     Args:
-        accounts: what all processes of the group on this host hold.
-        limit_bytes: how much all of them may hold together.
-        spill_dir: a directory for objects without room in memory; None: writers wait for room.
-        clock: seconds.
-        on_let_go: called from finalisers when something here was released: :meth:`trim` is due soon.
+        accounts: the accounts of all processes of the group on this host.
+        limit_bytes: the limit of the memory of all these processes together.
+        spill_dir: a directory for objects that have no room in memory; None: writers wait for room.
+        clock: returns the time in seconds.
+        on_let_go: called from finalisers when an object was released; :meth:`trim` should be called soon.
 
     Attributes:
-        ended: the segments of uses that have ended.
+        ended: the ids of segments of which a use has ended, one entry for each use.
     """
 
     def __init__(
@@ -265,44 +267,44 @@ class ObjectStore(Recycler[_Written]):
         self._accounts = accounts
         self._spill_dir = spill_dir
         self._held: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
-        self._written: dict[bytes, _Written] = {}  # by name; the segment that was begun last is the last
-        self._shared: _Written | None = None  # where the next small object goes
+        self._written: dict[bytes, _Written] = {}  # by name, in the order in which their content was begun
+        self._shared: _Written | None = None  # the segment for the next small object
         self._views: Loans[tuple[weakref.ref[Segment], int, int, int] | None] = Loans(self.ring)
         self._recycles: bool | None = None  # whether the system grants leases; None: not tried yet
-        # The bytes of the group when its accounts were last read, the time of that, and the bytes written here since.
+        # The group's total when the accounts were last read, the time of reading, and the bytes allocated here since.
         self._total, self._looked_at, self._spent = 0, float("-inf"), 0
 
     def use(self, segment_id: bytes, fd: int = -1) -> _Use:
-        """Count one more use of a segment here. Under the lock."""
+        """Count one more use of a segment by this process. Under the lock."""
         self._uses[segment_id] += 1
         return _Use(self, segment_id, fd)
 
     # -- writing -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, label: str, site: str = "", until: float = 0.0) -> Allocation | None:
-        """Return room for an object of ``nbytes``; None where the system gives no memory for segments, or it is closed.
+        """Return memory for an object of ``nbytes``; None if the system provides no memory, or the store is closed.
 
-        Thread-safe. Waits where there is no room, in steps, and at most until ``until`` on the monotonic clock.
+        Thread-safe. If the limit is reached, waits for room until ``until`` on the monotonic clock.
 
         Raises:
-            ObjectStoreFullError: there is no room, and none has become free; the message says who holds how much.
+            ObjectStoreFullError: there is no room. The message lists the largest segments and their holders.
         """
         while True:
             try:
                 return self._section(self._room, nbytes, label, site)
             except OSError:
-                return None  # no descriptors, no memory: the object stays where it is
+                return None  # no descriptors or no memory: the object is not put into shared memory
             except ObjectStoreFullError:
                 if self._spill_dir is not None or _time.now() >= until or _pages(nbytes) > self._limit:
                     raise
             _time.sleep(_WAIT_S)
 
     def _room(self, nbytes: int, label: str, site: str) -> Allocation:
-        """Return room, within the limit.
+        """Return memory for an object, within the limit.
 
         Raises:
             ObjectStoreFullError: there is no room now.
-            OSError: the system gives no memory.
+            OSError: the system provides no memory or no descriptor.
         """
         self._settle()
         is_small = nbytes < OWN_SEGMENT
@@ -316,7 +318,7 @@ class ObjectStore(Recycler[_Written]):
                 if written is not None:
                     used_at = written.used_at
                     self._put(written)
-                    written.used_at = used_at  # this wait must not keep it from others who wait for memory
+                    written.used_at = used_at  # otherwise a waiting thread would keep it from being released
                 if self._spill_dir is None:
                     raise self._full(nbytes, label)
                 return self._spill(self._spill_dir, nbytes, label, site)
@@ -326,7 +328,7 @@ class ObjectStore(Recycler[_Written]):
         return self._fill(segment, nbytes, label, site)
 
     def _beside(self, nbytes: int) -> Segment | None:
-        """Return the segment that small objects share at present, if there is room in it."""
+        """Return the current shared segment for small objects, if it has room."""
         shared = self._shared
         segment = None if shared is None else self._held.get(shared.name)
         if shared is None or segment is None or shared.used + nbytes > shared.size:
@@ -336,7 +338,7 @@ class ObjectStore(Recycler[_Written]):
         return segment if fresh <= 0 or self._has_room(fresh) else None
 
     def _begin(self, written: _Written, label: str, site: str) -> Segment:
-        """Make a written segment one that readers can have, under a new name."""
+        """Begin new content in a written segment: give it a new id, and return the segment for readers."""
         with undo_on_error(partial(self._put, written), partial(self._drop, written)):
             fd = os.open(f"/proc/self/fd/{written.probe}", os.O_RDONLY | os.O_CLOEXEC)
         fd_limits.make_room(fd)
@@ -348,14 +350,14 @@ class ObjectStore(Recycler[_Written]):
         return segment
 
     def _hold(self, fd: int, segment_id: bytes, size: int, taken: int, label: str, site: str) -> Segment:
-        """Return a new segment of this process, on the accounts with the memory that it takes."""
+        """Create a segment of this process, and enter it into the accounts with ``taken`` bytes."""
         segment = Segment(self, fd, segment_id, size, label, site)
         self._held[segment_id] = segment
         self._accounts.hold(segment_id, taken, label, site)
         return segment
 
     def _fill(self, segment: Segment, nbytes: int, label: str, site: str) -> Allocation:
-        """Give out the next range of a segment that is written here."""
+        """Allocate the next range of a segment that this process writes."""
         written = self._written[segment.id]
         segment.label, segment.site = label, site
         offset = written.used
@@ -365,12 +367,12 @@ class ObjectStore(Recycler[_Written]):
         return Allocation(written.address + offset, StoredRange(segment, offset, nbytes), written.memory)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes more are within the limit, if need be in the place of segments that are kept to be used again."""
+        """Return whether ``nbytes`` more are within the limit. If necessary, release free segments that are kept for reuse."""
         self._spent += nbytes
         now = self._clock()
         recently = now < self._looked_at + _LOOK_S and self._total + self._spent <= self._limit // 2
         if recently and nbytes < OWN_SEGMENT:
-            return True  # far from the limit a moment ago: reading all accounts takes as long as writing something small
+            return True  # far below the limit a moment ago; reading all accounts would take as long as writing a small object
         total = self._accounts.total()
         if total + nbytes > self._limit:
             self._find_unread()
@@ -381,10 +383,10 @@ class ObjectStore(Recycler[_Written]):
         return total + nbytes <= self._limit
 
     def _new(self, size: int) -> _Written:
-        """Make a segment.
+        """Create a segment.
 
         Raises:
-            OSError: the system does not give it.
+            OSError: the system provides no memory or no descriptor.
         """
         fd = sealed_memfd(size, _NAME, 0)
         try:
@@ -400,7 +402,7 @@ class ObjectStore(Recycler[_Written]):
             os.close(fd)
 
     def _spill(self, directory: str, nbytes: int, label: str, site: str) -> Allocation:
-        """Return room in a file without a name: it ends with its last reader, and is never filled again.
+        """Return memory in an unlinked file, which exists as long as it has readers. It is not reused.
 
         Raises:
             ObjectStoreFullError: there is no room on the disk.
@@ -434,18 +436,18 @@ class ObjectStore(Recycler[_Written]):
         more = f"; and {len(rows) - 5} more" if len(rows) > 5 else ""
         return ObjectStoreFullError(
             f"{label}, of {amount(nbytes)}, finds no room: the objects of this group on this host take "
-            f"{amount(sum(row.nbytes for row in rows))} of {amount(self._limit)}. Nothing was stored. Let go of references and "
-            f"values, raise object_memory=, or give spill_dir= a directory on a disk. Held: {most}{more}"
+            f"{amount(sum(row.nbytes for row in rows))} of {amount(self._limit)}. Nothing was stored. Release references and "
+            f"values, raise object_memory=, or set spill_dir= to a directory on a disk. Held: {most}{more}"
         )
 
     # -- reading -----------------------------------------------------------------------------------
 
     @uninterruptible
     def adopt(self, fd: int, segment_id: bytes, size: int, label: str = "", site: str = "") -> Segment:
-        """Return the segment of a descriptor that came from another process; the store closes the descriptor. Thread-safe.
+        """Return the segment of a descriptor that another process has sent. The store owns the descriptor. Thread-safe.
 
         Raises:
-            ProtocolError: it is not memory that stays as it is.
+            ProtocolError: the memory could be shrunk, or another segment has the same id.
         """
         try:
             with self._lock:
@@ -471,12 +473,12 @@ class ObjectStore(Recycler[_Written]):
                 self._clean()
                 tag = None
                 if nbytes < OWN_SEGMENT and segment.size > OWN_SEGMENT and offset not in segment.given:
-                    # Once for all objects that share it: a process may have 65 530 mappings.
+                    # One mapping for all objects that share the segment, as a process may have 65 530 mappings only.
                     if segment.whole is None:
                         segment.whole = self._map(stored, 0, segment.size)
                     memory, address = segment.whole[0], segment.whole[1] + offset
                     segment.given.add(offset)
-                    # When its last view dies, the pages that were written to go, and the range is as it was: see _clean.
+                    # After its last view has died, _clean discards the pages that were written, which restores the range.
                     tag = weakref.ref(segment), address, offset, nbytes
                 else:
                     memory, address = self._map(stored, offset, _pages(nbytes))
@@ -487,12 +489,12 @@ class ObjectStore(Recycler[_Written]):
             ) from error
 
     def _map(self, stored: StoredRange, offset: int, nbytes: int) -> tuple[object, int]:
-        """Map a part of a segment; return what keeps it mapped, and on the accounts, and where it is."""
+        """Map a part of a segment; return an object that keeps it mapped and in the accounts, and the address."""
         memory, address = reserve(nbytes, stored.fileno(), private=True, offset=offset)
         return (memory, self.use(stored.segment.id)), address
 
     def _clean(self) -> None:
-        """Restore ranges of shared mappings whose views have died: the pages that were written to are dropped."""
+        """Restore the ranges of shared mappings whose views have died, by discarding the pages that were written."""
         for tag in drained(self._views.returned):
             segment = None if tag is None else tag[0]()
             if tag is not None and segment is not None:
@@ -500,10 +502,10 @@ class ObjectStore(Recycler[_Written]):
                 _madvise(address, _pages(nbytes), _DONTNEED)
                 segment.given.discard(offset)
 
-    # -- giving back -------------------------------------------------------------------------------
+    # -- releasing ---------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Take segments off the accounts whose last use here has ended."""
+        """Remove segments from the accounts whose last use in this process has ended."""
         while self.ended:
             segment_id = self.ended.popleft()
             self._uses[segment_id] -= 1
@@ -512,7 +514,7 @@ class ObjectStore(Recycler[_Written]):
                 self._strike(segment_id)
 
     def _strike(self, segment_id: bytes) -> None:
-        """Take a segment off the accounts, unless it is used here, or kept by its writer: then it takes memory still."""
+        """Remove a segment from the accounts, unless this process uses it or keeps it as its writer."""
         if segment_id not in self._uses and segment_id not in self._written:
             self._accounts.let_go(segment_id)
 
@@ -524,12 +526,12 @@ class ObjectStore(Recycler[_Written]):
             if self._recycles and self._is_unread(written.probe):
                 self._put(written)
                 self._accounts.hold(written.name, written.touched, _KEPT, "")
-            elif not self._recycles:  # it has readers perhaps, and is never filled again: they keep it
+            elif not self._recycles:  # it may have readers, so it is not reused
                 self._put(written)
                 self._drop(written)
 
     def _is_unread(self, probe: int) -> bool:
-        """Ask the kernel whether no other description is open for reading."""
+        """Return whether no other file description of the segment is open for reading, by requesting a lease."""
         try:
             fcntl.fcntl(probe, _F_SETLEASE, fcntl.F_WRLCK)
         except OSError as error:
@@ -540,7 +542,7 @@ class ObjectStore(Recycler[_Written]):
         return True
 
     def _try_leases(self, probe: int) -> bool:
-        """Say whether the system grants a lease to a descriptor that is alone, and only to such."""
+        """Return whether the system grants a lease if no other description is open for reading, and only then."""
         if not self._is_unread(probe):
             return False
         other = os.open(f"/proc/self/fd/{probe}", os.O_RDONLY | os.O_CLOEXEC)
@@ -571,11 +573,11 @@ class ObjectStore(Recycler[_Written]):
 
     @property
     def writes(self) -> bool:
-        """Whether there are segments of this process, which have to be given back later."""
+        """Whether this process has segments as their writer, which have to be released later."""
         return bool(self._written)
 
     def stats(self) -> StoreStats:
-        """Return what is held here and on this host. Thread-safe."""
+        """Return the figures of this process and of the host. Thread-safe."""
         self.trim()
         with self._lock:
             held = tuple(each for each in self._accounts.own() if each.segment_id in self._uses)
@@ -592,17 +594,17 @@ class ObjectStore(Recycler[_Written]):
 
     @uninterruptible
     def close(self) -> None:
-        """Release the objects that were written here; readers, here and elsewhere, keep their segments. Idempotent."""
+        """Release the segments of this writer; readers, also in this process, keep their segments. Idempotent."""
         super().close()
         with self._lock:
             written, self._written, self._shared = self._written, {}, None
             self._accounts.close()
         for each in written.values():
-            each.memory = None  # a thread that fills it keeps it mapped
+            each.memory = None  # an Allocation of another thread may still keep it mapped
             each.close()
 
     def abandon(self) -> None:
-        """Give everything up in a forked child: its mappings stay, and the kernel counts them."""
+        """Close the descriptors in a forked child. Its mappings stay, so the segments still have readers for the kernel."""
         for segment in list(self._held.values()):
             segment.close()
         self._accounts.abandon()
@@ -610,16 +612,16 @@ class ObjectStore(Recycler[_Written]):
 
 
 def _memory_of(fd: int, size: int) -> int:
-    """Return how much memory a segment takes that a peer has sent: none where it is a file.
+    """Return the memory of a segment that a peer has sent; 0 for a file on a disk.
 
     Raises:
-        ProtocolError: it could become shorter, under those that have mapped it.
+        ProtocolError: the segment could be shrunk while this process has mapped it.
     """
     status = os.fstat(fd)
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        seals = fcntl.F_SEAL_SEAL  # a file on a disk; those in a tmpfs say the same
+        seals = fcntl.F_SEAL_SEAL  # a file on a disk has no seals; a file in a tmpfs has F_SEAL_SEAL
     else:
         if is_sealed(fd, size):
             return 512 * status.st_blocks

@@ -1,14 +1,14 @@
-"""When a thread that waits for input of a connection spins before it sleeps.
+"""Decides when a thread that waits for input of a connection spins before it sleeps.
 
-That is a caller that waits for its reply, or a thread that has executed a call: that sends the answer, and may find the next
-request before the kernel wakes another thread for it. Where both ends share a processor, the caller has run while the answer was
-being sent, and its next request is there at the first look. Where they do not, spinning for ``spin_us`` may find it.
+Such a thread is a caller that waits for its reply, or a thread that has executed a call and sent the answer: it may read the next
+request itself before the kernel wakes another thread for it. If both ends share a CPU, the caller has run while the answer was
+being sent, and its next request is available at the first poll. If they do not, the request may arrive while the thread spins for
+``spin_us``.
 
-Spinning is cheaper than sleeping only where something comes within that time, and only where the other end runs meanwhile. Each
-place that waits keeps two shares: of the waits that found something at the first look (then both ends share a processor, and the
-place does not spin), and of the spins that found something later. It spins while the second share is large enough, and tries
-one wait in 64 otherwise. One thread of a process spins at a time, because threads that spin take the interpreter from
-each other.
+Spinning is cheaper than sleeping only if input arrives within that time. Each place that waits measures two rates: the rate of
+waits that found input at the first poll (if it is high, both ends share a CPU, and the place does not spin), and the rate of
+spins that found input later. The place spins while the second rate is high enough, and otherwise tries one wait in 64. Only one
+thread of a process spins at a time, because spinning threads compete for the GIL.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from actorrpc import _time
 __all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "WEIGHT", "Spinning", "spinner"]
 
 AT_ONCE_S: Final = 4e-6
-"""A wait that is shorter (in seconds) found what it waited for at the first look."""
+"""A wait that is shorter (in seconds) found input at the first poll."""
 
 ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 DISARMED: Final = select.EPOLLONESHOT
 
 WEIGHT: Final = 0.0625
-"""Of the latest wait in the shares of :class:`Spinning`."""
+"""The weight of the latest wait in the averages of :class:`Spinning`."""
 
 
 class Spinner:
     """The right to spin, which one thread of the process has at a time. Tests replace :data:`spinner`, or set its attributes.
 
     Attributes:
-        shared: share of waits with something at the first look, above which both ends are taken to share a processor.
-        worth: share of spins that must find something.
-        pays: share of answers, 0 to 1, after which the next request was there at once. Above it, a thread reads after each
-            answer.
+        shared: the rate of waits with input at the first poll above which both ends are assumed to share a CPU.
+        worth: the rate of successful spins from which on a place spins in every wait.
+        pays: the rate of answers after which the next request was available at once. Above it, a thread reads after each answer.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class Spinner:
         self.lock = _time.Lock()
 
     def acquire(self) -> bool:
-        """Take the right to spin, if no other thread has it."""
+        """Take the right to spin; return False if another thread has it."""
         return self.lock.acquire(False)
 
     def release(self) -> None:
@@ -57,13 +56,13 @@ spinner = Spinner()
 
 
 class Spinning:
-    """What one place that waits knows of spinning. One thread at a time uses it: the one that holds the read lock.
+    """The measurements of one place that waits. Guarded by the connection's read lock.
 
     Attributes:
         seconds: how long a thread spins; 0: never.
-        at_once: share of the latest waits, 0 to 1, that found something at the first look.
-        found: share of the latest spins that found something later.
-        count: how many waits there were that did not; one in 64 spins in any case, unless both ends share a processor.
+        at_once: moving average, 0 to 1: the rate of waits that found input at the first poll.
+        found: moving average, 0 to 1: the rate of spins that found input.
+        count: the number of calls of :meth:`pays`, which returns True for one call in 64 in any case.
     """
 
     __slots__ = ("at_once", "count", "found", "seconds")
@@ -74,6 +73,6 @@ class Spinning:
         self.at_once = self.found = 0.0
 
     def pays(self) -> bool:
-        """Say, where the ends do not share a processor, whether to spin in the next wait: it pays, or is tried again."""
+        """Return whether to spin in the next wait. Called only if the ends do not share a CPU."""
         self.count += 1
         return self.seconds > 0 and (self.found >= spinner.worth or not self.count & 63)

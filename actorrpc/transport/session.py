@@ -1,11 +1,11 @@
-"""A stream that goes on over another socket when its socket fails.
+"""A stream that is resumed over another socket when its socket fails.
 
-Each direction of a connection is a stream of bytes, counted from the first one behind the handshake. The reader counts
-the bytes that have come and acknowledges them now and then; the writer keeps what it has sent until then. When the socket
-breaks, both sides tell each other over a new one how many bytes they have, and send the rest again: every byte arrives once, in
-order, and as it was first sent. Frames, half ones too, are not affected.
+Each direction of a connection is a stream of bytes, counted from the first byte after the handshake. The reader counts the bytes
+that it has received and acknowledges them now and then; the writer keeps sent bytes until they are acknowledged. When the socket
+breaks, the sides open a new one, tell each other how many bytes they have received, and send the missing bytes again. Every byte
+arrives once and in order, so frames are not affected, even if the socket broke in the middle of one.
 
-Both sides may make several attempts at once. Each attempt draws a number before it says anything, and the latest one counts.
+Several attempts to resume may run at once. Each attempt gets a number before it sends anything, and the latest attempt wins.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from actorrpc.transport.stream import Stream
 __all__ = ["ReliableStream"]
 
 _SAY_EVERY: Final = 1 << 20
-_LIMIT: Final = 8 << 20  # more than are on their way on most lines that this is for
-_LARGE: Final = 64 << 10  # fresh memory for so much costs more than copying
+_LIMIT: Final = 8 << 20  # more than the bandwidth-delay product of most networks
+_LARGE: Final = 64 << 10  # from this size on, allocating fresh memory costs more than copying
 
 
 class ReliableStream(Stream):
-    """A stream over one socket after the other.
+    """A stream over a succession of sockets.
 
     The thread that holds the connection's read lock reads, and uses :meth:`acknowledged` and :meth:`may_tell`. The thread that
     holds the writer's lock writes. :meth:`rewind` and :meth:`replace` need both. :attr:`is_full` and :meth:`wait` need none.
 
     Args:
         stream: the stream over the first socket.
-        other: name and incarnation of the worker at the other end, as it has proved itself.
-        dialled: this side has dialled, and dials again.
-        say_every: after how many bytes received the other side is told.
-        limit: how many bytes may be sent and not acknowledged before large messages wait.
-        large: copies of at least so many bytes go into memory that is kept for them.
+        other: authenticated name and incarnation of the worker at the other end.
+        dialled: whether this side has opened the connection; it then opens new sockets as well.
+        say_every: an acknowledgement is due after so many received bytes.
+        limit: above so many sent and unacknowledged bytes, large messages wait.
+        large: copies of sent buffers from this size on are made in a ring buffer.
 
     Attributes:
-        attempts: numbers of attempts to come back.
-        received, sent: bytes of each direction.
+        attempts: the numbers for attempts to resume.
+        received, sent: the numbers of bytes in each direction.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class ReliableStream(Stream):
         self.other = other
         self.dialled = dialled
         self.attempts = itertools.count(1)
-        self._told = 0  # the latest attempt over which the other side was told how far reading has come
+        self._told = 0  # the latest attempt over which the number of received bytes was sent
         self._say_every = say_every
         self._limit = limit
         self._large = large
@@ -87,21 +87,21 @@ class ReliableStream(Stream):
         self.owed = 0
         self._said = 0
         self._acknowledged = 0
-        self._moved = _time.Event()  # set when an acknowledgement comes
-        self._base = 0  # how many bytes were sent before the kept parts
+        self._moved = _time.Event()  # set when an acknowledgement arrives
+        self._base = 0  # the position in the stream of the first kept byte
         self._parts: deque[bytes | memoryview] = deque()
         self._ring: _Ring | None = None
 
     # -- reading -------------------------------------------------------------------------------------
 
     def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0, /) -> int:
-        """Read into one buffer, and count."""
+        """Read into one buffer, and count the bytes."""
         count = self._stream.recv_into(buffer, size, flags)
         self._count(count)
         return count
 
     def recvmsg_into(self, buffers: Sequence[memoryview], ancillary: int = 0, flags: int = 0, /) -> Any:
-        """Read into several buffers, and count."""
+        """Read into several buffers, and count the bytes."""
         found = self._stream.recvmsg_into(buffers, ancillary, flags)
         self._count(found[0])
         return found
@@ -112,20 +112,20 @@ class ReliableStream(Stream):
             self._said = self.owed = self.received
 
     def told(self) -> None:
-        """Note that the other side is told how many bytes are owed."""
+        """Reset :attr:`owed`."""
         self.owed = 0
 
     # -- writing -------------------------------------------------------------------------------------
 
     def send(self, data: bytes, flags: int = 0, /) -> int:
-        """Write what the kernel takes, and keep it."""
+        """Write as much as the kernel accepts, and keep these bytes until they are acknowledged."""
         count = self._stream.send(data, flags)
         self._keep(data if count == len(data) else data[:count])
         self._trim()
         return count
 
     def sendmsg(self, parts: Sequence[memoryview], ancillary: Any = (), flags: int = 0, /) -> int:
-        """Write what the kernel takes, and keep a copy: the memory may change."""
+        """Write as much as the kernel accepts, and keep a copy, because the caller may change its buffers."""
         count = left = self._stream.sendmsg(parts, ancillary, flags)
         for part in parts:
             if left <= 0:
@@ -136,7 +136,7 @@ class ReliableStream(Stream):
                 self._keep(bytes(data))
                 continue
             if self._ring is None:
-                self._ring = _Ring(2 * self._limit)  # the last piece may go beyond the limit
+                self._ring = _Ring(2 * self._limit)  # the last piece may exceed the limit
             for copy in self._ring.copy(data):
                 self._keep(copy)
         self._trim()
@@ -155,7 +155,7 @@ class ReliableStream(Stream):
                 self._ring.free(len(part))
 
     def acknowledged(self, count: int) -> None:
-        """Note that the other side has ``count`` bytes."""
+        """Record that the other side has received ``count`` bytes in all."""
         if count > self._acknowledged:
             self._acknowledged = count
             self._moved.set()
@@ -175,33 +175,36 @@ class ReliableStream(Stream):
 
     @property
     def sock(self) -> Any:  # type: ignore[override]
-        """The present socket."""
+        """The current socket."""
         return self._stream.sock
 
     @property
     def pending(self) -> bool:  # type: ignore[override]
-        """As of the present socket's stream."""
+        """Whether the current socket's stream buffers bytes."""
         return self._stream.pending
 
     def shutdown(self, how: int, /) -> None:
-        """Shut the present socket."""
+        """Shut down the current socket."""
         self._stream.shutdown(how)
 
     def close(self) -> None:
-        """Close the present socket."""
+        """Close the current socket."""
         self._stream.close()
 
     def is_overtaken(self, attempt: int) -> bool:
-        """Whether a later attempt to come back has told the other side how far reading has come."""
+        """Whether a later attempt has sent the number of received bytes, so that this attempt has to give up."""
         return attempt < self._told
 
     def may_tell(self, attempt: int) -> bool:
-        """Note that an attempt tells the other side how far reading has come, unless it is overtaken."""
+        """Record that an attempt will send the number of received bytes; return False if a later attempt has done so."""
         self._told = max(self._told, attempt)
         return self._told == attempt
 
     def rewind(self, count: int) -> list[memoryview]:
-        """Return the bytes sent after the first ``count``, which have arrived; the returned bytes count as not sent.
+        """Return all bytes after the first ``count``, to be sent again. They no longer count as sent.
+
+        Args:
+            count: how many bytes the other side has received.
 
         Raises:
             ProtocolError: the other side cannot have received that many bytes.
@@ -217,19 +220,19 @@ class ReliableStream(Stream):
                 left.append(memoryview(part)[skip:])
             skip = max(0, skip - len(part))
         self._parts.clear()
-        self._ring = None  # its memory is sent again, from there
+        self._ring = None  # the returned views refer to its memory
         self._base = self.sent = count
         self.acknowledged(count)
         return left
 
     def replace(self, stream: Stream) -> None:
-        """Close the present socket, and go on over another one."""
+        """Close the current socket, and use another one."""
         self._stream.close()
         self._stream = stream
 
 
 class _Ring:
-    """Memory for copies that are made and given back in the same order."""
+    """A ring buffer for copies, which are freed in the order in which they were made."""
 
     __slots__ = ("_at", "_memory", "_used")
 
@@ -239,7 +242,7 @@ class _Ring:
         self._used = 0
 
     def copy(self, data: memoryview) -> list[memoryview | bytes]:
-        """Return copies of ``data``, in one or two parts; as bytes where there is no room."""
+        """Return copies of ``data`` in one or two parts; if the ring is full, as a bytes object outside the ring."""
         size, end = len(data), len(self._memory)
         if self._used + size > end:
             return [bytes(data)]
@@ -255,5 +258,5 @@ class _Ring:
         return parts
 
     def free(self, size: int) -> None:
-        """Take back the oldest ``size`` bytes."""
+        """Free the oldest ``size`` bytes."""
         self._used -= size

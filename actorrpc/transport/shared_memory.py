@@ -1,15 +1,15 @@
-"""Tensors between two processes of one host through shared memory, which both keep mapped and warm.
+"""Sends tensors between two processes of one host through shared memory, which both processes keep mapped for reuse.
 
-The sender's :class:`Lender` copies tensors into a free segment (a sealed ``memfd``). The receiver's
-:class:`Borrower` gives out views on it, and reports through its connection when the last view has died.
-A loan is named by (segment, loan number): a hand-back that arrives twice frees nothing that was lent again.
-Only descriptors travel over the lane's own Unix socket, one message for each new segment, always before the
-frame that uses it; frames, hand-backs and retirements travel over the main connection. No descriptor is kept
-for a mapped segment. The memory has no name: when both processes have ended, for whatever reason, it is freed.
+The sender's :class:`Lender` copies tensors into a free segment (a sealed ``memfd``). The receiver's :class:`Borrower`
+returns views of it, and reports over the connection when the last view has died. A loan is identified by (segment, loan number),
+so a report that arrives twice does not free a segment that was lent again. The descriptor of each new segment is sent over a Unix
+socket of the lane, before the frame that uses the segment. Frames, reports of freed loans and retirements of segments are sent
+over the main connection. Descriptors of mapped segments are not kept. The memory has no name, so it is freed when both processes
+have ended, for whatever reason.
 
-Any thread may call anything here except the fork hooks, and a closed lane refuses quietly. Nothing here calls
-user code, copies under a lock, or unmaps memory under a live tensor. Lane memory that a forked child inherits
-keeps its content for as long as the child lives, but is shared with the parent: both see writes in place.
+Everything here is thread-safe except the fork hooks. User code is not called, memory is not copied under a lock, and memory is
+not unmapped while a tensor uses it. Memory of a loan that a forked child inherits keeps its content while the child lives, but
+the child and the parent share it: each sees the other's writes.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ __all__ = ["Borrower", "Lender", "layout"]
 
 _ALIGNMENT = 64
 _MIN_SEGMENT = 256 << 10
-_MAX_SEGMENTS = 128  # each is one mapping on both sides, and a process may have 65 530
-MOST_SEGMENTS = 4096  # of a peer, which may be hostile, and _MOST_BYTES of theirs
-_MOST_BYTES = 1 << 42
-_KEEP_OVER_HALF_S = 3.0  # a free segment is retired after so long where more than half of the limit is free
-_NO_MEMFD = 1.0  # no new segment for so long after the system refused one
-_NO_ROOM = 0.02  # ... or the descriptor socket was full
-_ANNOUNCEMENT_WAIT = 1.0
-# Number and size; for a segment of objects also its id, its label and its site.
+_MAX_SEGMENTS = 128  # of one lender; a process may have 65 530 mappings
+MOST_SEGMENTS = 4096  # the most segments that a borrower accepts from a peer, which may be hostile
+_MOST_BYTES = 1 << 42  # the most bytes of them
+_KEEP_OVER_HALF_S = 3.0  # how long a free segment is kept if more than half of the limit is free
+_NO_MEMFD = 1.0  # how long no segment is created after the system has refused one
+_NO_ROOM = 0.02  # how long no segment is created after the descriptor socket was full
+_ANNOUNCEMENT_WAIT = 1.0  # how long to wait for the descriptor of a segment that a frame uses
+# Number and size of a segment; for a segment with objects also its id, label and site.
 _ANNOUNCEMENT = struct.Struct("<QQ16s64s64s")
 _NO_OBJECT = bytes(16)
 _MAX_SIZE = 1 << 47
 _nbytes = attrgetter("nbytes")
 _ONE_FD = socket.CMSG_LEN(array("i").itemsize)
-# As plain numbers: combining members of an enum takes longer than what is asked of the kernel.
+# Plain integers, because combining enum members takes longer than the system calls.
 _DONTWAIT: Final = int(socket.MSG_DONTWAIT)
 _SEND: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PEEK: Final = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC | socket.MSG_PEEK)
@@ -72,7 +72,7 @@ _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 
 def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each buffer and the bytes they need together."""
+    """Return the offset of each buffer, and the total size."""
     offsets = []
     end = 0
     for size in sizes:
@@ -94,13 +94,13 @@ class _Segment(MemoryBlock):
 
 
 class Lender(Recycler[_Segment]):
-    """Places buffers in shared memory for one peer. Never raises for lack of anything: it returns ``None``.
+    """Copies buffers into shared memory for one peer. If memory or descriptors are lacking, :meth:`place` returns ``None``.
 
-    ``_send_lock`` guards the use of the socket; where both are taken, it is taken before the recycler's lock.
+    ``_send_lock`` guards the use of the socket. It is taken before the recycler's lock.
 
     Attributes:
         retired: the segments that the peer may unmap.
-        placed_bytes: how much was placed so far; of two threads that count at the same moment, one may be lost.
+        placed_bytes: total of placed bytes; not exact, as threads update it without a lock.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Lender(Recycler[_Segment]):
         self._no_new_before = 0.0
 
     def place(self, spans: Sequence[MemoryRange]) -> tuple[int, int] | None:
-        """Copy ``spans`` into one segment; return the segment and the number of the loan. None: send them over the socket.
+        """Copy ``spans`` into one segment; return the segment's and the loan's numbers. None: use the main connection instead.
 
-        The copy is made when this returns. Thread-safe.
+        The caller may change the buffers after this has returned. Thread-safe.
         """
         offsets, need = layout(map(_nbytes, spans))
         if need < self._threshold or need > self._limit:
@@ -141,30 +141,30 @@ class Lender(Recycler[_Segment]):
             segment.loan = loan
             self.reclaim([(segment.number, loan)])
             raise
-        # Only from here on can it be handed back: a peer that guesses loan numbers must not have a segment
-        # unmapped while it is being filled.
+        # Set after copying: until then, a report of the peer that names this loan is ignored. A peer that guesses loan numbers
+        # can therefore not cause a segment to be unmapped while it is being filled.
         segment.loan = loan
         self.placed_bytes += need
         return segment.number, loan
 
     def reclaim(self, loans: Iterable[tuple[int, int]]) -> None:
-        """Take back segments by (segment, loan). Loans that are not out are ignored. Thread-safe."""
+        """Take back loans, given as (segment, loan). Unknown loans are ignored. Thread-safe."""
         self._handed_back.extend(loans)
 
     def drain_retired(self) -> list[int]:
-        """Return the segments that the peer may unmap. Thread-safe."""
+        """Remove and return the numbers of segments that the peer may unmap. Thread-safe."""
         return list(drained(self.retired))
 
     def close(self) -> None:
-        """Close the socket and release all memory; what the peer uses stays mapped there. Idempotent."""
+        """Close the socket and release all memory. Memory that the peer uses stays mapped in the peer. Idempotent."""
         with self._send_lock:
             self._sock.close()
             super().close()
-        self._segments = {}  # a thread that fills one keeps it
+        self._segments = {}  # a thread that is filling a segment has a reference to it
         self._handed_back, self.retired = deque(maxlen=0), deque(maxlen=0)
 
     def abandon(self) -> None:
-        """Give up everything in a forked child, whose parent goes on lending."""
+        """Close everything in a forked child. The lender of the parent is not affected."""
         self._send_lock = _time.RLock()
         super().abandon()
 
@@ -187,7 +187,7 @@ class Lender(Recycler[_Segment]):
             and self._count - free < _MAX_SEGMENTS
         )
         if not may_create or self._is_over(size):
-            # A free one that is large enough, even much too large, is used before others are dropped for a new one.
+            # Prefer any free segment that is large enough, even a much larger one, to dropping free segments for a new one.
             larger = self._pick(size, self._limit)
             if larger is not None or not may_create:
                 return larger
@@ -215,7 +215,7 @@ class Lender(Recycler[_Segment]):
     # -- outside the lock --------------------------------------------------------------------------
 
     def _create(self, segment: _Segment) -> bool:
-        """Make the memory of ``segment`` and tell the peer; on failure the segment is gone."""
+        """Create the memory of ``segment`` and send its descriptor; on failure, remove the segment and return False."""
         pause, fd = _NO_MEMFD, -1
         try:
             fd = sealed_memfd(segment.size)
@@ -234,12 +234,12 @@ class Lender(Recycler[_Segment]):
         return False
 
     def share(self, segment: Segment, fd: int) -> int:
-        """Send the descriptor of a segment with objects; return the number by which the next frame names it, or 0.
+        """Send the descriptor of a segment with objects; return the number by which the next frame refers to it, or 0.
 
-        0: the socket has no room at present, as the peer has not read what is in it. Thread-safe.
+        0: the socket is full, because the peer has not read it. Thread-safe.
 
         Raises:
-            OSError: the socket is closed, or the system does not let more descriptors be on their way.
+            OSError: the socket is closed, or the system limits the number of descriptors in sockets.
         """
         number = next(self._numbers)
         label, site = segment.label.encode()[:64], segment.site.encode()[-64:]
@@ -265,8 +265,8 @@ class _Borrowed:
     """Shared memory on the borrower's side.
 
     Attributes:
-        fd: its descriptor, until it is mapped.
-        loan: 0 unless views of that loan may live.
+        fd: the descriptor, until the segment is mapped; then -1.
+        loan: the number of the loan that may have live views; 0: none.
     """
 
     __slots__ = ("address", "fd", "loan", "memory", "number", "size")
@@ -283,11 +283,12 @@ class _Borrowed:
 
 
 class Borrower:
-    """Gives out views on the shared memory of one peer. It belongs to the process that made it.
+    """Returns views of the shared memory of one peer.
 
-    Two locks, never taken together: ``_socket_lock`` (reading the socket, mapping and forgetting segments; may be held for a
-    second when the peer is broken) and ``_lock`` (``drain_freed`` and the fork hooks). Both are re-entrant, for finalisers that
-    the collector runs inside a section. Reading the table of segments needs neither: each access is atomic.
+    Two locks, never taken together: ``_socket_lock`` guards reading the socket, and mapping and removing segments; it may be held
+    for a second if the peer does not send a descriptor. ``_lock`` guards ``drain_freed`` and the fork hooks. Both are re-entrant,
+    because the garbage collector may run finalisers in a section. Reading the table of segments needs no lock, as each access is
+    atomic.
     """
 
     def __init__(
@@ -303,13 +304,13 @@ class Borrower:
         self._socket_lock = _time.RLock()
         self._lock = _time.RLock()
         self._segments: dict[int, _Borrowed] = {}
-        self._unseen: set[int] = set()  # retired before their announcements were taken in
+        self._unseen: set[int] = set()  # segments that were retired before their descriptors were received
         self._adopt = adopt
-        self._objects: dict[int, Segment | LimitError] = {}  # announced, and not named by a frame yet
+        self._objects: dict[int, Segment | LimitError] = {}  # received, and not used by a frame yet
         self._loans: Loans[tuple[int, int, int]] = Loans(on_freed)  # segment, loan, epoch in which it began
         self._closed = False
         self._forks = ForkGuard()
-        #: bytes that were placed for this worker; of two threads that count at the same moment, one may be lost
+        #: total of bytes received through shared memory; not exact, as threads update it without a lock
         self.taken_bytes = 0
 
     @property
@@ -319,17 +320,17 @@ class Borrower:
 
     @property
     def held_bytes(self) -> int:
-        """How much of the peer's memory is in use here: all of each segment of which a part is."""
+        """Bytes of the peer's memory that this process uses; a segment counts as a whole."""
         return sum(segment.size for segment in list(self._segments.values()) if segment.loan)
 
     def views(self, segment_id: int, loan: int, sizes: Sequence[int]) -> list[memoryview]:
-        """Return writable views of buffers that were placed. To refuse them, call this and drop the views.
+        """Return writable views of buffers that the peer has placed. To refuse the buffers, call this and drop the views.
 
-        Thread-safe. Blocks, for a second at most, only where a peer did not announce the segment.
+        Thread-safe. Blocks only if the segment's descriptor has not arrived, for at most a second.
 
         Raises:
-            ProtocolError: the segment cannot be had, or the buffers are not within it.
-            LimitError: there is no descriptor, or no address space, for the segment at present.
+            ProtocolError: the segment is unknown or its descriptor is not valid, or the buffers exceed it.
+            LimitError: there is no descriptor or no address space for the segment at present.
         """
         if len(sizes) > self._max_buffers or min(sizes, default=0) < 0:
             raise ProtocolError(f"{len(sizes)} buffers in shared memory, or one of a negative size")
@@ -338,7 +339,7 @@ class Borrower:
         if segment is None or segment.memory is None:
             try:
                 segment = self._fetch(segment_id)
-            except LimitError:  # the loan goes back unused
+            except LimitError:  # return the loan unused
                 self._loans.returned.append((segment_id, loan, self._forks.epoch))
                 raise
         if end > segment.size:
@@ -352,12 +353,12 @@ class Borrower:
         return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
     def take_objects(self, numbers: Iterable[Any]) -> list[Segment | RpcError]:
-        """Return the segments of objects that a frame names, which were announced before it, or the error of each that failed.
+        """Return the object segments that a frame uses, whose descriptors were sent before it, or an error for each that failed.
 
-        Thread-safe. Does not wait. Called once for each frame: a segment that no object is opened from is dropped with it.
+        Thread-safe. Does not wait. Call this once for each frame; each segment is returned once.
 
         Raises:
-            ProtocolError: the peer sent nonsense over the descriptor socket.
+            ProtocolError: the peer sent something invalid over the descriptor socket.
         """
         found: list[Segment | RpcError] = []
         with self._socket_lock:
@@ -373,13 +374,13 @@ class Borrower:
         return found
 
     def drain_freed(self) -> list[tuple[int, int]]:
-        """Return the loans to hand back to the peer. Thread-safe."""
+        """Remove and return the loans whose views have died, to be reported to the peer. Thread-safe."""
         if not self.freed:
             return []
         freed: list[tuple[int, int]] = []
         held = []
         with self._lock:
-            # During a fork nothing is handed back, because the child may inherit any loan.
+            # During a fork, no loan is reported, because the child may inherit any of them.
             if self._forks.forking:
                 return []
             inherited = self._forks.inherited()
@@ -394,10 +395,10 @@ class Borrower:
         return freed
 
     def retire(self, segment_ids: Iterable[int]) -> None:
-        """Forget segments; each is unmapped when no view on it lives. Unknown ones are ignored. Thread-safe.
+        """Remove segments; each is unmapped when its last view has died. Thread-safe.
 
         Raises:
-            ProtocolError: the peer sent nonsense over the descriptor socket.
+            ProtocolError: the peer sent something invalid over the descriptor socket.
         """
         with self._socket_lock:
             for number in segment_ids:
@@ -405,29 +406,27 @@ class Borrower:
                 if segment is not None:
                     segment.close()
                 elif len(self._unseen) < MOST_SEGMENTS:
-                    self._unseen.add(
-                        number
-                    )  # announced and never used: its descriptor is still in the socket
+                    self._unseen.add(number)  # never used: its descriptor is still in the socket
             if self._unseen:
                 self.gather()
 
     def gather(self) -> None:
-        """Take in what is announced: the peer's next message names more than the socket has room for. Thread-safe.
+        """Receive all descriptors in the socket, so that the peer can send more. Thread-safe.
 
         Raises:
-            ProtocolError: the peer sent nonsense over the descriptor socket.
+            ProtocolError: the peer sent something invalid over the descriptor socket.
         """
         with self._socket_lock:
             try:
                 while not self._closed and self._receive():
                     pass
             except LimitError:
-                pass  # the announcement stays in the socket
+                pass  # there is no free descriptor; the announcement stays in the socket
 
     def close(self) -> None:
-        """Close the socket and forget all segments; each is unmapped when no view on it lives.
+        """Close the socket and remove all segments; each is unmapped when its last view has died.
 
-        Idempotent; wakes threads in ``views``.
+        Idempotent. Wakes threads in :meth:`views`.
         """
         self._closed = True
         try:
@@ -449,30 +448,30 @@ class Borrower:
     # -- around a fork -----------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """Run in the parent before a fork: loans that live now must not be handed back while the child lives."""
+        """Called in the parent before a fork: the current loans must not be reported as freed while the child lives."""
         if self._segments and not self._closed:
             with self._lock:
                 self._forks.before()
 
     def after_fork_in_parent(self) -> None:
-        """Run in the parent after a fork, also after one that failed, in the thread that forked."""
+        """Called in the parent after a fork, even if it failed, by the thread that forked."""
         with self._lock:
             self._forks.after(any(segment.loan for segment in list(self._segments.values())))
 
     def abandon(self) -> None:
-        """Give up everything in a forked child; inherited views stay valid and are not handed back.
+        """Close everything in a forked child. Inherited views stay valid, and the child does not report them.
 
-        One descriptor per fork is left open on purpose: its end is how the parent learns of the child's.
+        One descriptor per fork stays open on purpose: when it is closed, the parent learns that the child has ended.
         """
         self._socket_lock, self._lock = _time.RLock(), _time.RLock()
         self._closed = True
-        self._give_up()  # without shutdown, which would reach the parent
+        self._give_up()  # without shutdown(), which would also shut down the parent's socket
         self._forks.abandon()
 
     # -- the descriptor socket; under its lock -----------------------------------------------------
 
     def _fetch(self, wanted: int) -> _Borrowed:
-        """Read announcements until ``wanted`` is known, and map it."""
+        """Receive descriptors until the segment ``wanted`` is known, and map it."""
         deadline = _time.now() + _ANNOUNCEMENT_WAIT
         with self._socket_lock:
             while (segment := self._segments.get(wanted)) is None:
@@ -491,14 +490,15 @@ class Borrower:
             return segment
 
     def _receive(self) -> bool:
-        """Take in one announcement if there is one.
+        """Receive one announcement (a message with a descriptor); return False if there is none.
 
         Raises:
-            LimitError: there is no descriptor for it; it stays in the socket, but for an object's, which is lost.
-            ProtocolError: it is not one.
+            LimitError: this process has no free descriptor. The announcement stays in the socket. (For a segment with objects,
+                the error is stored for the frame that uses it instead, and the announcement is removed.)
+            ProtocolError: the message is not an announcement.
         """
         try:
-            # Peeking does not remove it: where this process has no free descriptor, it can still be taken later.
+            # Peek first: if this process has no free descriptor, the message can be received later.
             data, ancillary, state, _ = self._sock.recvmsg(_ANNOUNCEMENT.size, _ONE_FD, _PEEK)
         except BlockingIOError:
             return False
@@ -525,7 +525,7 @@ class Borrower:
             if segment_id != _NO_OBJECT:
                 if self._adopt is None or len(self._objects) >= MOST_SEGMENTS:
                     raise ProtocolError("objects in shared memory that no message names")
-                # An error is for the message that names it: those behind it can go on.
+                # An error is stored for the message that uses this segment, so that later messages are not affected.
                 self._objects[number] = short or self._adopt(
                     fds.pop(), segment_id, size, _text(label), _text(site)
                 )
@@ -549,7 +549,7 @@ class Borrower:
 
     @staticmethod
     def _map(segment: _Borrowed) -> None:
-        """Map a segment; its descriptor is kept only if there is no address space, to try again."""
+        """Map a segment and close its descriptor. If there is no address space, keep the descriptor for another attempt."""
         try:
             if not is_sealed(segment.fd, segment.size):
                 raise ProtocolError("the peer lends memory that it could take away again")

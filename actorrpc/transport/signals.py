@@ -1,15 +1,15 @@
-"""Signal handlers that never leave a connection in pieces, whatever they raise.
+"""Defers signal handlers of the program, so that an exception in one of them does not interrupt critical code.
 
-Python runs the program's signal handlers on the main thread, between any two bytecodes. What one raises there (Ctrl-C's
-KeyboardInterrupt first of all) would cut the code that reads, writes or arms a connection in two, and lose frames of other
-threads. Nothing but the handler itself can put that off, so while there is an agent, each handler of the program is run by one
-of ours, which looks whether a function marked :func:`uninterruptible` is on the stack. If none is, the handler runs as ever. If
-one is, that is noted, the wait that the main thread sits in is woken, and the handler runs when the section is over: in
-:func:`checkpoint`, or, where no checkpoint follows, in the handler of a signal that the clock sends (``SIGURG``: it is harmless
-where nobody expects it).
+Python runs signal handlers on the main thread, between any two bytecodes. If a handler raises there (such as the handler of
+Ctrl-C, which raises KeyboardInterrupt), it would interrupt code that reads, writes or arms a connection, and frames of other
+threads would be lost. Therefore, while there is an agent, each handler of the program is wrapped in a shield. The shield checks
+whether a function marked :func:`uninterruptible` is on the stack. If there is none, it runs the handler at once. Otherwise it
+defers the handler and wakes the main thread from its wait. The handler then runs after the critical section: in
+:func:`checkpoint`, or, if no checkpoint follows, in the handler of a signal that the clock thread sends (``SIGURG``, which is
+ignored by default).
 
-The program does not see ours: what it installs from then on is put behind one, and what it asks for is its own. No lock is
-used here: handlers run on the main thread only.
+The program does not see the shields: handlers that it installs are wrapped, and ``signal.getsignal`` returns the program's own
+handler. No lock is used here, because handlers run on the main thread only.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 _protected: set[CodeType] = set()
 _main = threading.main_thread().ident
-# What ``signal.signal`` and ``signal.getsignal`` call, also where a program has imported those by name.
+# ``signal.signal`` and ``signal.getsignal`` call the functions of this module, even if the program has imported them by name.
 _native: Final[Any] = sys.modules["_signal"]
 _set_native: Final[Any] = _native.signal
 _get_native: Final[Any] = _native.getsignal
 _RING: Final = int(signal.SIGURG)
 _weak_collections: Final[tuple[Any, ...]] = (WeakKeyDictionary(), WeakSet(), WeakValueDictionary())
-# The callbacks with which weak collections drop an entry: all collections of one kind share the code.
+# The callbacks with which weak collections remove a dead entry. All collections of one type share the code object.
 _weak_callbacks: Final[frozenset[CodeType]] = frozenset(
     each._remove.__code__ for each in _weak_collections if hasattr(each, "_remove")
 )
@@ -61,11 +61,11 @@ class _State:
     __slots__ = ("laters", "pending", "rung", "wake_fd")
 
     def __init__(self) -> None:
-        self.rung = False  # the signal that comes is ours
-        #: handlers that were put off, by their signals; the main thread's
+        self.rung = False  # ring() has sent the next SIGURG
+        #: deferred handlers, by signal
         self.pending: dict[int, _Handler] = {}
         self.wake_fd = -1
-        #: of each agent, what has :func:`ring` called a moment later
+        #: one function of each agent, which arranges that :func:`ring` is called a moment later
         self.laters: list[Callable[[], None]] = []
 
 
@@ -73,7 +73,7 @@ state = _State()
 
 
 class _Shield:
-    """Runs a handler of the program where it can harm nothing. For ``_RING``, also where the program has none."""
+    """Wraps a handler of the program, and defers it if necessary. ``_RING`` has a shield even if the program has no handler."""
 
     __slots__ = ("handler",)
 
@@ -102,19 +102,19 @@ class _Shield:
 
 
 def uninterruptible(marked: F) -> F:
-    """Mark a function, or all methods of a class, whose execution, callees included, a signal handler must not cut in two."""
+    """Mark a function, or all methods of a class: signal handlers do not run during it and the functions that it calls."""
     methods = vars(marked).values() if isinstance(marked, type) else (marked,)
     _protected.update(each.__code__ for each in methods if isinstance(each, FunctionType))
     return marked
 
 
 def is_protected(frame: FrameType) -> bool:
-    """Say whether a frame is that of a function marked :func:`uninterruptible`."""
+    """Return whether a frame belongs to a function marked :func:`uninterruptible`."""
     return frame.f_code in _protected
 
 
 def loses_exceptions(code: CodeType) -> bool:
-    """Say whether the interpreter prints and drops what a function raises: a finaliser, or the callback of a weak collection."""
+    """Return whether the interpreter discards exceptions of a function: a finaliser, or the callback of a weak collection."""
     return code.co_name == "__del__" or code in _weak_callbacks
 
 
@@ -135,12 +135,12 @@ def _run(handler: _Handler, number: int, frame: FrameType | None) -> None:
 
 
 def pending_here() -> bool:
-    """Say whether this is the main thread and a handler has been put off."""
+    """Return whether this is the main thread and a handler was deferred."""
     return bool(state.pending) and threading.get_ident() == _main
 
 
 def checkpoint() -> None:
-    """Run the handlers that were put off, if this is the main thread; they may raise. No lock is held where this is called."""
+    """Run the deferred handlers, if this is the main thread. They may raise, so the caller must hold no lock."""
     if state.pending and threading.get_ident() == _main:
         _run_pending(sys._getframe(1))
 
@@ -157,7 +157,7 @@ def _run_pending(frame: FrameType | None) -> None:
 def _wake() -> None:
     try:
         os.eventfd_write(state.wake_fd, 1)
-    except (OSError, OverflowError, ValueError):  # there is none
+    except (OSError, OverflowError, ValueError):  # there is no eventfd
         pass
 
 
@@ -175,16 +175,16 @@ def _nudge() -> None:
 
 
 def wake_fd() -> int:
-    """Return the eventfd that becomes readable when a handler was put off; -1 if there is none.
+    """Return the eventfd that becomes readable when a handler was deferred; -1 if there is none.
 
-    A thread that polls a connection polls it, too, so that the main thread comes out; others find nothing to do.
+    Threads that poll a connection also poll this descriptor, which wakes the main thread. Other threads that it wakes poll again.
     """
     return state.wake_fd
 
 
 def ring() -> None:
-    """Have the main thread run what was put off; called by the clock a moment after that."""
-    # Without an agent, the handler that makes it harmless may be gone: the signal is ignored then.
+    """Send a signal that makes the main thread run deferred handlers. Called by the clock thread after a deferral."""
+    # After the last agent has ended, the shield of SIGURG may have been removed; the signal is then ignored by default.
     if state.pending and _main is not None:
         state.rung = True
         try:
@@ -207,7 +207,7 @@ def _own(handler: Any) -> Any:
 
 def _set(number: int, handler: Any) -> Any:
     """Stand in for ``_signal.signal``."""
-    checkpoint()  # what was put off came while the handler was in force that is replaced now
+    checkpoint()  # deferred signals arrived while the old handler was installed, so that handler runs
     return _own(_set_native(number, _shielded(number, handler)))
 
 
@@ -217,17 +217,18 @@ def _get(number: int) -> Any:
 
 
 def install(later: Callable[[], None]) -> None:
-    """Shield what is to come from the program's handlers; those that it has are shielded if this is the main thread.
+    """Wrap handlers that the program installs from now on; if this is the main thread, also the installed ones.
 
-    ``later`` is called in handlers and must arrange, without taking a lock that the main thread may hold,
-    for :func:`ring` to be called a moment later. :func:`uninstall` takes it back.
+    ``later`` is called in signal handlers. It must arrange that :func:`ring` is called a moment later, without taking a lock that
+    the main thread may hold. :func:`uninstall` undoes this.
     """
     global _main
     _main = threading.main_thread().ident
     try:
         state.laters.append(later)
         _native.signal, _native.getsignal = _set, _get
-        _replace(_shielded)  # first: from here on, no handler comes between what is opened and what keeps it
+        # Before _open(), so that no handler can interrupt it between opening and storing the descriptor.
+        _replace(_shielded)
         _open()
     except BaseException:
         uninstall(later)
@@ -235,7 +236,7 @@ def install(later: Callable[[], None]) -> None:
 
 
 def put_off_during(function: Callable[[], None]) -> None:
-    """Call a function; signal handlers run after it, even if there is no agent."""
+    """Call a function, and defer signal handlers until it has returned, even if there is no agent."""
     if state.laters or threading.get_ident() != threading.main_thread().ident:
         _call_protected(function)
     else:
@@ -253,23 +254,23 @@ def _call_protected(function: Callable[[], None]) -> None:
 
 
 def _nothing_later() -> None:
-    """Arrange nothing: what is put off is looked at soon."""
+    """Do nothing: :func:`put_off_during` calls :func:`checkpoint` itself."""
 
 
 @uninterruptible
 def uninstall(later: Callable[[], None]) -> None:
-    """End what :func:`install` has begun; the last one gives the handlers back, if this is the main thread."""
+    """Undo :func:`install`; the last call also unwraps the program's handlers, if this is the main thread."""
     if later not in state.laters:
         return
     try:
         if len(state.laters) == 1:
             _close()
-        state.laters.remove(later)  # nothing is put off any more
+        state.laters.remove(later)  # if this was the last one, handlers are no longer deferred
     finally:
         try:
             if not state.laters:
                 _give_back()
-        except BaseException:  # one that has been given back raised: there are others
+        except BaseException:  # a handler that was unwrapped already has raised; unwrap the others
             _give_back()
             raise
 
@@ -305,7 +306,7 @@ def _close() -> None:
 
 
 def abandon() -> None:
-    """Let go, in a forked child, of what belongs to the parent. The program's handlers run as if they were not shielded."""
+    """Reset the state in a forked child. Shields then run the program's handlers at once."""
     state.pending.clear()
     state.laters.clear()
     _close()
@@ -313,7 +314,10 @@ def abandon() -> None:
 
 @uninterruptible
 class Taken:
-    """Holds a lock that is waited for in slices: a handler that was put off ends the wait, and can never leave it taken."""
+    """Takes a lock, waiting in slices until ``limit``; a deferred handler ends the wait.
+
+    ``held`` says whether the lock was taken. Signal handlers cannot interrupt the methods, so they cannot leave the lock taken.
+    """
 
     __slots__ = ("_limit", "_lock", "held")
 

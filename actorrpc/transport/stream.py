@@ -1,7 +1,7 @@
-"""Streams: what a connection reads and writes. :class:`SocketStream` is a plain socket.
+"""The byte streams that a connection reads and writes.
 
-:class:`actorrpc.transport.tls.TlsSocket` speaks TLS, and :class:`actorrpc.transport.session.ReliableStream` replaces a socket
-that has failed. The connection above them knows bytes and frames only.
+:class:`SocketStream` is a plain socket, :class:`actorrpc.transport.tls.TlsSocket` adds TLS, and
+:class:`actorrpc.transport.session.ReliableStream` replaces a failed socket by another one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["SocketStream", "Stream"]
 
 
 class Stream:
-    """A connected stream of bytes that never blocks. One thread reads while another writes.
+    """A connected stream of bytes whose reads and writes do not block. One thread may read while another writes.
 
-    The methods that read and write take the arguments of a socket's methods, and raise what a socket raises: BlockingIOError,
-    and OSError when the stream has failed.
+    The methods that read and write have the arguments and exceptions of a socket's methods: BlockingIOError, and OSError when the
+    stream has failed.
 
     Attributes:
-        sock: the socket, to poll and to set options.
-        pending: the stream holds bytes that were received and not yet read, so a poll of the socket does not report them.
-        owed: how many bytes have been received, if the other side should be told now; otherwise 0.
-        is_full: no large message may be sent until the other side has acknowledged more bytes.
+        sock: the socket, for polling and for setting options.
+        pending: whether the stream buffers received bytes that were not read yet; a poll of the socket does not report them.
+        owed: the total of received bytes, if an acknowledgement should be sent now; otherwise 0.
+        is_full: whether large messages have to wait until the other side has acknowledged more bytes.
     """
 
     __slots__ = ()
@@ -36,29 +36,29 @@ class Stream:
 
     @abstractmethod
     def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0, /) -> int:
-        """Read into one buffer; 0 at the end."""
+        """Read into one buffer; return the number of bytes, 0 at the end of the stream."""
 
     @abstractmethod
     def recvmsg_into(self, buffers: Sequence[memoryview], ancillary: int = 0, flags: int = 0, /) -> Any:
-        """Read into several buffers; the first item of the result is the number of bytes."""
+        """Read into several buffers; return a tuple whose first item is the number of bytes."""
 
     @abstractmethod
     def send(self, data: bytes, flags: int = 0, /) -> int:
-        """Write what the kernel takes; return how many bytes that is."""
+        """Write as much as the kernel accepts; return the number of bytes."""
 
     @abstractmethod
     def sendmsg(self, parts: Sequence[memoryview], ancillary: Any = (), flags: int = 0, /) -> int:
-        """Write what the kernel takes of several parts; return how many bytes that is."""
+        """Write as much of several buffers as the kernel accepts; return the number of bytes."""
 
     def wait(self, seconds: float) -> None:
         """Sleep while :attr:`is_full`, for at most ``seconds``."""
 
     def told(self) -> None:
-        """Note that the other side is told how many bytes are :attr:`owed`."""
+        """Reset :attr:`owed`, because the acknowledgement is being sent."""
 
     @abstractmethod
     def shutdown(self, how: int, /) -> None:
-        """Shut the socket."""
+        """Shut down the socket."""
 
     @abstractmethod
     def close(self) -> None:
@@ -78,7 +78,7 @@ class SocketStream(Stream):
     close: Callable[[], None]
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)  # operations that must not block say so themselves (MSG_DONTWAIT)
+        sock.setblocking(True)  # calls that must not block pass MSG_DONTWAIT
         self.sock = sock
         self.recv_into, self.recvmsg_into = sock.recv_into, sock.recvmsg_into
         self.send, self.sendmsg = sock.send, sock.sendmsg

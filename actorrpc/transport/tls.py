@@ -1,17 +1,18 @@
-"""TLS between workers: certificates that are checked before anything starts, and a socket that does what a plain one does.
+"""TLS between workers: loading and checking of certificates, and a socket with TLS that has the interface of a plain socket.
 
-With certificates set, TCP connections speak TLS 1.3 (or 1.2, where that is allowed), with certificates on both sides, and
-nothing else: neither side goes on without. The handshake that proves the group's key runs inside, and its proofs cover what
-both sides saw of the TLS connection (:attr:`TlsSocket.binding`), so nobody can sit between two TLS connections and pass the
-proofs on, whatever certificate they have. Unix sockets and shared memory stay as they are: they do not leave the host.
+If certificates are configured, TCP connections use TLS 1.3 (or 1.2, if allowed) with certificates on both sides; a side without
+them is refused. The handshake that proves the group's key runs inside the TLS connection. Its proofs cover a digest of the TLS
+handshake (:attr:`TlsSocket.binding`). An attacker between two TLS connections can therefore not forward the proofs, even with a
+valid certificate. Unix sockets and shared memory do not use TLS, because they do not leave the host.
 
-A TLS connection differs from a socket in that bytes can have been decrypted that nobody has read yet, while the kernel has
-nothing more: then :attr:`TlsSocket.pending` is true.
+TLS may have decrypted bytes that were not read yet. A poll of the socket does not report these bytes, so
+:attr:`TlsSocket.pending` is true then.
 
-``TlsSocket._lock`` guards the SSL object, which two threads must not use at once, and ``pending``; the socket is closed under it,
-between two attempts. It is a leaf, and held for one attempt to read or write at a time: nothing blocks under it.
+``TlsSocket._lock`` guards ``pending`` and the SSL object, which only one thread may use at a time. The socket is closed under it,
+too. The lock is held for one attempt to read or write, which does not block, and no other lock is taken under it.
 
-OpenSSL writes without ``MSG_NOSIGNAL``, also when it reads (alerts): where SIGPIPE is not ignored, it is held up meanwhile.
+OpenSSL writes without ``MSG_NOSIGNAL``, and may write alerts even when it reads. If the program does not ignore SIGPIPE, the
+signal is blocked meanwhile.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from actorrpc.wire.keys import check_private_file
 __all__ = ["HELLO", "AnySocket", "Tls", "TlsSocket", "explain", "shake_hands"]
 
 HELLO: Final = b"\x16"
-"""What a TLS connection begins with; nothing else that workers say does."""
-_RECORD: Final = 16 << 10  # the most that one record of TLS carries
-_SUITES: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of 1.2; those of 1.3 are all fine
+"""The first byte of a TLS connection. Connections without TLS begin with another byte."""
+_RECORD: Final = 16 << 10  # the most bytes of data in one TLS record
+_SUITES: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"  # for TLS 1.2; all suites of 1.3 are allowed
 _VERSIONS: Final = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 _FILES: Final = (
     ("tls_cert", "ACTORRPC_TLS_CERT"),
@@ -53,10 +54,10 @@ _FILES: Final = (
 )
 _NAMES: Final = ", ".join(variable for _, variable in _FILES)
 _ALL_OR_NONE: Final = f"start all workers with certificates of one CA ({_NAMES}), or all without"
-_EXPIRED: Final = (9, 10)  # OpenSSL's numbers for: not valid yet, not valid any more
-_CLOSE_S: Final = 1.0  # how long closing waits for an attempt that is under way: more than any takes
+_EXPIRED: Final = (9, 10)  # OpenSSL's codes for certificates that are not yet valid, and that have expired
+_CLOSE_S: Final = 1.0  # how long close() waits for another thread's read or write; they do not take so long
 _SIGPIPE: Final = signal.SIGPIPE
-# What is to be done about a signal, as Python sees it; without what makes an enum of it, which takes longer than the rest.
+# signal.getsignal without its conversion of the result to an enum, which takes most of its time.
 _disposition: Final[Callable[[int], Any]] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -65,11 +66,11 @@ _T = TypeVar("_T")
 def _unsignalled(
     method: Callable[Concatenate[TlsSocket, _P], _T],
 ) -> Callable[Concatenate[TlsSocket, _P], _T]:
-    """Have a method never raise SIGPIPE, which ends a process that has set its default action."""
+    """Block SIGPIPE during a method, because it would kill a process that has restored the default action."""
 
     @functools.wraps(method)
     def called(self: TlsSocket, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if _disposition(_SIGPIPE) == signal.SIG_IGN:  # as Python sets it
+        if _disposition(_SIGPIPE) == signal.SIG_IGN:  # Python's default
             return method(self, *args, **kwargs)
         pending = _SIGPIPE in signal.sigpending()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (_SIGPIPE,))
@@ -84,13 +85,14 @@ def _unsignalled(
 
 
 class TlsSocket(Stream):
-    """A connected TCP socket with TLS on it. Thread-safe: one thread reads while another writes.
+    """A connected TCP socket with TLS. Thread-safe: one thread may read while another writes.
 
-    What is called with flags never blocks, as with ``MSG_DONTWAIT``, whatever the flags are. The rest waits as long as the
-    time-out says. Errors are those of sockets: BlockingIOError, and OSError (of which ``ssl.SSLError`` is one) for the end.
+    Methods with a ``flags`` parameter never block, whatever the flags are. The others wait for at most the time-out. Exceptions
+    are those of sockets: BlockingIOError, and OSError (``ssl.SSLError`` is a subclass) when the connection has failed.
 
     Attributes:
-        binding: a digest that only the two ends of this very connection know; empty until it is :attr:`secured`.
+        secured: whether the TLS handshake has finished.
+        binding: a digest of the handshake, which differs for every connection; empty until the connection is :attr:`secured`.
     """
 
     __slots__ = (
@@ -109,7 +111,7 @@ class TlsSocket(Stream):
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, own: bytes, server: bool) -> None:
         self._timeout = sock.gettimeout()
         sock.setblocking(False)
-        # Several small messages go each way before anything else does: none waits for the last one's acknowledgement.
+        # The handshakes exchange several small messages. Without TCP_NODELAY, each would wait for an acknowledgement.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             self._ssl = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
@@ -129,10 +131,10 @@ class TlsSocket(Stream):
 
     @_unsignalled
     def shake(self) -> bool:
-        """Go on with TLS's own handshake, without blocking; say whether it is over.
+        """Continue the TLS handshake without blocking; return whether it has finished.
 
         Raises:
-            ssl.SSLError, OSError: it has failed.
+            ssl.SSLError, OSError: the handshake has failed.
         """
         with self._lock:
             if self._ssl.fileno() < 0:
@@ -145,12 +147,12 @@ class TlsSocket(Stream):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-            # The connection was cut, and another one may do better.
+            # Not an SSLError: the connection was closed, and the caller may try another connection.
             raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake of TLS") from None
         theirs = self._ssl.getpeercert(True)
-        if theirs is None:  # the contexts do not let it come to this
+        if theirs is None:  # impossible with CERT_REQUIRED, which the contexts set
             raise ssl.SSLError("the other side has shown no certificate")
-        # The certificates, and the last word of the handshake, which nobody knows who has not made these keys.
+        # The certificates of both sides, and the "finished" message of the handshake, which depends on the session's keys.
         parts = [_digest(theirs), self._own] if self._ssl.server_side else [self._own, _digest(theirs)]
         parts.append(self._ssl.get_channel_binding("tls-unique") or b"")
         self.binding = hashlib.sha256(b"actorrpc tls 1\0" + b"".join(parts)).digest()
@@ -158,26 +160,26 @@ class TlsSocket(Stream):
         return True
 
     def shake_until(self, limit: float) -> None:
-        """Bring the handshake to its end; ``limit`` is a moment.
+        """Finish the TLS handshake before the time ``limit``.
 
         Raises:
-            TimeoutError: it was not over in time.
-            ssl.SSLError, OSError: it has failed.
+            TimeoutError: the handshake has not finished in time.
+            ssl.SSLError, OSError: the handshake has failed.
         """
         while not self.shake():
-            # The socket has room for all that a handshake says, so it is always the other side that is waited for.
+            # All messages of a handshake fit into the socket's send buffer, so only reading can block.
             _wait(self._ssl.fileno(), select.POLLIN, limit - _time.now())
 
     # -- reading -------------------------------------------------------------------------------------
 
     def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0, /) -> int:
-        """Read what is there, without blocking; 0 at the end."""
+        """Read available bytes without blocking; 0 at the end of the stream."""
         count: int = self.recvmsg_into((buffer[:size] if size else buffer,))[0]
         return count
 
     @_unsignalled
     def recvmsg_into(self, buffers: Sequence[memoryview], *_: int) -> Any:
-        """Read what is there into several buffers, without blocking; (0,) at the end."""
+        """Read available bytes into several buffers without blocking; (0,) at the end of the stream."""
         total = 0
         with self._lock:
             if self._error is not None:
@@ -202,7 +204,7 @@ class TlsSocket(Stream):
         return (total,)
 
     def _read(self, buffer: memoryview) -> int:
-        """Read the records that are there, as far as there is room. Under the lock."""
+        """Read available records, as far as the buffer has room. Under the lock."""
         got, size, read = 0, len(buffer), self._ssl.read
         while True:
             try:
@@ -214,23 +216,24 @@ class TlsSocket(Stream):
             except OSError as error:
                 if not got:
                     raise
-                self._error = error  # what has come before it counts; it is told the next time
+                self._error = error  # the next read raises it
                 return got
-            if not count:  # the end; what the kernel has behind it is nothing that TLS knows of
+            if not count:  # the end of the TLS stream
                 return got
             got += count
-            # What is less than was asked for was the end of a record; behind a full one there is more, likely. All that is
-            # there is read at once, as from a plain socket: of a call and its cancellation, not just the call.
+            # OpenSSL returns at most one record. After a full record, another one is likely. After a shorter one, FIONREAD tells
+            # whether there is more. All available bytes are read together, as from a plain socket, so that the reader sees a call
+            # and its cancellation at once.
             if got == size or (count < _RECORD and not self._has_more()):
                 return got
 
     def _has_more(self) -> bool:
-        """Say whether the kernel has bytes for us. Cheaper than to try."""
+        """Return whether the kernel has received bytes. Cheaper than an attempt to read."""
         fcntl.ioctl(self._ssl.fileno(), termios.FIONREAD, self._count)
         return self._count[0] > 0
 
     def recv(self, size: int) -> bytes:
-        """Read up to ``size`` bytes, for as long as the time-out says; nothing at the end."""
+        """Read up to ``size`` bytes, waiting for at most the time-out; empty at the end of the stream."""
         buffer = memoryview(bytearray(size))
         limit = None if self._timeout is None else _time.now() + self._timeout
         while True:
@@ -241,12 +244,12 @@ class TlsSocket(Stream):
 
     # -- writing -------------------------------------------------------------------------------------
 
-    # What could not be written is begun nevertheless: the next thing that is written must begin with it, as the
-    # connection sees to (it sends what is left first), and be as long, which is why records are cut in one way only.
+    # After a write would have blocked, OpenSSL requires that the next write has the same bytes and the same length. The
+    # connection sends the rest of a message before anything else, and ``_records`` divides the same bytes into the same records.
 
     @_unsignalled
     def send(self, data: bytes, flags: int = 0, /) -> int:
-        """Write what the kernel takes; return how much that was."""
+        """Write as much as the kernel accepts; return the number of bytes."""
         if len(data) > _RECORD:
             return self.sendmsg((memoryview(data),))
         try:
@@ -262,7 +265,7 @@ class TlsSocket(Stream):
 
     @_unsignalled
     def sendmsg(self, parts: Sequence[memoryview], *_: Any) -> int:
-        """Write what the kernel takes of several parts; return how much that was."""
+        """Write as much of several buffers as the kernel accepts; return the number of bytes."""
         total = 0
         with self._lock:
             write = self._ssl.write
@@ -278,11 +281,11 @@ class TlsSocket(Stream):
                 if not total:
                     ended = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
                     raise (_broken() if ended else error) from None
-                # The next attempt fails as well.
+                # Report the bytes that were written; the next attempt raises the error again.
         return total
 
     def sendall(self, data: bytes) -> None:
-        """Write everything, for as long as the time-out says."""
+        """Write all bytes, waiting for at most the time-out."""
         left = memoryview(data)
         limit = None if self._timeout is None else _time.now() + self._timeout
         while left:
@@ -291,7 +294,7 @@ class TlsSocket(Stream):
             except BlockingIOError:
                 self._wait(select.POLLOUT, limit)
 
-    # -- what sockets do besides -----------------------------------------------------------------------
+    # -- other methods of sockets ----------------------------------------------------------------------
 
     def _wait(self, events: int, limit: float | None) -> None:
         if self._timeout == 0:
@@ -304,37 +307,37 @@ class TlsSocket(Stream):
         return self._ssl
 
     def fileno(self) -> int:
-        """Return the socket's descriptor; -1 when closed."""
+        """Return the socket's descriptor; -1 if it is closed."""
         return self._ssl.fileno()
 
     def setblocking(self, flag: bool) -> None:
-        """Set no time-out, or one of 0."""
+        """Set the time-out to None (``flag`` is true) or 0."""
         self._timeout = None if flag else 0.0
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set the time-out, in seconds; None: none."""
+        """Set the time-out, in seconds; None: wait without limit."""
         self._timeout = seconds
 
     def version(self) -> str:
-        """Return the version of TLS that was agreed on, such as ``TLSv1.3``."""
+        """Return the negotiated version of TLS, such as ``TLSv1.3``."""
         return self._ssl.version() or ""
 
     def shutdown(self, how: int, /) -> None:
-        """Shut the socket. TLS's own farewell is not said: workers have one of theirs, inside."""
-        # Not that of the SSL socket, which would be a plain one after it.
+        """Shut down the socket, without sending TLS's close_notify: workers send GOODBYE instead."""
+        # Not SSLSocket.shutdown, which would also remove the TLS layer.
         socket.socket.shutdown(self._ssl, how)
 
     def discard(self) -> bool:
-        """Read what comes after a failed handshake, and forget it; say whether there may be more. Never blocks."""
+        """Read and discard bytes after a failed handshake; return whether there may be more. Never blocks."""
         try:
             return bool(socket.socket.recv(self._ssl, 4096))
         except BlockingIOError:
             return True
 
     def close(self) -> None:
-        """Close the descriptors. Says nothing to the other side, so that a forked child can do it as well."""
-        # Not in the middle of an attempt: OpenSSL would go on writing to that number, which may be another socket's by then.
-        # In a forked child, the lock may be held by a thread that does not exist there.
+        """Close the descriptors. Sends nothing to the other side, so that a forked child can call it."""
+        # Not during another thread's attempt to write: OpenSSL would continue to write to the number of the descriptor, which may
+        # belong to another socket then. In a forked child, a thread that does not exist there may hold the lock.
         held = os.getpid() == self._pid and self._lock.acquire(timeout=_CLOSE_S)
         try:
             self._ssl.close()
@@ -353,11 +356,11 @@ def shake_hands(
     """Run the dialler's side of a handshake; return the session. Reads no bytes that follow the handshake.
 
     Args:
-        limit: the time at which it must be over.
+        limit: the time at which the handshake must have finished.
         wait: called before each read.
 
     Raises:
-        OSError: the connection has ended; TimeoutError: the time is over.
+        OSError: the connection has ended (TimeoutError: the handshake has not finished in time).
         RpcError: the handshake has failed.
     """
     data = dialler.start()
@@ -383,7 +386,7 @@ def shake_hands(
 
 
 def _records(parts: Sequence[memoryview]) -> Any:
-    """Cut parts into what one record takes each, copying only where parts are small."""
+    """Divide buffers into pieces of one record each; only records that span several buffers are copied."""
     held: list[memoryview] = []
     room = _RECORD
     for part in parts:
@@ -413,12 +416,12 @@ def _wait(fd: int, events: int, seconds: float | None) -> None:
 
 
 def _broken() -> OSError:
-    """What a plain socket says where OpenSSL speaks of a violation: the other side has closed, and cannot be written to."""
+    """Return the error of a plain socket whose other side has closed; OpenSSL reports a violation of the protocol instead."""
     return BrokenPipeError(errno.EPIPE, "the other side has closed")
 
 
 def _closed() -> OSError:
-    """What a plain socket says that was closed on this side."""
+    """Return the error of a plain socket that was closed on this side."""
     return OSError(errno.EBADF, "closed")
 
 
@@ -439,10 +442,10 @@ class Tls:
 
     @classmethod
     def load(cls, settings: Settings) -> Tls | None:
-        """Load what the settings name; None where they name nothing, or nothing but Unix sockets is used.
+        """Load the certificates in the settings; None if there are none, or if only Unix sockets are used.
 
         Raises:
-            ConfigError: a file is missing, cannot be used or does not go with the others, or a certificate has expired.
+            ConfigError: a file is missing, cannot be used or does not match the others, or a certificate is not valid now.
         """
         given = [(name, variable, getattr(settings, name)) for name, variable in _FILES]
         missing = [variable for _, variable, path in given if not path]
@@ -462,10 +465,10 @@ class Tls:
         return cls(client, server, _digest(_first_certificate(str(settings.tls_cert))))
 
     def dial(self, sock: socket.socket, limit: float) -> TlsSocket:
-        """Speak TLS on a socket that has just connected, which belongs to what is returned, or is closed.
+        """Perform the client's TLS handshake on a connected socket. The returned object owns the socket; on errors it is closed.
 
         Raises:
-            TimeoutError: the other side did not answer until ``limit``, a moment.
+            TimeoutError: the handshake has not finished at the time ``limit``.
             ssl.SSLError: see :func:`explain`.
             OSError: the connection broke.
         """
@@ -475,14 +478,15 @@ class Tls:
         return made
 
     def accept(self, sock: socket.socket) -> TlsSocket:
-        """Return the server's end on an accepted socket; :meth:`TlsSocket.shake` is still to be called."""
+        """Return the server's end on an accepted socket. The caller performs the handshake by :meth:`TlsSocket.shake`."""
         return TlsSocket(sock, self._server, self._own, True)
 
 
 def _close_half_made(error: OSError) -> None:
-    """Close the socket that ``wrap_socket`` has made of the given one before it has failed.
+    """Close the socket that a failed ``wrap_socket`` has created.
 
-    CPython 3.11 leaves it open, and in no hands but those of the error's frames, where the other side had reset the connection.
+    If the other side has reset the connection, CPython 3.11 leaves this socket open, and only the frames of the error's traceback
+    refer to it.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -493,10 +497,13 @@ def _close_half_made(error: OSError) -> None:
 
 
 def explain(error: ssl.SSLError, whom: str) -> RpcError:
-    """Say in our words why TLS with somebody has failed; ``whom`` names who, and where.
+    """Return an error of this package that explains a TLS error.
+
+    Args:
+        whom: the name and address of the other side, for the message.
 
     Returns:
-        AuthenticationError: about certificates. VersionError: no version in common. ProtocolError: anything else.
+        AuthenticationError for certificates, VersionError if there is no common version, otherwise ProtocolError.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _EXPIRED:
@@ -533,21 +540,21 @@ def _check_file(path: str, what: str, private: bool) -> None:
 
 
 def _no_password(*_: Any) -> str:
-    return ""  # asked for on the terminal otherwise
+    return ""  # without a password, OpenSSL would ask for one on the terminal
 
 
 def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
-    # Workers move between hosts: who they are is for the CA and the group's key to say, not for the name of a host.
+    # Workers may move between hosts, so they are identified by the CA and the group's key, and not by a host name.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = _VERSIONS[settings.tls_min_version]
-    # The end of the file is an end, as without TLS: what is cut off is noticed by what it belongs to.
+    # Accept an end of file without close_notify, as plain sockets do: the frame reader notices a truncated frame.
     context.options |= (
         ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET | ssl.OP_IGNORE_UNEXPECTED_EOF
     )
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # each connection proves everything anew
+        context.num_tickets = 0  # no session resumption: each connection makes a full handshake
     context.set_ciphers(_SUITES)
     try:
         context.load_verify_locations(cafile=settings.tls_ca)
@@ -566,7 +573,7 @@ def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
 
 
 def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, settings: Settings) -> None:
-    """Have this worker speak with itself: what it would refuse of itself, the others refuse as well."""
+    """Run a TLS handshake of this worker with itself: other workers would refuse a certificate that fails here."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
     for _ in range(4):

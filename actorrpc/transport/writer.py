@@ -1,10 +1,11 @@
-"""Writing: how small frames and large memory leave a connection, and neither waits for the other.
+"""Writing of frames and of large buffers to a connection.
 
-Frames are put into the outbox; the thread that gets the lock sends what is there, for everybody. A thread that does not get it
-goes away: the holder looks again after releasing. Large memory leaves as chunks, piece by piece, each preceded by whatever small
-frames have come up. Nobody blocks in a send except the thread whose chunk it is. That one sleeps while the kernel is full, under
-the lock, or while the connection waits for another socket, without it. It wakes for the deadline, signal handlers and the end of
-the connection.
+Threads append frames to the outbox. The thread that gets the lock sends all frames in the outbox. A thread that does not get the
+lock returns, because the holder checks the outbox again after it has released the lock. Large buffers are sent in chunks, and the
+outbox is sent before each chunk, so small frames do not wait for a whole buffer. Only a thread that sends chunks, or that has
+asked to wait, sleeps while the kernel's buffer is full (under the lock). A thread that sends chunks also sleeps while the
+connection is suspended (without the lock). Its sleep ends at the deadline, for signal handlers, and when the connection is
+closed.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ __all__ = ["SILENT_S", "BlockedSends", "Sendable", "Writer"]
 
 _log = logging.getLogger("actorrpc.calls")
 SILENT_S: Final = 2.0
-"""A wait that takes longer is logged."""
-_QUIET_S: Final = 60.0  # at least so long passes between two such log lines
+"""A wait that takes longer (in seconds) is logged."""
+_QUIET_S: Final = 60.0  # the shortest time between two such log lines
 
 
 class BlockedSends:
-    """The waits of one kind for one peer.
+    """Records how long threads have waited to send to one peer, and limits log lines about it.
 
     Attributes:
-        since: since when threads have waited without a break; None while no thread waits. A lock of the owner guards it.
+        since: the time since which at least one thread has been waiting; None: no thread waits. A lock of the owner guards it.
     """
 
     __slots__ = ("_quiet_until", "since")
@@ -48,7 +49,7 @@ class BlockedSends:
         self._quiet_until = 0.0
 
     def is_due(self, since: float) -> bool:
-        """Return whether to log a wait that has lasted since then. If so, later waits are not logged for ``_QUIET_S``."""
+        """Return whether to log a wait that began at ``since``. If so, later waits are not logged for ``_QUIET_S``."""
         now = _time.now()
         if now < since + SILENT_S or now < self._quiet_until:
             return False
@@ -63,12 +64,12 @@ class BlockedSends:
 
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
-_PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
-_RESUMED_S: Final = 0.01  # how often it is looked whether a connection can go on
+_PARTS: Final = 512  # buffers in one sendmsg; the kernel allows 1024
+_RESUMED_S: Final = 0.01  # how often a sender of chunks checks whether a suspended connection was resumed
 
 
 class Sendable(Protocol):
-    """An item of the outbox whose ``sent`` the writer sets before it takes the frame."""
+    """An item of the outbox. The writer sets ``sent`` before it reads ``frame``."""
 
     frame: bytes
     sent: bool
@@ -81,8 +82,8 @@ class Writer:
         outbox: the frames to send next.
         lock: guards sending, and the counts.
         sent: bytes that were written to the connection's sockets; ``sent_in_chunks``: the part of them in chunks.
-        seal: seals what is sent, in the order of the wire; None: nothing is sealed.
-        blocked: the time in which a thread had a chunk to send and could send no byte.
+        seal: computes the tags of sent frames, in the order of sending; None: frames are not sealed.
+        blocked: the waits of threads that have a chunk to send and can send no byte.
     """
 
     __slots__ = (
@@ -105,19 +106,19 @@ class Writer:
         self.sent = self.sent_in_chunks = 0
         self.seal = seal
         self.blocked = BlockedSends()
-        self._rest: list[memoryview] = []  # what was sent in part
-        self._flushing = False  # a pool thread is to send the outbox
+        self._rest: list[memoryview] = []  # the rest of a frame that was sent in part
+        self._flushing = False  # flush_waiting() was submitted to the pool
         self._poller: select.poll | None = None
 
     # -- small frames ------------------------------------------------------------------------------
 
     @uninterruptible
     def flush(self, wait: bool = False, held: bool = False) -> bool:
-        """Send what is in the outbox. Returns whether all of it was handed to the kernel.
+        """Send the frames in the outbox. Returns whether the kernel has accepted all of them.
 
         Args:
-            wait: sleep while the kernel takes no more; otherwise a pool thread sends the rest.
-            held: this thread holds the lock, and sends the rest itself.
+            wait: sleep while the kernel's buffer is full; otherwise a pool thread sends the rest.
+            held: the calling thread holds the lock, and sends the rest itself.
         """
         conn, outbox = self._conn, self.outbox
         if conn.lane.is_open:
@@ -126,7 +127,7 @@ class Writer:
             if conn.state is not OPEN:
                 return False
             if not held and not self.lock.acquire(False):
-                return False  # the holder looks at the outbox again when it is done
+                return False  # the holder checks the outbox again after releasing the lock
             full = False
             try:
                 try:
@@ -145,7 +146,7 @@ class Writer:
                         try:
                             count = conn.stream.send(item, _SEND)
                         except OSError:
-                            self._rest = [memoryview(item)]  # another socket may take it
+                            self._rest = [memoryview(item)]  # sent again if the connection is resumed
                             raise
                         self.sent += count
                         if count != len(item):
@@ -161,20 +162,20 @@ class Writer:
                 if not held:
                     self.lock.release()
             if full and not wait:
-                if not held and not self._flushing:  # one thread that waits for the peer to read is enough
+                if not held and not self._flushing:  # one pool thread that waits is enough
                     self._flushing = True
                     conn.events.submit(self.flush_waiting)
                 return False
         return True
 
     def flush_waiting(self) -> None:
-        """Send everything, on a pool thread that may sleep meanwhile."""
+        """Send the outbox, on a pool thread, which sleeps while the kernel's buffer is full."""
         self.flush(wait=True)
         self._flushing = False
         self.flush()  # another thread may have seen `_flushing` and left its frames
 
     def is_drained(self, wait: bool = False) -> bool:
-        """Return whether the kernel has all frames; False while another thread sends, unless ``wait`` waits for its end."""
+        """Return whether the kernel has accepted all frames. While another thread sends, return False, or wait if ``wait``."""
         if not self.lock.acquire(wait):
             return False
         try:
@@ -187,7 +188,7 @@ class Writer:
         """Send the rest of a frame that was sent in part. Under the lock.
 
         Raises:
-            BlockingIOError: the kernel takes no more.
+            BlockingIOError: the kernel's buffer is full.
         """
         conn, rest = self._conn, self._rest
         count = conn.stream.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
@@ -215,7 +216,7 @@ class Writer:
         return b"".join(parts)
 
     def _wait_writable(self, deadline: float | None = None) -> None:
-        """Sleep until the kernel takes more, for at most a slice. Under the lock."""
+        """Sleep until the kernel's buffer has room, for at most 0.1 s. Under the lock."""
         if (poller := self._poller) is None:
             poller = self._poller = _time.poll()
             poller.register(self._conn.fd, select.POLLOUT)
@@ -223,12 +224,12 @@ class Writer:
         poller.poll(left * 1e3)
 
     def send_first(self, parts: list[memoryview]) -> None:
-        """Queue bytes before everything else, to be sent over another socket. Under the lock."""
+        """Queue bytes before all others, when the connection is resumed over another socket. Under the lock."""
         self._rest = parts + self._rest
         self._poller = None
 
     def clear(self) -> None:
-        """Drop the frames that were not sent: the connection is closed."""
+        """Discard the frames that were not sent, after the connection was closed."""
         self.outbox.clear()
         self._rest = []
 
@@ -238,19 +239,18 @@ class Writer:
     def send_chunks(
         self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
     ) -> bool:
-        """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping where the kernel is
-        full.
+        """Send pieces (buffer index, offset, memory) of a stream as chunks; sleep while the kernel's buffer is full.
 
-        Small frames overtake between chunks. Returns False if it had to stop (deadline, closed); the stream was then aborted
-        cleanly, as it is where a signal handler raises: the chunk that was under way is finished from a copy.
+        Returns False if the deadline has passed or the connection was closed. If the deadline has passed or a signal handler
+        raises, the stream is aborted cleanly: a chunk that was sent in part is finished from a copy, and STREAM_ABORT follows.
         """
         conn, done, copy = self._conn, False, memoryview(b"")
         try:
             for index, offset, piece in pieces:
                 prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
                 if self.seal is not None:
-                    # From a copy: what is sent must be what was sealed, also where the caller's memory changes meanwhile.
-                    # It can be made again for the next piece: what is left of this one is copied once more below.
+                    # Send a copy, so that the sent bytes match the seal even if the caller's memory changes meanwhile. The copy
+                    # is reused for the next piece: if a chunk is left to another thread, ``_leave`` copies its rest.
                     copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
                     copy[: len(piece)] = piece
                     piece = copy[: len(piece)]
@@ -271,7 +271,7 @@ class Writer:
             stream = conn.stream
             if conn.state is not SUSPENDED and not stream.is_full:
                 done = self._try(prefix, piece, deadline)
-            checkpoint()  # between chunks, without a lock
+            checkpoint()  # runs deferred signal handlers; no lock is held here
             if done is not None:
                 return done
             if conn.state is CLOSED or (deadline is not None and _time.now() > deadline):
@@ -285,7 +285,7 @@ class Writer:
                 self._note_blocked()
 
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
-        """Send one chunk; None: before it began, the socket has failed or a signal handler was put off."""
+        """Send one chunk. None: the socket failed, or a signal handler was deferred, before the chunk was begun; try again."""
         conn = self._conn
         while not self.lock.acquire(timeout=0.1):
             if conn.state is CLOSED or (deadline is not None and _time.now() > deadline):
@@ -316,10 +316,10 @@ class Writer:
                 self._note_blocked()
                 late = deadline is not None and _time.now() > deadline
                 if late or pending_here():
-                    # The chunk must be finished, but not by us and not from the caller's memory.
+                    # A pool thread finishes the chunk, from a copy, since the caller may change its memory after this returns.
                     left = self._leave(begun)
                     conn.events.submit(self.flush_waiting)
-                    return begun and not self._rest if late else left  # all of it may have gone
+                    return begun and not self._rest if late else left  # True if the whole chunk was sent
         except BaseException as error:
             conn.failed(error)
             return self._leave(begun) if conn.state is SUSPENDED else False
@@ -329,7 +329,7 @@ class Writer:
             self.flush()
 
     def _note_blocked(self) -> None:
-        """Have a wait that takes long logged on another thread: a handler of the log may run anything."""
+        """Log a long wait, on a pool thread, because a log handler may run any code and this thread may hold the lock."""
         blocked, conn = self.blocked, self._conn
         if blocked.since is not None and blocked.is_due(blocked.since):
             name = conn.peer.name if conn.peer else "a stranger"
@@ -338,6 +338,6 @@ class Writer:
             conn.events.submit(partial(blocked.log, what, why))
 
     def _leave(self, begun: bool) -> bool | None:
-        """Leave a chunk that has begun to another thread, from a copy."""
+        """Replace the unsent rest by a copy, which another thread sends. Return True if a chunk was begun, else None."""
         self._rest = [memoryview(bytes(part)) for part in self._rest]
         return True if begun else None

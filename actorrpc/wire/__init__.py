@@ -1,3 +1,3 @@
-"""Bytes: frames, the handshake, keys and identities. No sockets, no torch."""
+"""The wire protocol: frames, the handshake, keys and identities. No sockets, no torch."""
 
 __all__: list[str] = []

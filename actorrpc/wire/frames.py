@@ -1,18 +1,17 @@
-"""Frames: how bytes on a connection are cut into messages. No I/O, no locks, no unpickling.
+"""Frames, into which the byte stream of a connection is divided. No I/O, no locks, no unpickling.
 
 Every frame is a fixed prefix of 32 bytes and ``length`` more bytes::
 
     length u32 | extra u32 | kind u8 | flags u8 | 2 unused | remaining f32 | id u64 | chain u64 | extra bytes
     | body
 
-``id`` names the call (or the stream, for a chunk); ``remaining`` is what is left of its time in seconds
-(infinity where it has no bound); ``chain`` names the chain of nested calls that it belongs to; ``extra`` is a
-msgpack map, there only when something has to be said (sizes of raw buffers, fields of hooks). Large
-memory never sits in a frame: it travels through shared memory or as CHUNK frames of at most ``Limits.chunk``
-bytes, which other frames may overtake.
+``id`` is the number of the call (of the stream, for a chunk). ``remaining`` is the time in seconds until the call times out
+(infinity without a time-out). ``chain`` is the id of the chain of nested calls that the call belongs to. ``extra`` is the size of
+the header (:mod:`actorrpc.wire.headers`), which most frames do not have. Large buffers are not part of a message's frame: they
+are sent through shared memory, or in CHUNK frames of at most ``Limits.chunk`` bytes, between which other frames may be sent.
 
-:class:`FrameReader` is fed by the thread that reads the socket (under the connection's read lock) and checks each
-size before any memory is allocated for it.
+The thread that reads the socket calls :class:`FrameReader` under the connection's read lock. The reader checks each
+size before it allocates memory for it.
 """
 
 from __future__ import annotations
@@ -64,48 +63,42 @@ MAX_EXTRA: Final = 1 << 20
 
 # -- kinds ---------------------------------------------------------------------------------
 REQUEST: Final = 1  # a call
-REPLY: Final = 2  # its value
-FAILURE: Final = 3  # its error: up to here, a frame is a message; what follows controls
-INTRO: Final = 4  # first frame of the side that dialled: who is speaking (a packed WorkerRecord)
-CANCEL: Final = 5  # the caller gave the call up; its flags are STOP and LATE
+REPLY: Final = 2  # the value of a call
+FAILURE: Final = 3  # the error of a call. Kinds up to here are messages; the others are control frames
+INTRO: Final = 4  # the first frame of the side that connected: its packed WorkerRecord
+CANCEL: Final = 5  # the caller gave up the call; the flags may be STOP and LATE
 PING: Final = 6
 PONG: Final = 7
-CREDIT: Final = 8  # a large request has been taken up: its bytes no longer count as unread
+CREDIT: Final = 8  # a large request was started: its bytes no longer count as unread
 CHUNK: Final = 9  # a piece of a large buffer; chain holds (buffer index, offset)
-STREAM_ABORT: Final = 10  # the rest of a stream of chunks will not come
-LANE_FREE: Final = 11  # shared memory handed back
-LANE_RETIRE: Final = (
-    12  # shared memory that the lender no longer uses; none: descriptors wait that are to be taken in
-)
-GOODBYE: Final = 13  # end of file after this is no death: the peer leaves; with flags, it takes us for dead
+STREAM_ABORT: Final = 10  # no more chunks of this stream will be sent
+LANE_FREE: Final = 11  # the receiver no longer uses this shared memory
+# The lender has retired this shared memory. Without a body: descriptors have been sent over the lane and can be received.
+LANE_RETIRE: Final = 12
+GOODBYE: Final = 13  # the peer leaves, so the end of file is not its death; with flags: it considers us dead
 DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
-NOTICE: Final = 15  # one way, for the floors above: its header names the handler
-ACK: Final = 16  # id counts the bytes of this connection that have come: so much need not be kept any more
+NOTICE: Final = 15  # a one-way message to a handler of a higher layer, which its header names
+ACK: Final = 16  # id is the number of bytes received, which need not be kept for resending
 LAST_KIND: Final = ACK
-UNREAD: Final = (
-    255  # never sent: a message for whose body there was no memory; ``buffers`` has its kind and size
-)
+# Never sent: stands for a message for whose body there was no memory; ``buffers`` has its kind and size.
+UNREAD: Final = 255
 
 _OFFSET_BITS: Final = 40
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
 _new: Final[Any] = tuple.__new__
 
 
-STREAM: Final = 4  # flag of a message whose buffers come in chunks
-POST: Final = 32  # flag of a request that has no answer
-OBJECTS: Final = (
-    64  # flag of a message with objects in shared memory, whose descriptors have been sent before it
-)
-MAIL: Final = 16  # flag of a request that is for a mailbox, which is entered in the order of the wire
-STOP: Final = 1  # flag of CANCEL: the caller wants what runs to be interrupted
-LATE: Final = 2  # flag of CANCEL: the time of the call is over
-RESERVED: Final = (
-    128  # flag of mail in two frames: one without a body reserves its place, the other is the message
-)
+STREAM: Final = 4  # flag of a message whose buffers are sent in chunks
+POST: Final = 32  # flag of a request without an answer
+OBJECTS: Final = 64  # flag of a message with objects in shared memory, whose descriptors were sent before it
+MAIL: Final = 16  # flag of a request to a mailbox; such requests are queued in the order of sending
+STOP: Final = 1  # flag of CANCEL: interrupt the execution
+LATE: Final = 2  # flag of CANCEL: the call has timed out
+RESERVED: Final = 128  # flag of mail in two frames: one without a body to reserve its place, then the message
 
 
 class Frame(NamedTuple):
-    """One whole frame. ``body`` is the frame's own copy; ``extra`` is still packed. A chunk has its length in ``flags``."""
+    """A complete frame. ``body`` is the frame's own copy; ``extra`` is still packed. A chunk has its length in ``flags``."""
 
     kind: int
     flags: int
@@ -114,8 +107,8 @@ class Frame(NamedTuple):
     chain: int
     extra: bytes
     body: bytes
-    buffers: Any = None  # the memory of a message that came in chunks
-    objects: Any = None  # the segments that the message names
+    buffers: Any = None  # the buffers that were sent in chunks
+    objects: Any = None  # the segments that the message uses
 
 
 def pack_frame(
@@ -129,11 +122,10 @@ def pack_frame(
     extra: bytes = b"",
     length: int = 0,
 ) -> bytes:
-    """Return the bytes of one frame; ``length`` counts bytes of it that the caller sends itself, behind
-    these.
+    """Return the bytes of one frame; the caller sends ``length`` more bytes of the frame after them.
 
     Raises:
-        LimitError: the extra header is over its limit.
+        LimitError: the header is larger than its limit.
     """
     if len(extra) > MAX_EXTRA:
         raise LimitError(
@@ -148,7 +140,7 @@ def pack_frame(
 
 
 def pack_position(index: int, offset: int) -> int:
-    """Return where a chunk belongs (which buffer, at which byte) as one number."""
+    """Pack the position of a chunk, its buffer's index and the offset in it, into one number."""
     return index << _OFFSET_BITS | offset
 
 
@@ -160,22 +152,23 @@ def unpack_position(position: int) -> tuple[int, int]:
 class FrameReader:
     """Cuts a stream of bytes into frames, incrementally.
 
-    The reader of the socket asks :meth:`target` where to put the next bytes, and tells :meth:`fed` how many
-    came. A chunk's bytes go straight to their destination: ``sink_for(stream, position, length)`` gives the
-    memory, or raises ProtocolError. Not thread-safe: the connection's read lock guards it.
+    The reader of the socket reads into the buffers that :meth:`target` returns, and then calls :meth:`fed`. The bytes of
+    a chunk are read directly into their destination, which ``sink_for(stream, position, length)`` returns. Not thread-safe: the
+    connection's read lock guards it.
 
     Args:
         max_frame: the largest frame (without its prefix) that is accepted, in bytes.
         max_chunk: the largest chunk that is accepted, in bytes.
-        sink_for: gives the memory for a chunk; ``None`` refuses chunks.
+        sink_for: returns the memory for a chunk, or raises ProtocolError; ``None``: chunks are refused.
         capacity: size of the read buffer, in bytes.
-        allocate: makes the read buffer: zeros that can be written to, of so many bytes.
+        allocate: allocates a zeroed, writable buffer of so many bytes.
 
     Attributes:
-        empty: the whole read buffer, where the next bytes begin a frame; ``None``: see :meth:`target`.
+        empty: the read buffer, if it is empty and the next byte begins a frame; otherwise ``None``, and :meth:`target` must be
+            used.
         more: see :meth:`fed`.
-        received: how many bytes have come; ``received_in_chunks``: the part of them in chunks.
-        sink: where a chunk goes that has begun and whose rest has not been read; ``None``: there is none.
+        received: the number of bytes received; ``received_in_chunks``: the part of them in chunks.
+        sink: the destination of a chunk that was read in part; ``None``: there is no such chunk.
     """
 
     __slots__ = (
@@ -224,26 +217,27 @@ class FrameReader:
 
     @property
     def mid_frame(self) -> bool:
-        """Whether part of a frame has been read and the rest has not."""
+        """Whether a frame was read in part."""
         return self.sink is not None or self._end > self._start
 
     def target(self) -> list[memoryview]:
-        """Return the memory that the next bytes go to, in order. Never empty, never of zero size."""
+        """Return the buffers for the next bytes, in the order in which they are filled. Their total size is never zero."""
         sink = self.sink
         if sink is None:
             return [self._view[self._end :]] if self._end else self._whole
-        # Behind a chunk, read no more than the next prefix: further chunk bytes go to their own place
-        # directly.
+        # After a chunk, read no more than the next prefix, so that the bytes of the next chunk can be read directly into
+        # their destination.
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
-        """Record ``count`` new bytes and return the frames that are now whole.
+        """Record ``count`` new bytes and return the frames that are now complete.
 
-        Where ``more`` is true after that, handle them and call this again with 0: the rest waits for it.
+        If ``more`` is true afterwards, the caller must handle the frames and call this method again with 0: the buffer has more
+        bytes, which can only be cut into frames then.
 
         Raises:
-            ProtocolError: the bytes make no sense, or something is over a limit.
+            ProtocolError: the bytes are not valid frames, or a size exceeds a limit.
         """
         frames: list[Frame] = []
         self.more = False
@@ -283,28 +277,28 @@ class FrameReader:
             try:
                 body = bytes(view[start:stop])
             except MemoryError:
-                if kind > FAILURE or flags & STREAM:  # more depends on it than one call
+                if kind > FAILURE or flags & STREAM:  # dropping this frame would affect more than one call
                     raise
                 frames.append(Frame(UNREAD, flags, id, remaining, chain, header, b"", (kind, stop - start)))
             else:
-                # As Frame(...), without the call in Python that it is.
+                # The same as Frame(...), but without its Python-level __new__.
                 frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None)))
             start = stop
             if flags & STREAM and kind <= FAILURE:
-                # Its chunks may be here already, and need the memory that is made when this frame is seen.
+                # Its chunks may be in the buffer already. The caller allocates memory for them when it handles this frame.
                 self.more = True
                 break
         self._start = start
         if start == end:
             self._start = self._end = 0
-        elif self.sink is None and not self.more:  # what is behind a frame that has more is not checked yet
+        elif self.sink is None and not self.more:  # with more, the next frame's length is not checked yet
             here = end - start
             self._make_room(PREFIX_SIZE + (PREFIX.unpack_from(view, start)[0] if here >= PREFIX_SIZE else 0))
         self.empty = None if self._end or self.sink is not None else self._view
         return frames
 
     def _begin_chunk(self, frames: list[Frame], start: int, end: int, length: int, frame: Frame) -> int:
-        """Move what is here of a chunk to its place; return where the next frame starts."""
+        """Copy the buffered bytes of a chunk to its destination; return where the next frame starts."""
         if self._sink_for is None or not 0 < length <= self._max_chunk:
             raise ProtocolError(self._nonsense(CHUNK, length, 0))
         sink = self._sink_for(frame.id, frame.chain, length)
@@ -322,14 +316,14 @@ class FrameReader:
         self.sink = self._chunk = None
 
     def _make_room(self, needed: int) -> None:
-        """Make sure that what has begun, a frame of ``needed`` bytes or its prefix, fits into the buffer."""
+        """Make sure that the frame or prefix of ``needed`` bytes that was read in part fits into the buffer."""
         here = self._end - self._start
         capacity = len(self._buffer)
         if needed > capacity:
-            # Checked against the limit above; grown once, and kept.
+            # The caller has checked ``needed`` against the limit. The larger buffer is kept.
             try:
                 larger = self._allocate(max(needed, 2 * capacity))
-            except OSError as error:  # of a mapping
+            except OSError as error:  # ``allocate`` may map memory
                 raise MemoryError(f"no memory to read a message of {needed} bytes") from error
             larger[:here] = self._view[self._start : self._end]
             self._buffer, self._view = larger, memoryview(larger)

@@ -1,18 +1,18 @@
-"""Mutual authentication, before a connection may carry anything else.
+"""The handshake: mutual authentication at the begin of every connection.
 
     dialler                                   acceptor
     HELLO      versions, purpose, names ->
                                           <-  CHALLENGE  versions, name, nonce
-    AUTH       proof of the key         ->               (checked before anything is promised)
+    AUTH       proof of the key         ->
                                           <-  WELCOME    proof of the key
 
-Either side may answer REFUSE (a code and a short text) instead. Each proof is an HMAC-SHA256 under the
-group's key over everything both sides have said, plus a role string, so that none can be reflected,
-replayed, moved to another connection or made to choose an older version.
+The acceptor may send REFUSE (a code and a short text) instead. It sends its own proof only after it has checked the proof of the
+dialler. Each proof is an HMAC-SHA256 under the group's key over all messages of both sides and a role string, so that a proof
+cannot be reflected, replayed, used on another connection, or used to make a side choose an older version.
 
 Sans-I/O: the owner of the socket feeds bytes in and sends the returned bytes; one thread at a time. The dialler's owner reads
-:attr:`Dialler.wanted` bytes at a time, so that it reads no bytes that follow the handshake. No message has more than 256 bytes,
-and at most one is held. This module and its imports must never import pickle or call anything that the peer names.
+:attr:`Dialler.wanted` bytes at a time, so that it reads no bytes that follow the handshake. A message has at most 256 bytes, and
+at most one message is buffered. This module and its imports must never import pickle or call anything that the peer names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 MAX_MESSAGE = 256
 VERSIONS = (6, 6)
-"""The lowest and the highest version of the protocol that this code speaks."""
+"""The lowest and the highest version of the protocol that this code supports."""
 
 _MAGIC = b"aRPC"
 _HEAD = len(_MAGIC) + 2  # magic, kind, length of the body
@@ -66,18 +66,18 @@ _SIZES = {
     _WELCOME: (32, 32),
     _REFUSE: (_REFUSE_FIXED.size, _REFUSE_FIXED.size + 200),
 }
-_KEYLESS = 1  # flag: this side has no key and was told that this is fine
-_SEALS = 2  # flag: this side wants what follows to be sealed, and so it is for both
+_KEYLESS = 1  # flag: this side has no key, and the user has allowed that
+_SEALS = 2  # flag: this side requests seals; one request is enough, and both directions are sealed then
 _MIN_KEY = 16
 _GIVE_KEY = "start every worker with the same ACTORRPC_KEY (or ACTORRPC_KEY_FILE)"
 
 
 class Purpose(enum.IntEnum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
     MAIN = 0
-    LANE = 1  # descriptors of shared memory
-    RESUME = 2  # takes the place of a connection that has broken; ``attach`` names it
+    LANE = 1  # carries descriptors of shared memory
+    RESUME = 2  # replaces a broken connection, which ``attach`` identifies
 
 
 MAIN, LANE = Purpose.MAIN, Purpose.LANE
@@ -85,7 +85,7 @@ _PURPOSES = frozenset(int(purpose) for purpose in Purpose)
 
 
 class Refusal(enum.IntEnum):
-    """Why an acceptor refused."""
+    """The reason why an acceptor refused a connection."""
 
     KEY = 1
     VERSION = 2
@@ -96,13 +96,14 @@ class Refusal(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What both sides know when the handshake is over.
+    """The result of a handshake.
 
     Attributes:
-        peer_name: the worker at the other end; in any case, it holds the key (where there is one).
-        attach: 16 bytes that name the connection that a LANE connection belongs to, or a RESUME connection takes the place of.
+        peer_name: the name that the peer gave; the peer has proved that it has the key, if the group has one.
+        attach: 16 bytes that identify a connection: the one that a LANE connection belongs to, or that a RESUME connection
+            replaces.
         key: 32 secret bytes, equal on both sides, different for every connection.
-        sealed: whether what follows is sealed (:mod:`actorrpc.wire.integrity`): one side at least wants it.
+        sealed: whether the following frames are sealed (:mod:`actorrpc.wire.integrity`), as at least one side has requested.
     """
 
     peer_name: str
@@ -115,7 +116,7 @@ class Session:
 
 
 class _Side:
-    """What both ends share: the key, reading one bounded message at a time, and ending for good."""
+    """The common part of both sides: the key, reading of messages, and failing. A side that has failed stays failed."""
 
     __slots__ = (
         "_binding",
@@ -143,8 +144,8 @@ class _Side:
     ) -> None:
         if not key and not insecure:
             raise ConfigError(
-                f"worker {name!r} has no key: {_GIVE_KEY}, or say insecure=True (ACTORRPC_INSECURE=1) where the "
-                f"network is yours alone"
+                f"worker {name!r} has no key: {_GIVE_KEY}, or set insecure=True (ACTORRPC_INSECURE=1) if nobody else can use "
+                f"the network"
             )
         if key and len(key) < _MIN_KEY:
             raise ConfigError(f"a key has at least {_MIN_KEY} bytes, this one has {len(key)}")
@@ -164,18 +165,18 @@ class _Side:
 
     @property
     def done(self) -> bool:
-        """Whether both sides have proved themselves."""
+        """Whether both sides have proved that they have the key."""
         return self._result is not None
 
     @property
     def result(self) -> Session:
-        """What the handshake has established.
+        """The result of the handshake.
 
         Raises:
-            ProtocolError: it is not over.
+            ProtocolError: the handshake has not finished.
         """
         if self._result is None:
-            raise ProtocolError("the handshake is not over")
+            raise ProtocolError("the handshake has not finished")
         return self._result
 
     def _fail(self, error: RpcError) -> None:
@@ -184,11 +185,11 @@ class _Side:
         raise error
 
     def _take(self, data: bytes, expected: int) -> tuple[int, bytes] | None:
-        """Add ``data``; return kind and whole message, or None while it is incomplete."""
+        """Add ``data`` to the buffer; return the kind and the bytes of the message, or None if it is incomplete."""
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
         if self._result is not None:
-            raise ProtocolError("the handshake is over; these bytes belong to what follows it")
+            raise ProtocolError("the handshake has finished; these bytes belong to the frames that follow it")
         held = len(self._buffer)
         whole = self._buffer + data[: MAX_MESSAGE - held]
         if whole[: len(_MAGIC)] != _MAGIC[: len(whole)]:
@@ -219,7 +220,7 @@ class _Side:
         return kind, whole
 
     def _proof(self, role: bytes, *more: bytes) -> bytes:
-        # Every part delimits itself: the messages by their heads, the binding by its length.
+        # The concatenation is unambiguous: messages contain their length, and the binding follows its length.
         mac = hmac.new(self._key, b"actorrpc handshake 1\0" + role + b"\0", hashlib.sha256)
         for part in (
             struct.pack("!I", len(self._binding)),
@@ -245,7 +246,7 @@ class _Side:
             raise  # not reached
 
     def _decode_flags(self, flags: int) -> bool:
-        """Return whether the other side has no key; note whether it wants seals."""
+        """Return whether the other side has no key; record whether it requests seals."""
         if flags & ~(_KEYLESS | _SEALS):
             self._fail(ProtocolError(f"the other side of the handshake sent unknown flags {flags:#x}"))
         self._seals = self._seals or bool(flags & _SEALS)
@@ -253,10 +254,10 @@ class _Side:
 
 
 class Dialler(_Side):
-    """The side that opened the connection; it proves itself first.
+    """The side that opened the connection. It sends its proof first. Not thread-safe.
 
-    ``peer_name`` and ``peer_incarnation`` say whom it means to reach: another answers, and it is refused
-    before anything is proved to it. One thread at a time.
+    If ``peer_name`` or ``peer_incarnation`` is given and the acceptor is another worker, the handshake fails before the dialler
+    has sent a proof.
     """
 
     __slots__ = (
@@ -307,9 +308,9 @@ class Dialler(_Side):
         self._peer: tuple[str, bytes] | None = None
         self._version = 0
         self.refused: Refusal | None = None
-        """Why the other side refused, where it did and said so."""
+        """The reason of the acceptor, if it has sent REFUSE."""
         self.replaced = False
-        """Whether a later life of the worker that was meant has answered, or so it says: nothing was proved."""
+        """Whether another run of the intended worker has answered. Not authenticated: the acceptor has proved nothing yet."""
 
     def start(self) -> bytes:
         """Return the first message."""
@@ -326,17 +327,17 @@ class Dialler(_Side):
 
     @property
     def wanted(self) -> int:
-        """How many bytes of the acceptor to read next, at most."""
+        """How many bytes of the acceptor's next message are missing, as far as is known; read no more than that."""
         held = len(self._buffer)
         return (_HEAD if held < _HEAD else _HEAD + self._buffer[5]) - held
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the acceptor; return those to send to it.
+        """Process bytes from the acceptor; return the bytes to send to it.
 
         Raises:
-            AuthenticationError: it does not hold the key, or is not the worker that was meant.
-            VersionError: it speaks no common version.
-            LimitError: it has no place for another connection now.
+            AuthenticationError: the acceptor does not have the key, or is not the intended worker.
+            VersionError: the two sides support no common version.
+            LimitError: the acceptor cannot accept another connection now.
             ProtocolError: anything else.
         """
         if not self._started:
@@ -390,7 +391,7 @@ class Dialler(_Side):
             self._fail(
                 AuthenticationError(
                     f"wrong peer: worker {self._name!r} dialled {self._target()}, but {was!r} answers at its "
-                    "address; the worker that was meant has ended or restarted"
+                    "address; the intended worker has ended or restarted"
                 )
             )
         if incarnation == self._incarnation:
@@ -430,11 +431,12 @@ class Dialler(_Side):
 
 
 class Acceptor(_Side):
-    """The side that was dialled; it promises nothing before the dialler has proved itself.
+    """The side that accepted the connection. It sends its proof after the dialler has proved that it has the key. Not
+    thread-safe.
 
-    ``admit`` is asked, once the dialler has proved that it holds the key, whether it may come in; it
-    returns ``None``, or a refusal and its reason. It must be quick and must not raise. After an error,
-    ``farewell`` holds what should be sent before the connection is closed. One thread at a time.
+    ``admit`` is called after the dialler's proof was checked, and decides whether the connection is accepted: it returns
+    ``None``, or a refusal and its reason. It must be quick and must not raise. After an error, ``farewell`` has the bytes to send
+    before the connection is closed; it may be empty.
     """
 
     __slots__ = ("_admit", "_claim", "farewell")
@@ -458,15 +460,15 @@ class Acceptor(_Side):
 
     @property
     def greeted(self) -> bool:
-        """Whether the dialler has said a hello that makes sense."""
+        """Whether the dialler has sent a valid HELLO."""
         return self._claim is not None
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the dialler; return those to send to it.
+        """Process bytes from the dialler; return the bytes to send to it.
 
         Raises:
-            AuthenticationError: it does not hold the key, or was not admitted.
-            VersionError: it speaks no common version.
+            AuthenticationError: the dialler does not have the key, or was not admitted.
+            VersionError: the two sides support no common version.
             ProtocolError: anything else.
         """
         taken = self._take(data, _AUTH if self._claim is not None else _HELLO)
@@ -481,7 +483,7 @@ class Acceptor(_Side):
 
     @staticmethod
     def refuse(code: Refusal, text: str) -> bytes:
-        """Return the message that refuses, for an owner that will not even begin (too busy)."""
+        """Return a REFUSE message. An owner that is too busy sends it without starting a handshake."""
         reason = "".join(char if " " <= char <= "~" else "?" for char in text)[:200].encode("ascii")
         return _message(_REFUSE, _REFUSE_FIXED.pack(code, len(reason)) + reason)
 
@@ -534,7 +536,7 @@ class Acceptor(_Side):
         if not hmac.compare_digest(message[_HEAD:], self._proof(b"dialler")):
             self._turn_away(
                 Refusal.KEY,
-                "its key is another one",
+                "it has another key",
                 AuthenticationError(
                     f"a dialler that calls itself {claim.peer_name!r} did not prove to worker {self._name!r} "
                     f"that it holds the group's key; {_GIVE_KEY}"

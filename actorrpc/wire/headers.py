@@ -1,6 +1,7 @@
-"""The header of a message: what is said of it where it can be read without unpickling its body. No I/O, no locks.
+"""The header of a message: fields that can be read without unpickling the body. No I/O, no locks.
 
-On the wire it is a msgpack map of the fields that are there, in a frame's ``extra`` bytes. Most messages have none.
+On the wire, a header is a msgpack map of the fields that are set, in the ``extra`` bytes of a frame. Most messages have no
+header.
 """
 
 from __future__ import annotations
@@ -15,37 +16,41 @@ __all__ = ["Header", "pack_header", "unpack_header"]
 
 
 class Header(TypedDict, total=False):
-    """The fields of a header. Those who read one check the values that they use: a peer may send anything."""
+    """The fields of a header. A peer may send any values, so code that reads a field checks its value."""
 
-    # Any message
-    sizes: list[int]  # of its buffers, in bytes
-    stream: int  # the number under which its buffers come in chunks
-    placement: (
-        tuple[int, int] | list[int]
-    )  # its buffers are in shared memory: segment, loan (shared_memory.Lender)
-    objects: list[Any]  # the numbers of the segments of shared memory that it names; before it is sent, those
-    references: Any  # the references that it carries, as the protocol of reference counts packs them
-    tag: Any  # the recorder's, of the tensors that it carries (hooks.Recorder)
-    profile: list[Any]  # of a call: the profiled call's number and name, and the settings of what collects
-    trace: bytes  # of a call that belongs to a trace which is sampled: 16 bytes of its id, 8 of the caller's span's, 1 of flags
+    # -- any message
 
-    # Notices
+    sizes: list[int]  # the sizes of the message's buffers, in bytes
+    stream: int  # the number of the stream of chunks that carries the buffers
+    # The place of the buffers in shared memory: segment and loan (shared_memory.Lender).
+    placement: tuple[int, int] | list[int]
+    # The numbers of the object segments that the message uses; until it is sent, the segments themselves.
+    objects: list[Any]
+    references: Any  # the references in the message, as the protocol of reference counts packs them
+    tag: Any  # set by the recorder for the message's tensors (hooks.Recorder)
+    profile: list[Any]  # of a call: number and name of the profiled call, and the settings of the profiler
+    trace: bytes  # of a call in a sampled trace: 16 bytes trace id, 8 bytes id of the caller's span, 1 byte flags
+
+    # -- notices
+
     notice: str  # the name of its handler
 
-    # Requests
-    path: tuple[int, ...] | list[int]  # the mailbox executions that it descends from, the outermost first
-    mailbox: int  # the number of the mailbox that it is for
-    creates: bool  # it makes what the mailbox is of
+    # -- requests
+
+    # The executions of actor methods that led to the request, the outermost first.
+    path: tuple[int, ...] | list[int]
+    mailbox: int  # the number of the mailbox that receives the request
+    creates: bool  # the request creates the actor of the mailbox
     method: str
-    group: str  # the concurrency group, where it is not the method's own
+    group: str  # the concurrency group, if it is not the method's own
     priority: int
-    window: int  # the result is a stream, of so many buffered items at most; 0: bounded by bytes only
-    num_returns: int  # where it is not 1
-    rref: bytes  # with num_returns 0: names the RRef whose value the result becomes, as the reference counts pack that
-    keep: bool  # a large result stays where it was made until it is fetched
-    unordered: bool  # it need not wait for earlier requests of the same caller
-    place: int  # the id of the same request when it was first made: it takes that one's place in the order
-    unresolved: bool  # arguments are still to be fetched by the receiver
+    window: int  # the result is a stream with at most so many buffered items; 0: limited by bytes only
+    num_returns: int  # if it is not 1
+    rref: bytes  # with num_returns 0: the id of the RRef that gets the result as its value, as reference counting packs it
+    keep: bool  # a large result stays on the worker that computed it until it is fetched
+    unordered: bool  # the request need not wait for earlier requests of the same caller
+    place: int  # of a repeated request: the id of the first attempt, which determines its place in the order
+    unresolved: bool  # the receiver has to fetch arguments before it can run the request
 
 
 _TEXT: Final = frozenset({str})

@@ -1,10 +1,9 @@
-"""Who a worker is: its public name and rank, one run of it (the incarnation), and where it can be reached.
+"""The identity of a worker: its name and rank, the incarnation (one run of the worker), and its addresses.
 
-``WorkerInfo`` is what users see; ``WorkerRecord`` is what workers tell each other through the rendezvous
-store. A record is read back from a store that others may write to, so every field is checked on the way
-in and nothing here evaluates, imports or unpickles what it is given.
+Users get a ``WorkerInfo``. Workers exchange ``WorkerRecord`` through the rendezvous store. Other programs may be able to write to
+the store, so every field of a record is checked when it is read, and nothing is evaluated, imported or unpickled.
 
-Any thread may use these classes: they are immutable. This module opens nothing and keeps no state.
+The classes are immutable and thread-safe.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MAX_NAME = 127
 """The longest worker name, in characters (torch's limit: names are *shorter than* 128)."""
 
 FIRST_VISITOR = 1 << 30
-"""The first rank of visitors, which ask a worker something and are no members of its group."""
+"""The first rank of visitors: processes that query a worker and are not members of its group."""
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]+", re.ASCII)
 _INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -48,22 +47,22 @@ _HOST = re.compile(r"[0-9a-zA-Z_.:-]{1,128}", re.ASCII)
 _RECORD_FORMAT = 3
 _MAX_RECORD = 256 << 10  # device maps name every worker that they are for
 _MAX_ADDRESSES = 64
-# Only used where the kernel does not say which boot this is: then no other process is "on this host".
+# Used if the kernel has no boot id: every process then seems to be on a host of its own.
 _UNKNOWN_BOOT = secrets.token_hex(16)
 
 
 class WorkerKey(NamedTuple):
-    """One life of one worker: a worker that restarts is another one."""
+    """Identifies one run of a worker; a restarted worker has another key."""
 
     rank: int
     incarnation: str
 
 
 def check_name(name: object) -> str:
-    """Return ``name`` if a worker may be called that.
+    """Return ``name`` if it is a valid name for a worker.
 
     Raises:
-        ConfigError: it is not a string of 1 to 127 letters, digits, ``-``, ``_`` and ``:``.
+        ConfigError: ``name`` is not a string of 1 to 127 letters, digits, ``-``, ``_`` and ``:``.
     """
     if isinstance(name, str) and len(name) <= MAX_NAME and _NAME.fullmatch(name):
         return name
@@ -75,7 +74,7 @@ def check_name(name: object) -> str:
 
 
 def new_incarnation() -> str:
-    """Return a fresh name for one run of a worker: 16 random bytes as 32 hexadecimal digits."""
+    """Return a new incarnation: 16 random bytes as 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
@@ -90,9 +89,9 @@ def _namespace(kind: str) -> str:
 def host_identity() -> str:
     """Return a string that is equal in two processes exactly if they can reach each other's Unix sockets.
 
-    It is a hash of the boot id, the network, mount and PID namespaces and the user id: two containers on one
-    machine differ, two processes of one user in one container do not. The PID namespace is part of it so that
-    a process id means the same process to all who are on this "host". It tells a reader nothing else.
+    It is a hash of the boot id, the network, mount and PID namespaces, and the user id. Processes in two containers on one
+    machine have different strings; two processes of one user in one container have the same. The PID namespace is included so
+    that a process id means the same process for all workers of a "host".
     """
     spaces = [_namespace(kind) for kind in ("net", "mnt", "pid")]
     parts = ["actorrpc host", boot_id() or _UNKNOWN_BOOT, *spaces, str(os.getuid())]
@@ -100,9 +99,9 @@ def host_identity() -> str:
 
 
 def main_identity() -> str:
-    """Return a word that is equal in two processes that run the same program; else empty or different.
+    """Return a string that is equal in two processes that run the same program; otherwise it differs or is empty.
 
-    What is defined in the main module may go by name between such processes.
+    Functions and classes of the main module can be sent by name between such processes.
     """
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     return file_digest(path)[:32] if isinstance(path, str) else ""
@@ -110,7 +109,7 @@ def main_identity() -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class WorkerInfo:
-    """Name one worker of the group: ``name`` and the number ``id`` (its rank).
+    """Identifies a worker of the group by ``name`` and by the number ``id`` (its rank).
 
     Raises:
         ConfigError: the name is not 1 to 127 letters, digits, ``-``, ``_`` and ``:``, or ``id`` is not an integer.
@@ -130,20 +129,20 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
-    """What one run of a worker tells the others about itself.
+    """The description of one run of a worker, which other workers read.
 
     Attributes:
-        rank: its number in the group; -1 asks a dynamic group to hand one out.
+        rank: its number in the group; -1 requests one from a dynamic group.
         incarnation: 32 hexadecimal digits, different for every run (:func:`new_incarnation`).
-        host: what :func:`host_identity` returned there.
+        host: the worker's :func:`host_identity`.
         unix_path: its Unix socket, for workers with the same ``host``.
         tcp: addresses to try in this order, as ``(host, port)``.
-        main: what :func:`main_identity` returned there.
-        cuda_devices: how many CUDA devices it sees.
+        main: the worker's :func:`main_identity`.
+        cuda_devices: the number of CUDA devices that it sees.
         devices: the devices that its options allow; empty: all.
-        device_maps: ``(worker, device here, device there)``: on which device of another worker its tensors arrive. The
-            answers of that worker, and gradients, come back the other way.
-        data_only: it opens no pickles: what is sent to it is data and nothing else.
+        device_maps: ``(worker, device here, device there)``: tensors on a device of this worker that are sent to ``worker``
+            arrive on the device there. The answers of that worker, and gradients, are mapped in the other direction.
+        data_only: the worker opens no pickles and accepts plain data only.
     """
 
     name: str
@@ -161,12 +160,12 @@ class WorkerRecord:
 
     @property
     def is_visitor(self) -> bool:
-        """Whether this is no member of the group: visitors are not listed, and no worker is told of them."""
+        """Whether this is a visitor, which is not a member of the group: it is not listed and not announced to workers."""
         return self.rank >= FIRST_VISITOR
 
     @property
     def info(self) -> WorkerInfo:
-        """The part that users see."""
+        """The name and the rank."""
         return WorkerInfo(self.name, self.rank)
 
     def __post_init__(self) -> None:
@@ -214,15 +213,15 @@ class WorkerRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WorkerRecord:
-        """Read what :meth:`to_bytes` wrote.
+        """Read a record that :meth:`to_bytes` has packed.
 
         Raises:
-            RendezvousError: the bytes are not a record, or one of its fields makes no sense.
+            RendezvousError: the bytes are not a record, or a field is not valid.
         """
         if len(data) > _MAX_RECORD:
             raise RendezvousError(
-                f"what a worker has said of itself has {len(data)} bytes, and at most {_MAX_RECORD} make sense: something "
-                f"else has written to the store, or another version of actorrpc"
+                f"the record of a worker has {len(data)} bytes and may have {_MAX_RECORD}: another program, or another version "
+                f"of actorrpc, has written it"
             )
         try:
             row: Any = msgpack.unpackb(data, raw=False)
@@ -231,13 +230,11 @@ class WorkerRecord:
             names = [each.name for each in fields(cls)]
             return cls(**dict(zip(names, map(_with_tuples, row[1:]), strict=True)))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise RendezvousError(
-                f"what a worker has said of itself in the store cannot be read: {error}"
-            ) from error
+            raise RendezvousError(f"the record of a worker cannot be read: {error}") from error
 
 
 def _with_tuples(value: Any) -> Any:
-    """Make tuples of lists, and of the lists in them: msgpack knows lists only."""
+    """Convert lists, which msgpack returns, to tuples, two levels deep."""
     if not isinstance(value, list):
         return value
     return tuple(tuple(each) if isinstance(each, list) else each for each in value)

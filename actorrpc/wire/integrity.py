@@ -1,22 +1,23 @@
-"""Seals: what proves that a frame is the one that was sent, where nothing else protects a connection.
+"""Seals protect the frames of a connection that has no TLS against modification.
 
-Each frame carries a tag of 16 bytes, made with a key that both ends have from the handshake::
+Each frame carries a tag of 16 bytes, computed with a key that both ends derive from the handshake::
 
     a short frame                                            | tag
     prefix of a chunk, or of a long frame | SHA-256 of the rest | tag | the rest
 
-The tag is a keyed BLAKE2b-128 of what stands before it and of how many tags were made before, each direction with a
-key of its own. So a frame that was changed, left out, put in, said twice, moved or sent back is not taken: the reader
-raises ProtocolError, and reads nothing more. A frame is checked before anything is made of it. Of a chunk, the
-head is: its bytes go to the place that the head names, and are compared with the head before anybody is told of them.
+The tag is a keyed BLAKE2b-128 of the bytes before it and of the number of earlier tags. Each direction has its own key. A frame
+that was changed, left out, inserted, repeated, moved or reflected therefore has a wrong tag: the reader raises ProtocolError and
+reads nothing more. A frame is checked before it is processed. A chunk is checked in two steps: its head is checked before its
+bytes are written to the place that the head names, and the bytes are compared with the digest in the head before the chunk is
+reported.
 
-So a length is believed without proof for ``SHORT`` bytes at most: where it was changed, the next few frames, pings if there
-are no others, fill what the reader waits for, and are refused.
+The reader must use the length of a short frame before it can check the tag. A forged length can make it wait for at most
+``SHORT`` bytes more; the next frames, or at least pings, fill these bytes, and then the check fails.
 
-The seals belong to the stream of bytes, not to a socket: where a connection goes on over another one, what is sent again
-is the same bytes, and the counts go on. No I/O, no locks: the writer's seal is used under the connection's write lock, the
-reader's under its read lock. Nothing of this is secret against an eavesdropper; without a key of the group, it holds
-off damage but no one who means harm.
+A seal belongs to the byte stream and not to a socket: when a connection is resumed over a new socket, the same bytes are sent
+again, and the counts continue. No I/O, no locks: the writer's seal is used under the connection's write lock, the reader's seal
+under its read lock. Seals do not encrypt. If the group has no key, an attacker can compute the tags, and seals only detect
+accidental damage.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = ["DIGEST_SIZE", "SHORT", "TAG_SIZE", "Seal", "SealedReader", "Seals", 
 TAG_SIZE: Final = 16
 DIGEST_SIZE: Final = 32
 SHORT: Final = 512
-"""How many bytes behind its prefix a short frame may have."""
+"""The most bytes that follow the prefix in a short frame."""
 _HEAD_SIZE: Final = PREFIX_SIZE + DIGEST_SIZE  # without its tag
 _blake2b: Final = hashlib.blake2b
 _sha256: Final = hashlib.sha256
@@ -54,10 +55,10 @@ _new: Final[Any] = tuple.__new__
 
 
 class Seal:
-    """Makes the tags of one direction of a connection, one after the other. Not thread-safe.
+    """Computes the tags of one direction of a connection, in the order of the stream. Not thread-safe.
 
     Args:
-        key: 32 secret bytes that serve for nothing else.
+        key: 32 secret bytes that are used for nothing else.
     """
 
     __slots__ = ("_count", "_key")
@@ -67,7 +68,7 @@ class Seal:
         self._count = 0
 
     def tag(self, data: bytes | memoryview) -> bytes:
-        """Return the tag of what is sent, or must come, next."""
+        """Return the tag of the next bytes in the stream, and count it."""
         count = self._count
         self._count = count + 1
         return _blake2b(data, digest_size=16, key=self._key, salt=count.to_bytes(16, "little")).digest()
@@ -77,7 +78,7 @@ class Seal:
         return head + self.tag(head)
 
     def sealed(self, frame: bytes) -> bytes:
-        """Return a frame that is no chunk, as it is sent; nothing for nothing, which is left of a call that was taken back."""
+        """Return a frame that is not a chunk with its tag. Empty bytes, which stand for a withdrawn call, stay empty."""
         if not frame:
             return b""
         if len(frame) <= PREFIX_SIZE + SHORT:
@@ -94,7 +95,7 @@ class Seals(NamedTuple):
 
     @classmethod
     def of(cls, key: bytes, *, dialled: bool) -> Seals:
-        """Derive them (HKDF-Expand of RFC 5869 with SHA-256) from the key of a handshake's session."""
+        """Derive both seals (HKDF-Expand of RFC 5869 with SHA-256) from the key of a handshake's session."""
         dialler, acceptor = (
             Seal(hmac.digest(key, b"actorrpc seal 1\0" + role + b"\x01", "sha256"))
             for role in (b"dialler", b"acceptor")
@@ -103,15 +104,15 @@ class Seals(NamedTuple):
 
 
 def chunk_head(prefix: bytes, data: memoryview) -> bytes:
-    """Return what the tag of a chunk is made of: its prefix, and what names its bytes. Takes 0.5 ms/MiB or more."""
+    """Return the bytes under a chunk's tag: its prefix, and the SHA-256 of its data. Takes 0.5 ms/MiB or more."""
     return prefix + _sha256(data).digest()
 
 
 class SealedReader(FrameReader):
-    """Cuts a stream of sealed frames, and checks each seal. After an error it gives nothing any more.
+    """Cuts a stream of sealed frames, and checks each seal. After an error, it returns no more frames.
 
     Args:
-        seal: of what comes.
+        seal: the seal of the incoming direction.
         max_frame, max_chunk, sink_for, capacity, allocate: as for :class:`FrameReader`.
     """
 
@@ -136,11 +137,11 @@ class SealedReader(FrameReader):
         )
         self._seal = seal
         self._digest = b""
-        self._checked = False  # the head of a long frame has been, and its rest is still to come
+        self._checked = False  # the head of a long frame was checked, and its rest has not arrived
         self._over = False
 
     def target(self) -> list[memoryview]:
-        """Return the memory that the next bytes go to, in order. Never empty."""
+        """Return the buffers for the next bytes; see :meth:`FrameReader.target`."""
         sink = self.sink
         if sink is None:
             return [self._view[self._end :]] if self._end else self._whole
@@ -148,14 +149,14 @@ class SealedReader(FrameReader):
         return [sink[self._sink_got :], self._view[: _HEAD_SIZE + TAG_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
-        """Record ``count`` new bytes and return the frames that are now whole, as :class:`FrameReader` does.
+        """Record ``count`` new bytes and return the frames that are now complete, as :class:`FrameReader` does.
 
         Raises:
-            ProtocolError: bytes are not those that were sent, make no sense, or something is over a limit.
+            ProtocolError: a tag is wrong, the bytes are not valid frames, or a size exceeds a limit.
         """
         if self._over:
-            raise ProtocolError("nothing is read behind a frame that was refused")
-        self._over = True  # unless this comes to its end
+            raise ProtocolError("an earlier frame was refused, so this connection is not read any further")
+        self._over = True  # reset at the end of this method, which an exception skips
         frames: list[Frame] = []
         self.more = False
         self.received += count
@@ -187,7 +188,7 @@ class SealedReader(FrameReader):
                     break
                 if not _equal(tag(view[start:stop]), view[stop : stop + TAG_SIZE]):
                     raise _changed()
-                if size == _HEAD_SIZE:  # else, a short frame of just this size, it is not looked at
+                if size == _HEAD_SIZE:  # also for a short frame of just this size, where it is not used
                     self._digest = bytes(view[start + PREFIX_SIZE : stop])
             if kind == CHUNK:
                 start = self._begin_chunk(
@@ -226,7 +227,9 @@ class SealedReader(FrameReader):
                     frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None)))
                 start = after
                 if flags & STREAM and kind <= FAILURE:
-                    self.more = True  # its chunks need the memory that is made when this frame is seen
+                    self.more = (
+                        True  # the caller allocates the memory for the chunks when it handles this frame
+                    )
                     break
             needed = PREFIX_SIZE
         self._start = start
@@ -247,5 +250,5 @@ class SealedReader(FrameReader):
 
 def _changed() -> ProtocolError:
     return ProtocolError(
-        "what came does not carry the seal of its sender: it was changed, left out, repeated or put in on the way"
+        "a frame does not carry the seal of its sender: it was changed, left out, repeated or inserted on the way"
     )

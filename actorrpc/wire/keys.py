@@ -1,12 +1,12 @@
 """The group's key, and the private directory in which a user's workers keep sockets and key files.
 
-Nothing here trusts a path or a file that somebody else could have made: directories and files are opened
-without following links and checked (owner, mode, kind) on the open descriptor. A key is held in a
-:class:`Key`, which never shows it: not in ``repr``, not in a format, not in a pickle.
+Another user may have created a directory or file with an expected name. Therefore they are opened without following links, and
+owner, mode and type are checked on the open descriptor. A key is held in a :class:`Key`, which does not show its bytes in
+``repr``, in formatted text or in a pickle.
 
-Any thread may call these functions; they do a few file operations and never wait for anyone. File names
-carry the PID namespace, process id and start time of their maker, so that :func:`sweep` can tell what
-dead processes have left.
+The functions are thread-safe; they do a few file operations and do not wait for other threads or processes. File names contain
+the PID namespace, the process id and the start time of the process that created the file, so that :func:`sweep` recognises the
+files of dead processes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = [
     "sweep",
 ]
 
-#: Where the directory lies that is used where no other is given: short, as the path of a socket has few bytes.
+#: The parent of the default directory. The path of a Unix socket must be short.
 DEFAULT_PARENT: Final = "/tmp"
-MAX_SOCKET_PATH: Final = 100  # the kernel takes 107 bytes; some are left for what others may append
+MAX_SOCKET_PATH: Final = 100  # the kernel allows 107 bytes; the rest is a reserve for suffixes
 _MIN_TEXT: Final = 16
 _MAX_FILE: Final = 64 << 10
 _RAW: Final = 32
@@ -61,23 +61,26 @@ _FILE_NAME: Final = re.compile(
 
 
 class Key:
-    """A key of 32 bytes that never shows itself. Immutable; compare with ``==``."""
+    """A key of 32 bytes, which are not shown in ``repr``, formatted text or pickles. Immutable; compare with ``==``."""
 
     __slots__ = ("_secret",)
 
     def __init__(self, secret: bytes) -> None:
         if not isinstance(secret, bytes) or len(secret) < _MIN_TEXT:
-            del secret  # a report of the error may show variables
+            del secret  # error reports may show local variables
             raise ConfigError(f"a key must have at least {_MIN_TEXT} bytes")
-        # Whatever the user gave, and whatever else it protects, this key is good for nothing but actorrpc.
+        # The user may use the same secret elsewhere. The key is a hash of it, so that a leaked key does not reveal the secret.
         self._secret = hashlib.sha256(b"actorrpc group key 1\0" + secret).digest()
 
     @classmethod
     def from_text(cls, text: str | bytes, where: str = "key=") -> Key:
-        """Make the key that a user's text stands for; space around it does not count.
+        """Make a key from the user's text, without surrounding whitespace.
+
+        Args:
+            where: the source of the text, for the error message.
 
         Raises:
-            ConfigError: it has less than 16 characters; ``where`` says where it was given.
+            ConfigError: the text has less than 16 characters.
         """
         secret = (os.fsencode(text) if isinstance(text, str) else text).strip()
         if len(secret) < _MIN_TEXT:
@@ -91,14 +94,14 @@ class Key:
 
     @classmethod
     def revealed(cls, secret: bytes) -> Key:
-        """Make the key that :meth:`reveal` has returned.
+        """Make a key from the bytes that :meth:`reveal` has returned.
 
         Raises:
-            ConfigError: these are not 32 bytes.
+            ConfigError: the argument is not 32 bytes.
         """
         if not isinstance(secret, bytes) or len(secret) != _RAW:
             del secret
-            raise ConfigError(f"what a key reveals has {_RAW} bytes")
+            raise ConfigError(f"a revealed key has {_RAW} bytes")
         made = cls.__new__(cls)
         made._secret = secret
         return made
@@ -108,7 +111,7 @@ class Key:
         return self._secret
 
     def tag(self) -> str:
-        """Return 8 characters that are the same for all who have the key, and say nothing of it."""
+        """Return 8 characters that are equal for equal keys, and from which the key cannot be derived."""
         return hashlib.sha256(b"actorrpc group tag\0" + self._secret).hexdigest()[:8]
 
     def __eq__(self, other: object) -> bool:
@@ -140,12 +143,12 @@ class Key:
 
 
 def find_key(environment: Mapping[str, str] | None = None) -> Key | None:
-    """Return the key that ``ACTORRPC_KEY`` or the file ``ACTORRPC_KEY_FILE`` gives; None without either.
+    """Return the key in ``ACTORRPC_KEY`` or in the file ``ACTORRPC_KEY_FILE``; None if neither is set.
 
     Raises:
-        ConfigError: both are given, the key is too short, or others may read the file.
+        ConfigError: both are set, the key is too short, or other users may read the file.
     """
-    # The key is in no variable here: a report of an error may show them.
+    # The key is not assigned to a local variable, because error reports may show local variables.
     path = _variable(environment, "ACTORRPC_KEY_FILE")
     has_text = bool(_variable(environment, "ACTORRPC_KEY"))
     if has_text and path:
@@ -160,7 +163,7 @@ def _variable(environment: Mapping[str, str] | None, name: str) -> str:
 
 
 def _read_given(path: str) -> bytes:
-    # A link is fine here, the user named it; NONBLOCK, so that a named pipe cannot hold us up.
+    # A symbolic link is allowed, as the user has named it. O_NONBLOCK: opening a named pipe must not block.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -179,10 +182,13 @@ def _read_given(path: str) -> bytes:
 
 
 def check_private_file(path: str, what: str) -> None:
-    """See that a file that holds a secret can be read, and by nobody else; ``what`` says what it is given for.
+    """Check that this user can read a file with a secret, and that other users cannot.
+
+    Args:
+        what: what the file is for, for the error message.
 
     Raises:
-        ConfigError: it cannot be read, or others may read it.
+        ConfigError: the file cannot be read, or other users may read it.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -210,7 +216,10 @@ def _unfit(found: os.stat_result) -> str:
 
 
 def create_key_file(data: bytes = b"") -> str:
-    """Write a key, or else 32 random bytes, into a new file that only this user can read; return its path.
+    """Write a key into a new file that only this user can read; return its path.
+
+    Args:
+        data: the key; empty: write 32 random bytes.
 
     Raises:
         ConfigError: the runtime directory cannot be used, or its disk is full; no file is left.
@@ -219,7 +228,7 @@ def create_key_file(data: bytes = b"") -> str:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with undo_on_error(partial(remove_file, path)), open(fd, "wb") as file:
-            os.fchmod(fd, 0o600)  # a umask may have taken away our own right to read
+            os.fchmod(fd, 0o600)  # the umask may have removed the owner's permission to read
             file.write(data or secrets.token_bytes(_RAW))
     except OSError as error:
         raise ConfigError(
@@ -229,12 +238,12 @@ def create_key_file(data: bytes = b"") -> str:
 
 
 def read_key_file(path: str) -> Key:
-    """Read a file that :func:`create_key_file` of one of this user's processes has made, or a link to it.
+    """Read a key file of one of this user's processes (:func:`create_key_file`), or a link to it (:func:`link_key_file`).
 
-    ``path`` may come from a store that anyone can write to: nothing outside our own directory is opened.
+    ``path`` may come from a store to which other users can write, so no file outside the runtime directory is opened.
 
     Raises:
-        AuthenticationError: it is not such a file, or it and all links to it are gone.
+        AuthenticationError: ``path`` is not a key file, or the file and all links to it were removed.
         ConfigError: the runtime directory cannot be used.
     """
     directory, name = _own_key_file(path)
@@ -247,10 +256,10 @@ def read_key_file(path: str) -> Key:
                 try:
                     return _read_made(os.path.join(directory, other))
                 except FileNotFoundError:
-                    continue  # that worker has just ended as well
+                    continue  # the worker that made this link has just ended as well
         raise AuthenticationError(
-            f"the group's key file {path!r} is gone: the workers of this host that had it have ended; give "
-            "every worker ACTORRPC_KEY where workers come and go"
+            f"the group's key file {path!r} was removed: the workers of this host that kept it have ended; if workers "
+            "join and leave, give every worker ACTORRPC_KEY"
         ) from error
 
 
@@ -273,13 +282,13 @@ def _read_made(path: str) -> Key:
 
 
 def link_key_file(path: str) -> str | None:
-    """Keep a key file of a group alive as long as this process: link it under our own name.
+    """Keep a key file available while this process lives: create a hard link to it under a name of this process.
 
-    Readers of ``path`` find the link when the file itself is gone. Return the link, or None where the file
-    is gone already or links cannot be made.
+    :func:`read_key_file` of ``path`` finds the link after the file itself was removed. Return the path of the link, or None if
+    the file was removed already or links cannot be created.
 
     Raises:
-        AuthenticationError: it is no key file of ours.
+        AuthenticationError: ``path`` is not a key file in the runtime directory.
         ConfigError: the runtime directory cannot be used.
     """
     directory, name = _own_key_file(path)
@@ -293,23 +302,23 @@ def link_key_file(path: str) -> str | None:
     return own
 
 
-# -- groups that can be looked into ----------------------------------------------------------------
+# -- group files -----------------------------------------------------------------------------------
 
 
 def group_path(socket: str | None) -> str:
-    """Return where the group file of a worker lies: beside its Unix socket, where it has one."""
+    """Return the path of a worker's group file: next to its Unix socket if it has one, else a new name."""
     if socket is not None and socket.endswith(_SOCKET):
         return socket.removesuffix(_SOCKET) + _GROUP
     return os.path.join(runtime_directory(), _new_name(secrets.token_hex(4) + _GROUP))
 
 
 def create_group_file(path: str, key: bytes, about: bytes) -> None:
-    """Write a file by which this user's tools find a group of this host, and may look into it.
+    """Write a group file, by which this user's tools find and query a group on this host.
 
     Args:
-        path: as :func:`group_path` has given it.
-        key: what the group's key reveals; empty where those who look have to be given the key.
-        about: who the worker is that writes it.
+        path: the result of :func:`group_path`.
+        key: the revealed key of the group; empty if the user of the tools must give the key.
+        about: the packed description of the worker that writes the file.
 
     Raises:
         ConfigError: the directory cannot be used, or its disk is full; no file is left.
@@ -324,7 +333,7 @@ def create_group_file(path: str, key: bytes, about: bytes) -> None:
 
 
 def accounts_path(socket: str | None, tag: str) -> str:
-    """Return where the file lies in which a worker says what objects it holds: beside its Unix socket, where it has one."""
+    """Return the path of the file in which a worker lists its objects: next to its Unix socket if it has one, else a new name."""
     ending = f".{tag}{_OBJECTS}"
     if socket is not None and socket.endswith(_SOCKET):
         return socket.removesuffix(_SOCKET) + ending
@@ -332,7 +341,7 @@ def accounts_path(socket: str | None, tag: str) -> str:
 
 
 def group_files() -> list[tuple[int, str]]:
-    """Return the group files of this user's processes on this host that live: their process ids and paths, the oldest first."""
+    """Return ``(pid, path)`` of the group files of this user's live processes on this host, the oldest process first."""
     found: dict[str, tuple[int, int]] = {}
     for folder in {runtime_directory(), _default_directory()}:
         if not _is_ours(folder):
@@ -345,10 +354,10 @@ def group_files() -> list[tuple[int, str]]:
 
 
 def read_group_file(path: str) -> tuple[Key | None, bytes] | None:
-    """Read what :func:`create_group_file` wrote: the key, if it is there, and who the worker is; None where the file is gone.
+    """Return the key (or None) and the description in a group file; None if the file was removed or is still being written.
 
     Raises:
-        AuthenticationError: it is not ours alone, or is damaged.
+        AuthenticationError: other users may have changed or read the file, or it is damaged.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -364,7 +373,7 @@ def read_group_file(path: str) -> tuple[Key | None, bytes] | None:
     if problem:
         raise AuthenticationError(f"the group file {path!r} {problem}")
     if not data:
-        return None  # it is being written
+        return None  # the file is being written
     if data[0] not in (0, _RAW):
         raise AuthenticationError(f"the group file {path!r} is damaged")
     about = data[1 + data[0] :]
@@ -372,9 +381,9 @@ def read_group_file(path: str) -> tuple[Key | None, bytes] | None:
 
 
 def is_stale(path: str) -> bool:
-    """Whether a socket or key file was certainly made by a process that has ended."""
+    """Whether the process that created a file of the runtime directory has certainly ended."""
     match = _FILE_NAME.fullmatch(os.path.basename(path))
-    # Of processes in another PID namespace nobody here can say whether they live.
+    # Whether a process in another PID namespace lives cannot be seen here.
     return (
         match is not None
         and int(match[1]) == _pid_namespace()
@@ -388,14 +397,14 @@ def _own_key_file(path: str) -> tuple[str, re.Match[str]]:
     match = _FILE_NAME.fullmatch(name)
     if path != os.path.join(directory, name) or match is None or not name.endswith(".key"):
         raise AuthenticationError(
-            f"{path[:200]!r} is no key file in our runtime directory {directory!r}: all workers of a host "
+            f"{path[:200]!r} is not a key file in the runtime directory {directory!r}: all workers of a host "
             "must have the same ACTORRPC_RUNTIME_DIR, or be given ACTORRPC_KEY"
         )
     return directory, match
 
 
 def remove_file(path: str) -> None:
-    """Remove a file of ours; it may be gone already."""
+    """Remove a file if it exists. Errors are ignored."""
     try:
         os.unlink(path)
     except OSError:
@@ -406,12 +415,12 @@ def remove_file(path: str) -> None:
 
 
 def runtime_directory(environment: Mapping[str, str] | None = None) -> str:
-    """Return the directory for sockets and key files; make it if it is not there.
+    """Return the directory for sockets and key files; create it if it does not exist.
 
     It is ``ACTORRPC_RUNTIME_DIR``, or ``actorrpc`` in ``XDG_RUNTIME_DIR``, or ``/tmp/actorrpc-<uid>``.
 
     Raises:
-        ConfigError: it cannot be made, is a link, belongs to someone else or is open to others.
+        ConfigError: the directory cannot be created, is a link, belongs to another user or is accessible to other users.
     """
     given = os.environ if environment is None else environment
     path = given.get("ACTORRPC_RUNTIME_DIR") or ""
@@ -419,7 +428,7 @@ def runtime_directory(environment: Mapping[str, str] | None = None) -> str:
         path = os.path.abspath(path)
     else:
         session = given.get("XDG_RUNTIME_DIR") or ""
-        # It often outlives or precedes the session it is meant for (su, sudo, containers): then do without.
+        # With su, sudo and in containers, XDG_RUNTIME_DIR may name a directory of another user or of an ended session.
         path = os.path.join(session, "actorrpc") if _is_ours(session) else _default_directory()
     return _private(path)
 
@@ -470,10 +479,9 @@ def _unusable(path: str, why: str) -> ConfigError:
 
 
 def socket_path(directory: str | None = None) -> str:
-    """Return a path for a new Unix socket, unique and short enough for the kernel.
+    """Return a unique path for a new Unix socket that is short enough for the kernel.
 
-    ``directory`` is the runtime directory unless given. Where it is too long, ``/tmp/actorrpc-<uid>`` is
-    used instead.
+    ``directory`` defaults to the runtime directory. If its path is too long, ``/tmp/actorrpc-<uid>`` is used instead.
 
     Raises:
         ConfigError: no directory can be used.
@@ -486,9 +494,9 @@ def socket_path(directory: str | None = None) -> str:
 
 
 def sweep(directory: str | None = None) -> int:
-    """Remove what dead processes have left in the runtime directory; return how many files that were.
+    """Remove the files of dead processes from the runtime directory; return the number of removed files.
 
-    Files of processes in another PID namespace are left alone: here nobody can say whether they live.
+    Files of processes in other PID namespaces are kept, because whether these processes live cannot be seen here.
     """
     removed = 0
     for folder in {runtime_directory(), _default_directory()} if directory is None else {directory}:
@@ -500,7 +508,7 @@ def sweep(directory: str | None = None) -> int:
                     os.unlink(os.path.join(folder, name))
                     removed += 1
                 except OSError:
-                    pass  # another worker sweeps too
+                    pass  # another worker has removed the file
     return removed
 
 
@@ -516,14 +524,14 @@ def _pid_namespace() -> int:
         return 0
 
 
-# -- what the kernel says of processes -----------------------------------------------------------------
+# -- processes and the machine, as the kernel reports them ---------------------------------------------
 
 
 def process_start(pid: int) -> int | None:
-    """Return when a process was started, in clock ticks since boot; None for a zombie or no process."""
+    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in parentheses may itself hold spaces and parentheses.
+            # The name, in parentheses, may itself contain spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -533,7 +541,7 @@ def process_start(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """Return the kernel's name for this boot of this machine; empty where it does not tell."""
+    """Return the kernel's id of the current boot of this machine; empty if the kernel does not provide it."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -542,7 +550,7 @@ def boot_id() -> str:
 
 
 def file_digest(path: str) -> str:
-    """Return the SHA-256 of what is in a file; empty where it cannot be read."""
+    """Return the SHA-256 of a file's content; empty if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -126,12 +126,12 @@ def test_describe_says_how_a_worker_is_that_does_not_answer(capsys: pytest.Captu
     status, text = _run(capsys, "describe", "Stuck")
     assert status == 1
     assert f"  worker Stuck-1 (pid 101) is stopped: {_STOPPED}\n" in text
-    assert "  remedy kill -CONT 101 lets it go on\n" in text
+    assert "  remedy kill -CONT 101 resumes it\n" in text
     status, text = _run(capsys, "describe", "Stuck", "--json")
     (finding,) = json.loads(text)["actors"][0]["findings"]
     assert (status, finding["kind"], finding["wrong"]) == (1, "worker", True)
     assert finding["what"].startswith("worker 'Stuck-1' (pid 101) is stopped: ")
-    assert finding["remedy"] == "kill -CONT 101 lets it go on"
+    assert finding["remedy"] == "kill -CONT 101 resumes it"
 
 
 def test_describe_of_one_that_is_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,5 +72,7 @@ def test_where_nobody_may_or_does_come(
                 enter(actor)
     said = capfd.readouterr().err
     assert (
-        "This is said once" if "ACTORRPC_DEBUG" in variables else "nobody has attached to it within 0.2 s"
+        "This is logged once"
+        if "ACTORRPC_DEBUG" in variables
+        else "no front end has attached to it within 0.2 s"
     ) in said

@@ -139,7 +139,7 @@ def test_the_side_that_still_hears_is_told(direction: str) -> None:
             _is_dead(end)
         assert [state for state, _ in deaf.told] == ["suspect", "dead"]
         assert "silent for" in deaf.told[-1][1]
-        assert hearing.told[-1][1] == "it takes this worker for dead, and has ended the connection"
+        assert hearing.told[-1][1] == "it considers this worker dead, and has closed the connection"
 
 
 @pytest.mark.limit(60)

@@ -96,7 +96,7 @@ def test_an_address_that_a_later_life_has_is_no_question_of_keys() -> None:
         after = town.start("victim", 2, path)
         stack.callback(after.close)
         for what in (abs, str):
-            with pytest.raises(PeerDiedError, match="a new life") as caught:
+            with pytest.raises(PeerDiedError, match="a new run") as caught:
                 caller.ask(peer, what, (-1,), {}, 20.0)
             assert (caught.value.worker, caught.value.maybe_executed) == ("victim", False)
         new = caller.peer("victim")

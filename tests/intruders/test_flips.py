@@ -369,7 +369,7 @@ _ATTACKS = [name for name in vars(_Attacks) if not name.startswith("_")]
 
 @pytest.mark.parametrize("attack", _ATTACKS)
 @pytest.mark.prints(
-    "the connection to (client0|service) was closed: what came does not carry the seal of its sender"
+    "the connection to (client0|service) was closed: a frame does not carry the seal of its sender"
 )
 def test_nobody_between_can_do_anything_but_end_it(attack: str) -> None:
     global _log

@@ -312,9 +312,9 @@ def _frames_of(rng: random.Random) -> list[bytes]:
 @nightly
 @pytest.mark.prints(
     r"the connection to (s\d+|a stranger) was closed: ",
-    r"a notice .* of 's\d+' (has no handler here|could not be acted upon)",
+    r"a notice .* of 's\d+' (has no handler here|raised in its handler)",
     r"(request|message) \d+ of 's\d+' came twice",
-    r"what 's\d+' has posted here failed",
+    r"a cast of 's\d+' failed here",
 )
 def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames that are wrong in any way: typed errors, or the end of their connection; the worker serves on."""

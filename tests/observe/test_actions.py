@@ -64,7 +64,7 @@ def data_only() -> Iterator[Target]:
 @pytest.mark.prints(r"\(pid \d+\)")
 def test_who_only_looks_changes_nothing(alone: Target, caplog: pytest.LogCaptureFixture) -> None:
     for what, whom in (("kill", "0" * 16), ("drain", "alone"), ("eval", "1")):
-        assert "only a visitor that has said" in _act(alone, what, whom, acts=False)
+        assert "this visitor may only read" in _act(alone, what, whom, acts=False)
     lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert len(lines) == 3
     assert all("not done" in each and f"pid {os.getpid()}" in each for each in lines)

@@ -209,7 +209,7 @@ def test_a_worker_whose_address_another_life_has_is_not_asked_for_its_key(worker
     before = replace(target.record, incarnation=new_incarnation())
     them = Target(record=before, addresses=target.addresses, key=target.key, settings=target.settings)
     (finding,) = look(FoundGroup(targets=[them], key=target.key), ["process"], 30.0).state.findings
-    assert "the worker that was meant has ended or restarted" in finding.what
+    assert "the intended worker has ended or restarted" in finding.what
     assert "ACTORRPC_KEY" not in finding.remedy
 
 

@@ -358,9 +358,7 @@ def test_a_handler_that_raises_while_an_rref_is_made_leaves_no_value() -> None:
 
 
 # Of calls whose caller was interrupted before it had their futures.
-_UNSEEN = (
-    r"the call of (step|backward \(\w+\)) on 'worker\d' failed and its error was never retrieved"
-)
+_UNSEEN = r"the call of (step|backward \(\w+\)) on 'worker\d' failed and its error was never retrieved"
 
 
 @pytest.mark.limit(150)  # hundreds of steps, a call and a wait each: beside load, some works take 25 s

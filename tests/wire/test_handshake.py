@@ -111,7 +111,7 @@ def test_a_dialler_wants_nothing_of_what_follows_the_handshake() -> None:
         if answer:
             sent += two.feed(answer) + b"what follows"
     assert sent == b"what follows"
-    with pytest.raises(ProtocolError, match="over"):
+    with pytest.raises(ProtocolError, match="finished"):
         one.feed(b"more")
 
 

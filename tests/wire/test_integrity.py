@@ -355,9 +355,7 @@ def test_on_one_host_the_kernel_is_trusted() -> None:
         )
 
 
-@pytest.mark.prints(
-    "the connection to a stranger was closed: what came does not carry the seal of its sender"
-)
+@pytest.mark.prints("the connection to a stranger was closed: a frame does not carry the seal of its sender")
 def test_a_member_that_does_not_seal_is_cut_off() -> None:
     with tcp_agents(1, frame_integrity=True) as (agent,):
         sock, side = knock(agent), dialler(agent)

@@ -1,3 +1,3 @@
-"""Traces: the moments of calls, and the operators of torch, of all workers in one file."""
+"""Trace files with the calls and the torch profiles of all workers."""
 
 __all__: list[str] = []

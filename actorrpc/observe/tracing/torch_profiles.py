@@ -1,7 +1,7 @@
 """Profiles of ``torch.profiler`` that a worker keeps, and that ``actorrpc trace`` merges with the calls of all workers.
 
-torch writes a profile in the Trace Event Format, its moments on the clock of the day. What is kept is that text, compressed, with
-how far that clock is from the flight recorder's.
+torch writes a profile in the Trace Event Format, with times of the wall clock. A worker keeps this text, compressed, together
+with the offset between the wall clock and the flight recorder's clock.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from actorrpc.errors import NotInitializedError
 
 __all__ = ["KeptProfiles", "TorchProfile", "joined", "keep_profile"]
 
-_KEPT_BYTES: Final = 64 << 20  # compressed; of the oldest none is kept any more
-_KEPT: Final = 100
-_PIECE: Final = 1 << 20
-_MOST: Final = 1 << 30  # of the text of one
-_FIRST: Final = 20_000_000  # above the numbers of all processes and of the recorder's threads
-#: kinds of events in which another event of the same file is meant by its number
+_KEPT_BYTES: Final = 64 << 20  # of compressed profiles; above this limit, the oldest are discarded
+_KEPT: Final = 100  # profiles
+_PIECE: Final = 1 << 20  # bytes of a compressed profile in one answer
+_MOST: Final = 1 << 30  # bytes of the uncompressed text of one profile
+_FIRST: Final = 20_000_000  # the first number for torch's processes and threads; higher than those of workers and their threads
+#: the phases (``ph``) of events whose ``id`` refers to another event of the same profile
 _NUMBERED: Final = frozenset("stfbenOND")
 
 
 class KeptProfiles:
-    """The latest profiles of one worker, compressed, in pieces that fit into an answer. Thread-safe."""
+    """The latest profiles of one worker, compressed; they are read in pieces that fit into an answer. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows; nothing is called under it
+        self._lock = threading.Lock()  # guards the attributes below; no other code runs under it
         self._kept: deque[tuple[int, bytes]] = deque()
         self._numbers = itertools.count(1)
         self._bytes = 0
 
     def add(self, text: bytes) -> None:
-        """Keep one; the oldest go where there is no room."""
+        """Keep a profile; discard the oldest if the limits are exceeded."""
         packed = zlib.compress(text, 3)
         with self._lock:
             self._kept.append((next(self._numbers), packed))
@@ -53,10 +53,10 @@ class KeptProfiles:
                 self._bytes -= len(self._kept.popleft()[1])
 
     def piece(self, first: int) -> tuple[list[Any], int | None]:
-        """Return a row ``[profile, bytes]`` with one piece of what is kept, and the next one's number, if there is one."""
+        """Return a list with one row ``[profile number, bytes]``, and the number of the next piece, or None after the last."""
         with self._lock:
             kept = list(self._kept)
-        # Numbers that stay what they are while new profiles come: of the profile, and of its piece.
+        # The number of a piece is the number of its profile and the index in it, so new profiles do not change it.
         profile, at = divmod(first, 1 << 20)
         for number, packed in kept:
             if number < profile:
@@ -72,21 +72,21 @@ class KeptProfiles:
 
 
 def keep_profile(profile: Any) -> None:
-    """Keep a profile, so that ``actorrpc trace`` and :func:`actorrpc.trace` merge it with the calls of all workers.
+    """Store a profile in this worker; ``actorrpc trace`` and :func:`actorrpc.trace` merge it with the calls of all workers.
 
-    For ``on_trace_ready``, in any worker of a group::
+    Pass this function as ``on_trace_ready``, in any worker of a group::
 
         with torch.profiler.profile(on_trace_ready=actorrpc.observe.keep_profile):
             train()
 
-    Each worker keeps its latest ones, up to 64 MiB compressed.
+    Each worker keeps its latest 100 profiles, up to 64 MiB compressed.
 
     Args:
         profile: a ``torch.profiler.profile`` that has stopped, or is at the end of a cycle of its schedule.
 
     Raises:
         NotInitializedError: this process is in no group.
-        OSError: there is no room for a temporary file.
+        OSError: a temporary file cannot be written.
     """
     worker = current_worker()
     if worker is None or worker.observer is None:
@@ -101,12 +101,12 @@ def keep_profile(profile: Any) -> None:
             text = file.read()
     finally:
         os.unlink(path)
-    # What is to be taken off the moments of the day, on this line; the text follows.
+    # The first line is the offset between the wall clock and the recorder's clock; the text of torch follows.
     worker.observer.profiles.add(b"%r\n%s" % (time.time() - _time.now(), text))
 
 
 def joined(rows: Iterable[object]) -> list[bytes]:
-    """Return the profiles whose pieces a worker has sent, which may be anything."""
+    """Join the pieces that a worker has sent into profiles; rows that are not valid are ignored."""
     pieces: dict[int, list[bytes]] = {}
     for row in rows:
         if isinstance(row, list) and len(row) == 2 and type(row[0]) is int and isinstance(row[1], bytes):
@@ -119,8 +119,8 @@ class TorchProfile:
     """One profile.
 
     Attributes:
-        events: as torch writes them.
-        zero: the moment on the worker's clock from which theirs count, in seconds.
+        events: the trace events that torch has written.
+        zero: the time on the worker's clock, in seconds, that is 0 in the timestamps of the events.
     """
 
     events: list[dict[str, Any]]
@@ -128,7 +128,7 @@ class TorchProfile:
 
     @classmethod
     def read(cls, packed: bytes) -> TorchProfile | None:
-        """Return a profile as a worker has sent it; None where it is none."""
+        """Unpack a profile that a worker has sent; return None if it is not valid."""
         try:
             unpacking = zlib.decompressobj()
             text = unpacking.decompress(packed, _MOST)
@@ -143,7 +143,7 @@ class TorchProfile:
         return cls(events, zero) if math.isfinite(zero) else None
 
     def since(self, begun: float) -> TorchProfile:
-        """Return it without what was over before a moment of the worker's clock."""
+        """Return the profile without events that ended before a time on the worker's clock."""
         limit = 1e6 * (begun - self.zero)
         return TorchProfile(
             [each for each in self.events if each["ph"] == "M" or each["ts"] + each.get("dur", 0) >= limit],
@@ -151,11 +151,11 @@ class TorchProfile:
         )
 
     def is_empty(self) -> bool:
-        """Return whether it has names only."""
+        """Return whether the profile has metadata events only."""
         return all(each["ph"] == "M" for each in self.events)
 
     def moments(self) -> Iterator[float]:
-        """Yield the first and the last moment, on the worker's clock."""
+        """Yield the begin and the end of the profile, on the worker's clock; nothing if it has no timed events."""
         timed = [each for each in self.events if each["ph"] != "M"]
         if timed:
             yield self.zero + 1e-6 * min(each["ts"] for each in timed)
@@ -164,15 +164,15 @@ class TorchProfile:
     def shown(
         self, worker: str, own: int, pid: int, numbers: dict[str, int], zero: float, key: str
     ) -> Iterator[dict[str, Any]]:
-        """Yield its events as they stand in the file of all workers.
+        """Yield the events, converted for the trace file of all workers.
 
         Args:
-            worker, own: whose it is: the worker's name and process.
-            pid: the number of the process there. Its GPUs, which torch shows as processes, get numbers of their own.
-            numbers: of those, and of all threads, by what torch calls them: its threads may have words for numbers, or those
-                of other threads in this file. New ones are entered.
-            zero: the moment on the worker's clock from which the file's moments count.
-            key: what to put before the numbers of events, which mean others in other profiles.
+            worker, own: the name and the process id of the profiled worker.
+            pid: the number of the worker's process in the file. GPUs, which torch shows as processes, get other numbers.
+            numbers: maps torch's GPUs and threads to numbers in the file; new ones are added. Torch's own thread ids are not
+                used, because they may be words, and may equal ids of other threads in the file.
+            zero: the time on the worker's clock that is 0 in the file.
+            key: a prefix for the ids of events, which are unique within one profile only.
         """
         shift = 1e6 * (self.zero - zero)
         for event in self.events:
@@ -196,7 +196,7 @@ class TorchProfile:
 
     @staticmethod
     def _named(event: dict[str, Any], worker: str, is_own: bool) -> dict[str, Any] | None:
-        """Return what names a process or a thread of torch's; None where the worker itself is meant, which has its name."""
+        """Convert a metadata event; return None for the name of the worker's own process, which the file has already."""
         given = event.get("args")
         args = given if isinstance(given, dict) else {}
         if event["name"] == "thread_name":

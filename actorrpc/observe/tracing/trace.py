@@ -1,10 +1,10 @@
-"""A trace of a whole group, from the flight recorders of its workers: a file that Perfetto and chrome://tracing open.
+"""Writes a trace of a whole group, from the records of its flight recorders, for Perfetto and chrome://tracing.
 
-:func:`write` takes what :mod:`~actorrpc.observe.outside` or :mod:`~actorrpc.observe.api` has collected. A call that its thread
-waits for, and an execution, are slices of their threads; what overlaps on a thread (calls with futures, coroutines) and what has
-none (the time in a mailbox) are tracks of their own. Threads that run only the package's own calls are the last. An arrow goes
-from a call to its execution, and one back to the answer. What is under way ends where its worker was asked, and is named
-``(unfinished)``.
+:func:`write` gets the recordings that :mod:`~actorrpc.observe.outside` or :mod:`~actorrpc.observe.api` has collected. Executions,
+and calls for which a thread waits, are slices of their threads. Calls and executions that overlap on a thread (calls with
+futures, coroutines), and times in mailboxes, which belong to no thread, are tracks of their own. Threads that run only the
+package's own calls come last. One arrow goes from a call to its execution, and another from the end of the execution to the
+answer. A call that has not finished ends at the time of the query, and has ``(unfinished)`` in its name.
 
 The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON object).
 """
@@ -28,30 +28,30 @@ from actorrpc.observe.tracing.torch_profiles import TorchProfile, joined
 
 __all__ = ["CLOCK", "Recording", "TraceSummary", "check_path", "compare_clocks", "events_of", "write"]
 
-#: where a question for records begins that is for the clock alone: there are none
+#: the begin of a question for records that only reads the clock: no record has so high a number
 CLOCK: Final = {"records": 1 << 62}
 
 _WAIT_S: Final = 20e-6  # a shorter time in a mailbox is not shown
-_COUNT_S: Final = 100e-6  # counters are shown at most this often
-_THIN_S: Final = 1e-6  # the slice of a call that nobody waits for: its arrow begins there
-_CLOCK_TRIES: Final = 7  # the fastest counts
-_LINE: Final = 2000  # events are put into text together
+_COUNT_S: Final = 100e-6  # the shortest time between two values of a counter
+_THIN_S: Final = 1e-6  # the length of the slices at which the arrows of overlapping calls begin and end
+_CLOCK_TRIES: Final = 7  # questions for comparing clocks, of which the fastest answer is used
+_LINE: Final = 2000  # events that are converted to JSON together
 
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What one worker's recorder has.
+    """The records of one worker's flight recorder.
 
     Attributes:
-        worker, pid: whose.
-        records: as :mod:`actorrpc.flight_recorder` has them; those of what was under way when it was asked are the last.
-        unseen: how much more was under way.
-        dropped: how many there were before these, and are gone.
-        threads: names by number.
-        profiles: those of torch that the worker keeps.
-        offset: what is to be added to its moments to have them on the clock of the one who collects, in seconds.
-        error: how far off that may be, in seconds; None: its clock could not be compared.
-        why: why there is nothing, where there is nothing.
+        worker, pid: identify the worker.
+        records: records as :mod:`actorrpc.flight_recorder` describes them; those of unfinished calls are the last.
+        unseen: the number of unfinished calls that the worker has not sent.
+        dropped: the number of older records, which were overwritten.
+        threads: the names of threads by identifier.
+        profiles: the torch profiles that the worker keeps.
+        offset: seconds to add to the worker's times to get times of the collector's clock.
+        error: how far ``offset`` may be off, in seconds; None: the worker's clock could not be compared.
+        why: the reason, if there are no records.
     """
 
     worker: str
@@ -67,9 +67,9 @@ class Recording:
 
     @classmethod
     def of(cls, worker: str, pid: int, found: dict[str, Any] | Silent) -> Recording:
-        """Return the recording that is in a worker's answer, which may be anything.
+        """Build a recording from a worker's answer; parts of the answer that are not valid are ignored.
 
-        Where the answer has a ``clock``, that is what :func:`compare_clocks` has returned here.
+        The collector has added ``clock`` to the answer, the result of :func:`compare_clocks`.
         """
         made = cls(worker=worker, pid=pid)
         if isinstance(found, Silent):
@@ -96,20 +96,21 @@ class Recording:
     def _add_under_way(self, rows: object, number: object) -> None:
         if not isinstance(rows, list):
             return
-        over = set(map(_key, self.records))  # meanwhile
+        # A call that ended while the worker gathered its answer is in both lists.
+        over = set(map(_key, self.records))
         new = [each for each in rows if _is_record(each) and each[0] == UNDER_WAY and _key(each) not in over]
         self.records += new
         self.unseen = max(0, number - len(rows)) if type(number) is int else 0
 
     def since(self, begun: float) -> None:
-        """Leave out what was over before a moment of the one who collects."""
+        """Remove records and events that ended before a time on the collector's clock."""
         if not self.records or self._ended(self.records[0]) + self.offset < begun:
-            self.dropped = 0  # before that moment
+            self.dropped = 0  # the overwritten records ended before that time as well
         self.records = [each for each in self.records if self._ended(each) + self.offset >= begun]
         self.profiles = [each.since(begun - self.offset) for each in self.profiles]
 
     def moments(self) -> Iterator[float]:
-        """Yield moments on the worker's clock, the first and the last among them."""
+        """Yield the begins and ends of all records and profiles, on the worker's clock."""
         for row in self.records:
             yield row[2]
             yield self._ended(row)
@@ -122,13 +123,13 @@ class Recording:
 
 
 def compare_clocks(ask: Callable[[], dict[str, Any]], now: Callable[[], float]) -> tuple[float, float | None]:
-    """Return what is to be added to a worker's moments to have them on the clock here, and how far off that may be, in seconds.
+    """Return the offset to add to a worker's times to get times of the local clock, and its maximal error, both in seconds.
 
-    The latter is None where no question was answered: nothing is known of its clock then.
+    The error is None if no question was answered. The offset is then 0, which means nothing.
 
     Args:
-        ask: asks the worker for :data:`CLOCK`, and returns its answer.
-        now: the clock here.
+        ask: sends the worker a question that begins at :data:`CLOCK`, and returns its answer.
+        now: reads the local clock.
     """
     best: tuple[float, float | None] = (0.0, None)
     for _ in range(_CLOCK_TRIES):
@@ -149,7 +150,7 @@ _SHAPES: Final[dict[int, tuple[type | tuple[type, ...], ...]]] = {
 
 
 def _key(row: list[Any]) -> tuple[Any, ...]:
-    """Return what tells a call, an execution or a note from the others of its worker, whether it is over or not."""
+    """Return a key that identifies a call, an execution or a note on its worker; it is the same before and after its end."""
     return row[1], row[2], row[5] if row[1] == EXECUTED else row[4]
 
 
@@ -164,19 +165,20 @@ def _is_record(row: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """What was written.
+    """A summary of a written trace.
 
     Attributes:
         path: the file.
-        workers: how many have answered; ``missing`` are those that have not, with the reason.
-        calls, executions: how many of each there are; ``unfinished``: how many of them, and of streams, were under way.
-        unseen: how much more was under way: of each worker there are the 2 000 that began first.
-        arrows: calls whose two halves are both there.
-        profiles: how many of torch's are merged.
-        dropped: records that were overwritten before they could be collected.
-        seconds: from the first moment to the last.
-        clock_error: how far the clocks of two workers may be apart, in seconds, at most, of those that were compared.
-        uncompared: workers whose clocks could not be compared: where their events stand beside those of others means nothing.
+        workers: the number of workers that answered; ``missing``: the names of the others, with the reasons.
+        calls, executions: their numbers in the file; ``unfinished``: the number of unfinished calls, executions and streams.
+        unseen: the number of unfinished ones that are not in the file, which has the oldest 2 000 of each worker.
+        arrows: the number of calls whose execution is in the file as well.
+        profiles: the number of torch profiles that were merged.
+        dropped: the number of records that were overwritten before they were collected.
+        seconds: the time from the first event to the last.
+        clock_error: the largest error of a worker's clock comparison, in seconds.
+        uncompared: workers whose clocks could not be compared; their events may be shown at wrong times relative to other
+            workers.
     """
 
     path: str
@@ -195,10 +197,10 @@ class TraceSummary:
 
 
 def check_path(path: str) -> None:
-    """Look whether a file can be written there, or replaced, before somebody is asked for what it will have.
+    """Check that a file can be written or replaced at a path, so that a wrong path fails before workers are queried.
 
     Raises:
-        OSError: it cannot; it names the path as it was given.
+        OSError: the file cannot be written.
     """
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
@@ -213,10 +215,10 @@ def check_path(path: str) -> None:
 
 
 def write(path: str, recordings: Iterable[Recording]) -> TraceSummary:
-    """Write the trace of a group; a file that is there is replaced when all is written.
+    """Write the trace of a group. An existing file is replaced when the new one is complete.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     counts: dict[str, Any] = {}
     path = os.fspath(path)
@@ -256,7 +258,7 @@ def events_of(
     """Yield the events of a trace.
 
     Args:
-        counts: is filled with the fields of :class:`TraceSummary`, but the path.
+        counts: is filled with the fields of :class:`TraceSummary`, except the path.
     """
     found = list(recordings)
     there = [each for each in found if not each.why]
@@ -306,7 +308,7 @@ def events_of(
 
 
 def _counts_of(recordings: list[Recording]) -> dict[str, Any]:
-    """Return the fields of a :class:`TraceSummary` that recordings alone tell."""
+    """Return the fields of a :class:`TraceSummary` that depend on the recordings only."""
     there = [each for each in recordings if not each.why]
     return {
         "profiles": sum(not profile.is_empty() for each in there for profile in each.profiles),
@@ -321,7 +323,7 @@ def _counts_of(recordings: list[Recording]) -> dict[str, Any]:
 
 
 def _pids(recordings: list[Recording]) -> list[int]:
-    """Return a number for each process: its own, where no other one has it."""
+    """Return a unique number for each process: its process id, or another number if that is used (on another host)."""
     used: set[int] = set()
     found = []
     for each in recordings:
@@ -334,24 +336,24 @@ def _pids(recordings: list[Recording]) -> list[int]:
 
 
 def _waits(row: list[Any]) -> bool:
-    """Say whether the turn of an execution has not come."""
+    """Return whether the call of an execution record is still queued."""
     return bool(row[0] == UNDER_WAY and row[3] == row[4])
 
 
 def _is_internal(row: list[Any]) -> bool:
-    """Say whether a record is of a call that the package makes for itself."""
+    """Return whether a record belongs to a call that the package makes for itself."""
     if row[1] == EXECUTED:
         return not row[11] and row[8].startswith(OWN)
     return bool(row[1] == CALLED and row[7].startswith(OWN))
 
 
 def _marked(number: int) -> tuple[str, dict[str, Any]]:
-    """Return what is added to the name, and to the arguments, of what is under way."""
+    """Return the additions to the name and to the arguments of an event, which mark an unfinished record."""
     return (" (unfinished)", {"unfinished": True}) if number == UNDER_WAY else ("", {})
 
 
 class _Process:
-    """The events of one worker."""
+    """Creates the events of one worker."""
 
     def __init__(self, recording: Recording, pid: int, begun: float) -> None:
         self._recording = recording
@@ -365,11 +367,11 @@ class _Process:
         self._threads = {ident: number for number, ident in enumerate(idents, 1)}
 
     def at(self, moment: float) -> float:
-        """Return a moment as the file has it: microseconds since the first one."""
+        """Convert a time on the worker's clock to a time in the file: microseconds since the first event."""
         return round(1e6 * (moment - self._zero), 3)
 
     def thread(self, ident: int) -> int:
-        """Return the number of a thread."""
+        """Return the number of a thread in the file."""
         return self._threads[ident]
 
     def _event(self, kind: str, name: str, moment: float, tid: int, **more: Any) -> dict[str, Any]:
@@ -385,7 +387,7 @@ class _Process:
         yield self._event("e", name, max(begun, ended), tid, cat=cat, id=key)
 
     def absence(self, moment: float) -> Iterator[dict[str, Any]]:
-        """Yield what says why there is nothing of this process."""
+        """Yield an event that says why there are no records of this process."""
         yield self._name()
         yield self._event("i", f"missing: {self._recording.why}", moment, 0, s="p")
 
@@ -401,7 +403,7 @@ class _Process:
         }
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Yield what says how the process and its threads are called."""
+        """Yield the names of the process and of its threads."""
         here = self._recording
         yield self._name()
         for ident, number in self._threads.items():
@@ -428,7 +430,7 @@ class _Process:
             yield self._event("i", text, min(over), 0, s="p")
 
     def executions(self) -> Iterator[dict[str, Any]]:
-        """Yield the calls that were executed here, and their time in mailboxes."""
+        """Yield the executions of this worker, and their times in mailboxes."""
         rows = sorted(
             (row for row in self._recording.records if row[1] == EXECUTED), key=lambda row: (row[3], -row[4])
         )
@@ -457,18 +459,18 @@ class _Process:
                 stack.pop()
             if (
                 stack and ended > stack[-1]
-            ):  # a coroutine beside others, or one that was answered by another thread
+            ):  # it overlaps another slice: a coroutine, or a call that another thread has answered
                 yield from self._track(
                     name, "execution", f"x{self._pid}-{caller}-{id}", begun, ended, tid, **args
                 )
-                for moment in (begun, ended):  # where the arrows end and begin
+                for moment in (begun, ended):  # arrows need slices to begin and end at
                     yield self._slice(name, moment, moment + _THIN_S, tid, cat="execution", args=args)
             else:
                 stack.append(ended)
                 yield self._slice(name, begun, ended, tid, cat="execution", args=args)
 
     def counters(self) -> Iterator[dict[str, Any]]:
-        """Yield how many calls wait here, and how many run."""
+        """Yield the numbers of queued and of running calls over time."""
         steps: list[tuple[float, int, int]] = []
         for row in self._recording.records:
             if row[1] == EXECUTED:
@@ -488,9 +490,12 @@ class _Process:
     def call(
         self, row: list[Any], other: tuple[int, int, float, float | None] | None, numbers: Iterator[int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield a call that was made here, and the arrows to its execution (pid, tid, begun, ended, as in the file) and back.
+        """Yield a call that this worker made, and the arrows to its execution and back.
 
-        Of an execution that is under way, ``ended`` is None.
+        Args:
+            other: ``(pid, tid, begun, ended)`` of the execution, with the file's numbers and times; ``ended`` is None if it is
+                unfinished. None if there is no record of the execution.
+            numbers: provides ids for arrows.
         """
         number, _, made, answered, id, callee, _, method, ident, failed, waits, sent, received = row
         tid = self.thread(ident)
@@ -529,12 +534,12 @@ class _Process:
         )
 
     def note(self, row: list[Any]) -> Iterator[dict[str, Any]]:
-        """Yield something else that took a time."""
+        """Yield the events of a ``NOTED`` record."""
         number, _, begun, ended, kind, what, ident = row
         tid = self.thread(ident)
         mark, unfinished = _marked(number)
         name = f"{kind} {what}{mark}"
-        if kind == "stream":  # beside whatever else the thread did meanwhile
+        if kind == "stream":  # overlaps other events of its thread
             key = f"n{self._pid}-{what if unfinished else number}"
             yield from self._track(name, kind, key, begun, ended, tid, **unfinished)
         else:
