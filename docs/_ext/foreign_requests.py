@@ -1,4 +1,4 @@
-"""A page of the site asks no other host for anything: no font, no script, no picture. A build that would is a failed one."""
+"""Fail a build whose pages load fonts, scripts or pictures from other hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CSS = re.compile(r"""(?:url\(\s*|@import\s+)["']?((?:https?:)?//[^"')\s]+)""")
 
 
 class _Loads(HTMLParser):
-    """Collects what a browser fetches by itself; a link to click on is none of it."""
+    """Collects the URLs on other hosts that a browser loads with the page. Links that a user clicks are not collected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Loads(HTMLParser):
 
 
 def foreign_in_html(text: str) -> list[str]:
-    """Return what a page would fetch from other hosts."""
+    """Return the elements of a page that load from other hosts."""
     reader = _Loads()
     reader.feed(text)
     styles = re.findall(r"<style[^>]*>(.*?)</style>", text, re.DOTALL)
@@ -54,7 +54,7 @@ def foreign_in_html(text: str) -> list[str]:
 
 
 def foreign_in_css(text: str) -> list[str]:
-    """Return what a style sheet would fetch from other hosts."""
+    """Return the URLs on other hosts that a style sheet loads."""
     return _CSS.findall(text)
 
 

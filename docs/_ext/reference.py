@@ -1,9 +1,9 @@
-"""The reference is made from the code: public names from their docstrings, options from where they are declared.
+"""Generate the reference from the code: public names from their docstrings, options from their declarations.
 
-``.. public-names:: actorrpc.rpc``, in an ``{eval-rst}`` block, documents what a module lists in ``__all__``, each object on one
-page only and under its shortest public name. Readers of a checkout see tables, which are in the pages between comments:
+``.. public-names:: actorrpc.rpc``, in an ``{eval-rst}`` block, documents the names in the ``__all__`` of a module, each object on
+one page only and under its shortest public name. Readers of a checkout see tables, which are in the pages between comments:
 ``<!-- names of actorrpc.rpc -->`` has the first sentence about each name, ``<!-- options of actorrpc.actors.ActorOptions -->``
-the fields of a class of options, or the arguments of a function. ``python docs/_ext/reference.py`` makes the tables anew.
+the fields of a class of options, or the arguments of a function. ``python docs/_ext/reference.py`` regenerates the tables.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PUBLIC = (
 
 
 def names_of(module: str) -> dict[str, Any]:
-    """Return what a module lists, by name: functions, classes and values."""
+    """Return the functions, classes and values in the ``__all__`` of a module, by name."""
     found = importlib.import_module(module)
     listed = {name: getattr(found, name) for name in found.__all__ if name != "__version__"}
     return {name: value for name, value in listed.items() if not isinstance(value, ModuleType)}
@@ -57,7 +57,7 @@ def names_of(module: str) -> dict[str, Any]:
 
 @cache
 def _documented() -> dict[int, str]:
-    """Return the module with which each object is documented, by its id."""
+    """Return the module on whose page each object is documented, by the object's id."""
     found: dict[int, str] = {}
     for module in PUBLIC:
         for value in names_of(module).values():
@@ -72,7 +72,7 @@ def public_name(module: str, name: str) -> str:
 
 
 def _members(module: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, directive and value of what is documented with a module: errors, classes, functions, values."""
+    """Yield name, directive and value of each object on a module's page: errors, classes, functions, values."""
     kinds = ("autoexception", "autoclass", "autofunction", "autodata")
 
     def kind(value: Any) -> str:
@@ -97,7 +97,7 @@ def _names_text(module: str) -> Iterator[str]:
 
 
 def _value_text(name: str, value: Any) -> Iterator[str]:
-    """Yield what is said of a value: its docstring where it is defined, and its entries where it is a table."""
+    """Yield the documentation of a value: the comment at its definition and, if it is a mapping, its entries."""
     from sphinx.pycode import ModuleAnalyzer
 
     short = name.rpartition(".")[2]
@@ -119,7 +119,7 @@ def _value_text(name: str, value: Any) -> Iterator[str]:
 
 
 def meanings(docstring: str) -> dict[str, str]:
-    """Return what the ``Attributes:`` or ``Args:`` of a docstring say, by name."""
+    """Return the descriptions in the ``Attributes:`` or ``Args:`` of a docstring, by name."""
     found: dict[str, str] = {}
     section = re.search(
         r"^(?:Attributes|Args):\n((?:    .*\n|\n)+)", inspect.cleandoc(docstring) + "\n", re.MULTILINE
@@ -134,7 +134,7 @@ def meanings(docstring: str) -> dict[str, str]:
 
 
 def _right(name: str, field: dataclasses.Field[Any]) -> str:
-    """Return what is right for an option, in the words of the error of what is not."""
+    """Return the valid values of an option: the part of its error message after "must be"."""
     check = field.metadata.get("check")
     if check is None:
         return ""
@@ -147,7 +147,7 @@ def _right(name: str, field: dataclasses.Field[Any]) -> str:
 
 
 class _Nothing:
-    """A value that is right for no option."""
+    """A value that is invalid for every option."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -163,7 +163,7 @@ def _default(value: Any) -> str:
 
 
 def rows_of(target: str) -> list[tuple[str, str, str, str]]:
-    """Return name, default, what is right, and meaning of each option of a class or function."""
+    """Return name, default, valid values and meaning of each option of a class or function."""
     module, _, name = target.rpartition(".")
     value = getattr(importlib.import_module(module), name)
     if value is Settings:
@@ -207,7 +207,7 @@ _BLOCK = re.compile(r"<!-- (names|options) of ([\w.]+) -->\n.*?<!-- end -->", re
 
 
 def filled(page: str) -> str:
-    """Return a page with its tables of names and options made anew from the code."""
+    """Return a page with its tables of names and options regenerated from the code."""
 
     def block(match: re.Match[str]) -> str:
         lines = _options_table(match[2]) if match[1] == "options" else _names_table(match[2])
@@ -233,21 +233,21 @@ def _names_table(module: str) -> Iterator[str]:
 def _options_table(target: str) -> Iterator[str]:
     rows = rows_of(target)
     bounds = any(right for _, _, right, _ in rows)
-    yield from _row("option", "default", *(["right are"] if bounds else []), "meaning")
+    yield from _row("option", "default", *(["valid values"] if bounds else []), "meaning")
     yield "|---" * (4 if bounds else 3) + "|"
     for name, default, right, meaning in rows:
         yield from _row(f"``{name}``", default, *([right] if bounds else []), meaning)
 
 
 def _row(*cells: str) -> Iterator[str]:
-    """Yield a row of a table; cells are reStructuredText as docstrings have it."""
+    """Yield a row of a table. The cells are reStructuredText, as in docstrings."""
     plain = [re.sub(r":\w+:`~(?:\w+\.)*(\w+)`", r"`\1`", each) for each in cells]
     plain = [re.sub(r":\w+:`([^`]*)`", r"`\1`", each).replace("``", "`") for each in plain]
     yield "| " + " | ".join(each.replace("|", "\\|") for each in plain) + " |"
 
 
 def main() -> None:
-    """Make the tables of all pages of the reference anew."""
+    """Regenerate the tables in all pages of the reference."""
     for path in sorted((Path(__file__).resolve().parent.parent / "reference").glob("*.md")):
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
 
@@ -256,7 +256,7 @@ def main() -> None:
 
 
 def _resolve(app: Sphinx, environment: Any, node: Any, content: Any) -> Any:
-    """Lead a reference to where the object is documented: docstrings name it by its module, or by its name alone."""
+    """Resolve a reference in a docstring, which names an object by its module or by its name alone."""
     del app
     if node.get("refdomain") != "py":
         return None
@@ -282,7 +282,7 @@ def _resolve(app: Sphinx, environment: Any, node: Any, content: Any) -> Any:
 
 
 def _bases(_app: Sphinx, _name: str, _value: object, _options: object, bases: list[Any]) -> None:
-    """Show the public bases in the place of private ones."""
+    """Replace private base classes by their public bases."""
     while hidden := [base for base in bases if inspect.isclass(base) and base.__name__.startswith("_")]:
         bases[:] = [found for base in bases for found in (base.__bases__ if base in hidden else (base,))]
 
@@ -290,7 +290,7 @@ def _bases(_app: Sphinx, _name: str, _value: object, _options: object, bases: li
 def _signature(
     _app: Sphinx, what: str, _name: str, _value: object, _options: object, given: Any, returned: Any
 ) -> Any:
-    """Write parameter specifications as a reader would; Sphinx cannot read the form in which it writes them itself."""
+    """Simplify parameter specifications: Sphinx cannot parse the form in which it writes them."""
     if what == "exception" and given:
         return "", returned  # users catch them
     if isinstance(given, str) and "~P" in given:
@@ -300,7 +300,7 @@ def _signature(
 
 
 def _overloads(_app: Sphinx, _domain: str, _type: str, content: Any) -> None:
-    """Do the same for signatures of overloads, which come ready made: a parameter that could not be read is plain text."""
+    """Do the same for signatures of overloads, in which Sphinx leaves unparsed parameters as plain text."""
     from docutils import nodes
 
     for signature in content.parent.children[:-1]:

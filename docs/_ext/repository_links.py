@@ -1,6 +1,6 @@
-"""Pages link to files of the repository as they lie there; on the site such a link leads to a page, or to a copy of the file.
+"""Turn links to files of the repository into links to pages of the site.
 
-A page that shows a file of the repository (``SHOWN``) is a line with a link to it there, and the file itself here.
+``SHOWN`` lists pages whose source is a single link to a file of the repository. On the site they show the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
 def on_the_site(text: str, file: Path, page: Path) -> str:
-    """Return what a file says, with links as they are right on a page of the site."""
+    """Return the text of a file with its links changed to work on a page of the site."""
 
     def link(match: re.Match[str]) -> str:
         words, target, anchor = match.groups()
@@ -58,7 +58,7 @@ def _read(_app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def _again(*_event: object) -> list[str]:
-    """Have these pages made each time: Sphinx watches their own files only."""
+    """Mark these pages as outdated in each build: Sphinx does not watch the files that they show."""
     return list(SHOWN)
 
 

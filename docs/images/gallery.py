@@ -1,6 +1,6 @@
-"""Draw the pictures of the gallery from what the examples print: ``python docs/images/gallery.py [NAME ...]`` runs them for it.
+"""Run the examples and draw the pictures of the gallery from their output: ``python docs/images/gallery.py [NAME ...]``.
 
-All of them take some minutes.
+All pictures take some minutes.
 """
 
 from __future__ import annotations
