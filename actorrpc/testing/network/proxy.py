@@ -606,7 +606,7 @@ class FaultProxy:
 
     def stall(self) -> None:
         """Hold back all bytes until :meth:`resume`. New connections are accepted, but no bytes pass."""
-        self._do(lambda: self._fault_filter().clear())
+        self._do(lambda: self._opened().clear())
 
     def resume(self) -> None:
         """Pass the bytes that were held back, and accept connections again."""
@@ -615,7 +615,7 @@ class FaultProxy:
             self._refusing = False
             if self._listener is None:
                 self._listen()
-            self._fault_filter().set()
+            self._opened().set()
 
         self._do(go)
 
@@ -697,7 +697,7 @@ class FaultProxy:
         assert self._over is not None
         self._over.set()
 
-    def _fault_filter(self) -> asyncio.Event:
+    def _opened(self) -> asyncio.Event:
         assert self._open is not None
         return self._open
 
@@ -745,7 +745,7 @@ class FaultProxy:
                 struck=self._strikes_again,
                 passed=self._passed,
                 may_strike=self._may_strike,
-                open=self._fault_filter(),
+                open=self._opened(),
             )
             self._relays.add(relay)
             task = asyncio.ensure_future(self._relay(relay))
