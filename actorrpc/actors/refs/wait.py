@@ -283,7 +283,7 @@ class _Collector:
 
 
 class _Watch:
-    """Waits for one result of a collector. Whoever makes it flushes the gathered messages."""
+    """Waits for one result of a collector. The caller of the constructor flushes the gathered messages."""
 
     __slots__ = ("_collector", "future", "item", "number")
 
