@@ -491,3 +491,14 @@ def test_a_method_of_a_handle_shows_the_docstring_and_the_signature(here: None) 
     assert "remote" in dir(counter.add)
     # The class itself is documented as ever.
     assert (ActorMethod.__doc__ or "").startswith("A method of an actor")
+
+
+def test_where_the_class_is_not_known_the_names_are_shown() -> None:
+    info = pickle.loads(pickle.dumps(ClassInfo.of(Counter)))
+    assert info is not ClassInfo.of(Counter)
+    assert info.function("add") is vars(Counter)["add"]  # by its module
+    assert pickle.loads(pickle.dumps(ClassInfo.of(Above.__actor_class__))).function("own").__name__ == "own"  # type: ignore[attr-defined]
+    info.module = "nowhere"
+    assert info.function("add") is None
+    method = info.methods["add"]
+    assert str(method.shown(info.function("add"))) == "(k=Ellipsis, *, times=Ellipsis)"

@@ -1,21 +1,185 @@
-"""What torch is given for a collective."""
+"""The parts of collectives: meetings on made-up workers, and groups of torch in one process."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from torch import distributed as dist
 
 from actorrpc.actors.collectives import process_group as groups
+from actorrpc.actors.collectives.rendezvous import Generations, MemberSlot
+from actorrpc.errors import CollectiveError, ConfigError
+from actorrpc.wire.identity import WorkerKey
+
+SLOTS = [MemberSlot(WorkerKey(rank, f"life{rank}"), 100 + rank) for rank in range(3)]
 
 
-def test_a_store_gives_itself_for_its_clone() -> None:
-    """NCCL has threads that want a store of their own: this one may be asked by any thread."""
-    asked: list[Any] = []
-    store = groups.CallStore(lambda *args: asked.append(args))
-    dist.PrefixStore("some", store.clone()).set("key", "value")
-    assert asked == [("put", "some/key", b"value")]
-    with contextlib.suppress(AttributeError):  # a torch that asks no store for a clone
-        dist.PrefixStore("some", store).clone().set("other", "value")
-        assert asked[-1] == ("put", "some/other", b"value")
+class Timers:
+    """A clock that never moves."""
+
+    def __init__(self) -> None:
+        self.runs: list[Any] = []
+
+    def after(self, delay: float, run: Any) -> None:
+        del delay
+        self.runs.append(run)
+
+
+def made() -> tuple[Generations, Any]:
+    """Meetings at an agent that runs what it is to submit when it is told to."""
+    agent = SimpleNamespace(on_peer_end=[], submitted=[], clock=Timers())
+    agent.submit = agent.submitted.append
+    return Generations(agent, lambda key, rank, why: None), agent  # type: ignore[arg-type]
+
+
+class TestMeetings:
+    def test_all_hear_what_all_say(self) -> None:
+        meetings, _ = made()
+        meeting = meetings.open("it", 3)
+        early = [meetings.gather(meeting.key, rank, SLOTS[rank], f"from {rank}") for rank in (2, 0)]
+        assert not any(each.done() for each in early)
+        late = meetings.gather(meeting.key, 1, SLOTS[1], "from 1")
+        assert [each.value() for each in (*early, late)] == [["from 0", "from 1", "from 2"]] * 3
+
+    def test_values_are_waited_for(self) -> None:
+        meetings, _ = made()
+        key = meetings.open("it", 1).key
+        waiting = meetings.take(key, ["a", "b"])
+        meetings.change(key, "put", "a", b"1")
+        assert not waiting.done()
+        meetings.change(key, "put", "b", b"2")
+        assert waiting.value() == [b"1", b"2"]
+        assert meetings.take(key, ["b"]).value() == [b"2"]
+        assert [meetings.change(key, "add", "n", each) for each in (2, 3)] == [2, 5]
+        assert meetings.change(key, "has", ["a", "n"]) is True
+        assert meetings.change(key, "swap", "a", b"1", b"9") == b"9"
+        assert meetings.change(key, "swap", "a", b"1", b"8") == b"9"
+        assert meetings.change(key, "drop", "a") is True
+        assert meetings.change(key, "has", ["a"]) is False
+
+    def test_the_end_of_a_worker_breaks_it_once(self) -> None:
+        meetings, agent = made()
+        meeting = meetings.open("it", 3)
+        waiting = [meetings.gather(meeting.key, rank, SLOTS[rank], None) for rank in (0, 1)]
+        asked = meetings.take(meeting.key, ["never"])
+        (tell,) = agent.on_peer_end
+        ended = SimpleNamespace(name="w1", rank=1, key=WorkerKey(1, "another life"), cause="", state="dead")
+        tell(ended)
+        assert not meeting.why
+        ended.key = WorkerKey(1, "life1")
+        tell(ended)
+        for each in (*waiting, asked):
+            with pytest.raises(CollectiveError, match=r"it is broken: rank 1 is gone: its worker 'w1'"):
+                each.value()
+        assert len(agent.submitted) == 1  # rank 0 is told; rank 2 has never been there
+        with pytest.raises(CollectiveError, match="rank 1 is gone"):
+            meetings.gather(meeting.key, 2, SLOTS[2], None)
+        tell(ended)
+        assert len(agent.submitted) == 1
+
+    def test_a_failed_operation_waits_for_the_reason(self) -> None:
+        meetings, agent = made()
+        meeting = meetings.open("it", 2)
+        for rank in range(2):
+            meetings.gather(meeting.key, rank, SLOTS[rank], None)
+        answer = meetings.gone(meeting.key, 0, "connection closed", False)
+        assert meeting.why == "connection closed"
+        assert not answer.done()
+        meetings.gone(meeting.key, 1, "it was killed", True)
+        assert answer.value() == meeting.why == "rank 1 is gone: it was killed"
+        # Where nothing is heard of, the first reason it is.
+        other = meetings.open("it", 2)
+        answer = meetings.gone(other.key, 0, "timed out", False)
+        agent.clock.runs[-1]()
+        agent.submitted[-1]()
+        assert answer.value() == "timed out"
+
+    def test_a_meeting_that_was_closed_is_not_known(self) -> None:
+        meetings, _ = made()
+        meeting = meetings.open("it", 2)
+        meetings.close(meeting)
+        with pytest.raises(CollectiveError, match="destroyed, or rebuilt"):
+            meetings.take(meeting.key, ["a"])
+        assert meetings.gone(meeting.key, 0, "late", True).value() == "it has been destroyed, or rebuilt"
+
+
+class TestGroups:
+    def test_backends(self) -> None:
+        assert groups.check_backend("gloo") == "gloo"
+        with pytest.raises(ConfigError, match="not None"):
+            groups.check_backend(None)
+        if not torch.cuda.is_available():
+            with pytest.raises(ConfigError, match="nccl"):
+                groups.check_devices("nccl")
+
+    def test_a_store_gives_itself_for_its_clone(self) -> None:
+        """NCCL has threads that want a store of their own: this one may be asked by any thread."""
+        asked: list[Any] = []
+        store = groups.CallStore(lambda *args: asked.append(args))
+        dist.PrefixStore("some", store.clone()).set("key", "value")
+        assert asked == [("put", "some/key", b"value")]
+        with contextlib.suppress(AttributeError):  # a torch that asks no store for a clone
+            dist.PrefixStore("some", store).clone().set("other", "value")
+            assert asked[-1] == ("put", "some/other", b"value")
+
+    @pytest.mark.limit(20)
+    def test_a_cut_ends_what_waits_and_leaves_other_groups_alone(self) -> None:
+        first, second = make_groups("first"), make_groups("second")
+        ended: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                dist.recv(torch.empty(1), src=1, group=first[0][0])
+            except RuntimeError as error:
+                ended.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        group, store = first[0]
+        # Both ends of the one connection are here, one may see the other.
+        assert groups.cut(group, store, "gloo") >= 1
+        waiting.join()
+        assert len(ended) == 1
+        assert (groups.connections(store), groups.connections(second[0][1])) == (0, 2)
+        values = [torch.full((2,), float(rank)) for rank in range(2)]
+        in_threads(
+            [lambda rank=rank: dist.all_reduce(values[rank], group=second[rank][0]) for rank in range(2)]
+        )
+        assert [each.tolist() for each in values] == [[1.0, 1.0]] * 2
+        assert groups.cut(group, store, "gloo") == 0
+        for each, _ in (*first, *second):
+            groups.forget(each)
+            groups.forget(each)
+        assert not dist.is_initialized()
+
+
+def in_threads(runs: list[Any]) -> None:
+    """Run functions at the same time."""
+    threads = [threading.Thread(target=run) for run in runs]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+
+def make_groups(name: str) -> list[tuple[Any, groups.CallStore]]:
+    """Two members of a group, both here."""
+    meetings, _ = made()
+    key = meetings.open(name, 2).key
+    found: dict[int, Any] = {}
+
+    def make(rank: int) -> None:
+        def ask(what: str, *args: Any) -> Any:
+            return meetings.take(key, *args).wait(10) if what == "take" else meetings.change(key, what, *args)
+
+        store = groups.CallStore(ask)
+        options = {"backend": "gloo", "timeout_s": 15.0, "join_s": 10.0, "address": "127.0.0.1"}
+        found[rank] = groups.make(store, rank, 2, name=f"{name}/{rank}", **options), store  # type: ignore[arg-type]
+
+    in_threads([lambda rank=rank: make(rank) for rank in range(2)])
+    return [found[0], found[1]]

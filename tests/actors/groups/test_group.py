@@ -454,6 +454,21 @@ def test_the_tree_is_one(count: int) -> None:
     assert max(children.values()) <= broadcast.WIDTH
 
 
+def test_how_large_an_argument_is() -> None:
+    tensor = torch.zeros(1000)
+    assert broadcast.weight_of(tensor) == 4000
+    assert broadcast.weight_of([tensor, {"a": (tensor,)}, b"12345", "xyz"]) == 8008
+    assert broadcast.weight_of(tensor.numpy()) == 4000
+    assert broadcast.weight_of(memoryview(b"1234")) == 4
+    assert broadcast.weight_of([1, None, object()]) == 0
+    assert broadcast.weight_of([tensor, torch.zeros(5, requires_grad=True)]) == 0
+    assert broadcast.weight_of(torch.nn.Linear(1000, 1000)) == 0
+    cyclic: list[Any] = [tensor]
+    cyclic.append(cyclic)
+    assert broadcast.weight_of(cyclic) == 4000
+    assert broadcast.weight_of([[1] * 10_000, tensor]) == 4000
+
+
 @ActorClass
 class Receiver:
     """Gets large arguments."""

@@ -334,3 +334,39 @@ def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
         assert first not in todo.wake
         assert bool(todo.wake) != bool(todo.start)
         mailbox.take(queue, second if todo.wake else object())
+
+
+def test_a_call_that_is_ready_lets_those_behind_it_go_up_to_the_next_that_is_not() -> None:
+    mailbox = Mailbox()
+    queue = mailbox.queues[""]
+    first, second = (Call("a", payload, ready=False) for payload in ("a1", "a3"))
+    behind = Call("a", "a2")
+    for entry in (first, behind, second, Call("a", "a4")):
+        mailbox.put(entry, queue)
+    assert _run_all(mailbox, queue) == []
+    assert queue.held_behind(behind) is first
+    mailbox.ready(first)
+    assert queue.held_behind(behind) is None
+    assert queue.heads() == [second]
+    assert _run_all(mailbox, queue) == ["a1", "a2"]
+    mailbox.ready(second)
+    assert _run_all(mailbox, queue) == ["a3", "a4"]
+
+
+def test_a_glance_shows_the_one_that_has_waited_longest() -> None:
+    mailbox = _configured({"": 1, "io": 1})
+    queue = mailbox.queues[""]
+    first, blocked, urgent = Call("a"), Call("b", ready=False), Call("c", priority=5)
+    for entry in (first, blocked, urgent):
+        mailbox.put(entry, queue)
+
+    def seen() -> list[tuple[str, int, int, Entry | None]]:
+        return [(each.name, waiting, running, oldest) for each, waiting, running, oldest in mailbox.glance()]
+
+    assert seen() == [("", 3, 0, first), ("io", 0, 0, None)]
+    assert mailbox.take(queue)[0] is urgent
+    assert seen()[0] == ("", 2, 1, first)
+    mailbox.done(queue)
+    assert mailbox.take(queue)[0] is first
+    assert mailbox.take(queue)[0] is None  # the other waits for its arguments
+    assert seen()[0] == ("", 1, 1, blocked)

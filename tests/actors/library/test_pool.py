@@ -154,6 +154,19 @@ def test_without_actors_tasks_fail() -> None:
     assert not pool.has_next()
 
 
+def test_push(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
+    for value in range(3):
+        pool.submit(_work, value)
+    assert not pool.has_free()
+    more = _Actor("c")
+    pool.push(more)
+    assert [value for value, _ in more.calls] == [2]  # what had waited
+    with pytest.raises(ConfigError, match="actor c"):
+        pool.push(more)
+    with pytest.raises(ValueError, match="actor a"):
+        pool.push(actors[0])
+
+
 # -- errors -------------------------------------------------------------------------------------------------
 
 

@@ -122,6 +122,15 @@ def test_a_complete_one_arrives_complete_and_equal(group: None) -> None:
     assert torch.equal(get(back)["a"], torch.ones(3))
 
 
+def test_a_failed_one_arrives_failed(group: None) -> None:
+    back = _send(ObjectRef.failed(LookupError("not there")))
+    assert back.done()
+    with pytest.raises(LookupError, match="not there"):
+        get(back)
+    with pytest.raises(LookupError, match="not there"):
+        back.future().wait()
+
+
 # -- promises ----------------------------------------------------------------------------------------------
 
 

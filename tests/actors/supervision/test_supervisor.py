@@ -357,3 +357,21 @@ def test_rank_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     world.settle()
     with pytest.raises(PeerDiedError, match="names are kept by rank 0"):
         _run(world, 1, "lookup", "x")
+
+
+def test_unknown_names_say_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    driver = world.workers[0]
+    with pytest.raises(UnknownActorError, match="no actor has a name there"):
+        _run(world, 0, "lookup", "counter")
+    keep = [world.create(driver, name="counter"), world.create(driver, name="far", namespace="lab")]
+    with pytest.raises(UnknownActorError, match="did you mean 'counter'"):
+        _run(world, 2, "lookup", "countre")
+    with pytest.raises(UnknownActorError, match="there are: 'counter'"):
+        _run(world, 2, "lookup", "zzz")
+    with pytest.raises(UnknownActorError, match=r"there is one in namespace 'lab': give namespace="):
+        _run(world, 1, "lookup", "far")
+    assert _run(world, 1, "lookup", "far", "lab") is not None
+    assert _run(world, 1, "list", "lab") == [("lab", "far")]
+    world.settle()
+    del keep
