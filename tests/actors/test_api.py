@@ -24,7 +24,6 @@ from actorrpc.errors import (
 from tests.actors import things
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import row_of, until
-from tests.ranks import rpc_group
 
 
 @pytest.fixture
@@ -105,17 +104,6 @@ def test_by_name(here: None) -> None:
             actorrpc.get_actor(wrong)  # type: ignore[arg-type]
 
 
-def test_handles_by_name_are_weak(here: None) -> None:
-    named = things.Counter.options(name="one").remote()
-    found = actorrpc.get_actor("one")
-    ended = actorrpc.monitor(found)
-    del named
-    gc.collect()
-    assert isinstance(ended.wait(20), ActorDiedError)
-    with pytest.raises(ActorDiedError):
-        get(found.add.remote())
-
-
 def test_nothing_runs() -> None:
     with pytest.raises(NotInitializedError):
         actorrpc.get_actor("one")
@@ -162,16 +150,6 @@ def test_tasks_are_no_actors(here: None) -> None:
 # -- ending ----------------------------------------------------------------------------------------------------------
 
 
-def test_kill(counter: ActorHandle[Any]) -> None:
-    blocked, waits = counter.wait.remote(), counter.add.remote()
-    actorrpc.kill(counter)
-    for ref in (blocked, waits, counter.add.remote()):
-        with pytest.raises(ActorDiedError, match=r"kill\(\)"):
-            get(ref)
-    actorrpc.kill(counter)
-    assert not actorrpc.is_alive(counter)
-
-
 @pytest.mark.parametrize(
     "function",
     [actorrpc.kill, actorrpc.ready, actorrpc.is_alive, actorrpc.monitor, lambda x: actorrpc.call(x, len)],
@@ -215,17 +193,6 @@ def test_what_cannot_be_cancelled(counter: ActorHandle[Any]) -> None:
         actorrpc.cancel(ref, recursive=False)
 
 
-def test_exit(counter: ActorHandle[Any]) -> None:
-    ended = actorrpc.monitor(counter)
-    with pytest.raises(ActorDiedError, match=r"exit_actor\(\)"):
-        get(counter.leave.remote())
-    assert "exit_actor()" in str(ended.wait(10))
-    with pytest.raises(ActorDiedError, match=r"exit_actor\(\)"):
-        get(counter.add.remote())
-    with pytest.raises(RuntimeError, match="outside of an actor"):
-        actorrpc.exit_actor()
-
-
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
@@ -258,16 +225,6 @@ def test_monitor_keeps_nobody_alive(here: None) -> None:
     assert isinstance(ended.wait(20), ActorDiedError)
 
 
-def test_ready_and_alive(here: None) -> None:
-    counter = things.Counter.remote()
-    assert get(actorrpc.ready(counter)) is None
-    assert actorrpc.is_alive(counter)
-    picky = things.Picky.remote()
-    with pytest.raises(ActorDiedError, match="not today"):
-        get(actorrpc.ready(picky))
-    assert not actorrpc.is_alive(picky)
-
-
 # -- inside --------------------------------------------------------------------------------------------------------------
 
 
@@ -292,14 +249,6 @@ def test_call(counter: ActorHandle[Any]) -> None:
         get(actorrpc.call(counter, getattr, "nothing"))
 
 
-def test_call_goes_through_the_mailbox(counter: ActorHandle[Any]) -> None:
-    blocked = counter.wait.remote()
-    first, second = counter.add.remote(), actorrpc.call(counter, getattr, "n")
-    assert not second.done()
-    things.Counter.gate.set()
-    assert get([blocked, first, second]) == [True, 4, 4]
-
-
 def test_context(here: None) -> None:
     outside = actorrpc.get_runtime_context()
     assert (outside.worker.name, outside.actor_id, outside.caller) == ("w0", None, None)
@@ -318,6 +267,8 @@ def test_context(here: None) -> None:
     own: Any = get(named.own_handle.remote())
     assert own == named
     assert get(own.add.remote()) == 1
+    aio = things.Aio.remote()
+    assert get(aio.own_handle.remote()) == aio
 
 
 @actorrpc.remote
@@ -331,44 +282,3 @@ def _in_a_task() -> Any:
 
 def test_a_task_is_in_no_actor(here: None) -> None:
     assert get(_in_a_task.remote()) == (None, "current_actor() was called outside of an actor")
-
-
-# -- in a group ------------------------------------------------------------------------------------------------------------
-
-
-def _in_a_group(rank: int, world_size: int) -> Any:
-    if rank != 0:
-        return None
-    there = things.Counter.options(name="there", worker=1).remote(1)
-    everybody = [get(actorrpc.ready(there)), get(things.Counter.remote().add.remote())]
-    rows = actorrpc.list_actors()
-    by_others = actorrpc.rpc_sync(2, _found_there)
-    ended = actorrpc.monitor(there)
-    actorrpc.rpc_sync(2, _killed_there)
-    return (
-        everybody,
-        [(row.class_name, row.worker, row.state) for row in rows if row.name],
-        by_others,
-        str(ended.wait(20)),
-        actorrpc.is_alive(there),
-    )
-
-
-def _found_there() -> Any:
-    found = actorrpc.get_actor("there")
-    return get(found.add.remote()), actorrpc.is_alive(found), len(actorrpc.list_actors())
-
-
-def _killed_there() -> None:
-    actorrpc.kill(actorrpc.get_actor("there"))
-
-
-@pytest.mark.limit(60)
-def test_in_a_group() -> None:
-    everybody, rows, by_others, ended, alive = rpc_group(_in_a_group, 3)[0]
-    assert everybody == [None, 1]
-    assert rows == [("Counter", "worker1", "ALIVE")]
-    assert by_others[:2] == (2, True)
-    assert by_others[2] >= 1
-    assert "kill()" in ended
-    assert not alive

@@ -103,12 +103,6 @@ class Counter:
     def parts_themselves(self) -> list[Any]:
         return self.parts
 
-    def leave(self) -> None:
-        actorrpc.exit_actor()
-
-    def die(self) -> None:
-        os._exit(7)
-
     def __call__(self, x: int) -> int:
         return x + 1
 
@@ -178,6 +172,9 @@ class Aio:
     async def add(self, a: int, b: int = 1) -> int:
         await asyncio.sleep(0)
         return a + b
+
+    async def own_handle(self) -> Any:
+        return actorrpc.current_actor()
 
     async def stream(self, n: int) -> AsyncIterator[int]:
         for i in range(n):

@@ -6,22 +6,18 @@ import copy
 import gc
 import operator
 import pickle
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import actorrpc
-from actorrpc import ActorHandle, Future, ObjectRef, ObjectRefGenerator, RRef, get
+from actorrpc import ActorHandle, Future, ObjectRef, RRef, get
 from actorrpc.actors.client.handle import ActorMethod
-from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.errors import (
     ActorDiedError,
-    CancelledError,
     ConfigError,
     RpcTimeoutError,
     SerializationError,
@@ -29,7 +25,6 @@ from actorrpc.errors import (
 from actorrpc.serialization import codec
 from tests.actors import things
 from tests.actors.alone import alone
-from tests.ranks import rpc_group
 
 Handle = ActorHandle[Any]
 
@@ -108,24 +103,6 @@ def test_several_results(counter: Handle) -> None:
         get(three[2])
 
 
-def test_several_results_are_cancelled_together(counter: Handle) -> None:
-    blocked = counter.wait.remote()
-    parts: Any = counter.two.remote()
-    assert parts[1].cancel()
-    for part in parts:
-        with pytest.raises(CancelledError):
-            get(part)
-    things.Counter.gate.set()
-    assert get(blocked)
-
-
-def test_streams(counter: Handle) -> None:
-    stream = counter.stream.remote(3)
-    assert isinstance(stream, ObjectRefGenerator)
-    assert [get(ref) for ref in stream] == [0, 1, 2]
-    assert [get(ref) for ref in counter.stream.options(max_buffered_items=1).remote(4)] == [0, 1, 2, 3]
-
-
 def test_options_of_a_call(counter: Handle) -> None:
     blocked = counter.wait.remote()
     with pytest.raises(RpcTimeoutError):
@@ -150,16 +127,6 @@ def test_options_of_all_calls_of_a_handle(counter: Handle) -> None:
     things.Counter.gate.set()
     assert get(blocked)
     assert get(hurried.options(timeout=20).add.remote(0)) == 3
-
-
-def test_options_of_the_actor_hold_for_its_calls(here: None) -> None:
-    chatty = things.Chatty.remote()
-    assert get([chatty.io.remote(), chatty.other.remote()]) == [1, 2]
-    assert (chatty.io._options.timeout, chatty.io._options.concurrency_group) == (30, "io")
-    assert (chatty.other._options.timeout, chatty.other._options.concurrency_group) == (30, None)
-    again = things.Chatty.remote()
-    assert again.io._options is chatty.io._options  # routes rely on that
-    assert get(chatty.other.options(concurrency_group="io").remote()) == 2
 
 
 def test_refs_as_arguments(counter: Handle) -> None:
@@ -209,28 +176,9 @@ def test_attributes_are_read_through_proxies(counter: Handle) -> None:
     assert not hasattr(counter.rpc_sync(), "__array__")
 
 
-def test_proxies_have_time_outs(counter: Handle) -> None:
-    blocked = counter.wait.remote()
-    with pytest.raises(RpcTimeoutError):
-        counter.rpc_sync(timeout=0.01).add()
-    with pytest.raises(RpcTimeoutError):
-        counter.rpc_async(timeout=0.01).add().wait()
-    things.Counter.gate.set()
-    assert get(blocked)
-
-
 def test_a_proxys_method_is_a_function_that_travels(counter: Handle) -> None:
     assert actorrpc.rpc_sync("w0", counter.rpc_sync().add, (2,)) == 5
     assert actorrpc.rpc_async("w0", counter.rpc_sync().add).wait() == 6
-
-
-def test_rref(counter: Handle) -> None:
-    rref = counter.rref
-    assert isinstance(rref, RRef)
-    assert rref is counter.rref
-    assert rref.local_value().n == 3
-    assert rref.rpc_sync().add(1) == 4
-    actorrpc.kill(counter)
 
 
 def _through(rref: RRef[Any], style: str, name: str, *args: Any) -> Any:
@@ -244,11 +192,14 @@ def _through(rref: RRef[Any], style: str, name: str, *args: Any) -> Any:
 _STYLES = ("rpc_sync", "rpc_async", "remote")
 
 
-@pytest.mark.parametrize("style", _STYLES)
-def test_calls_through_an_rref_run_on_the_actors_thread(here: None, style: str) -> None:
-    actor = things.Recorder.remote()
-    assert _through(actor.rref, style, "thread") == get(actor.thread.remote())
-    assert _through(actor.rref, style, "attribute_that_is_called") == get(actor.thread.remote())
+def test_calls_through_an_rref_run_on_the_actors_thread(here: None) -> None:
+    actor, aio = things.Recorder.remote(), things.Aio.remote()
+    assert isinstance(actor.rref, RRef)
+    assert actor.rref is actor.rref
+    for style in _STYLES:
+        assert _through(actor.rref, style, "thread") == get(actor.thread.remote())
+        assert _through(actor.rref, style, "attribute_that_is_called") == get(actor.thread.remote())
+        assert _through(aio.rref, style, "add", 4) == 5
 
 
 def test_calls_through_an_rref_keep_the_order_of_their_caller(here: None) -> None:
@@ -266,11 +217,6 @@ def test_calls_through_an_rref_keep_the_order_of_their_caller(here: None) -> Non
     ]
     assert len(made) == 40
     assert get(actor.recorded.remote()) == list(range(40))
-
-
-@pytest.mark.parametrize("style", _STYLES)
-def test_coroutines_through_an_rref(here: None, style: str) -> None:
-    assert _through(things.Aio.remote().rref, style, "add", 4) == 5
 
 
 def test_what_a_method_returns_to_an_rref_stays_where_it_is(counter: Handle) -> None:
@@ -360,18 +306,11 @@ def test_in_arguments_and_results(counter: Handle) -> None:
     assert isinstance(back, ActorHandle)
     assert back == counter
     assert get(back.add.remote()) == 4
-    nested: Any = get(counter.echo.remote({"h": [counter.options(timeout=9)]}))
-    assert nested["h"][0].add._options.timeout == 9
     other = things.Counter.remote(100)
     assert get(counter.call.remote(other)) == 110
     method: Any = get(counter.echo.remote(other.add))
     assert get(method.remote()) == 111
     assert actorrpc.rpc_sync("w0", operator.eq, (counter, counter))
-
-
-def test_snapshots_hold_it(counter: Handle) -> None:
-    snapshot = Snapshot.of([counter])
-    assert snapshot.open()[0] is counter
 
 
 def test_the_actor_ends_with_its_last_handle(here: None) -> None:
@@ -386,59 +325,3 @@ def test_the_actor_ends_with_its_last_handle(here: None) -> None:
     del method
     gc.collect()
     assert isinstance(ended.wait(20), ActorDiedError)
-
-
-def test_handles_in_threads(counter: Handle) -> None:
-    found: list[int] = []
-
-    def use() -> None:
-        found.extend(get([counter.add.remote() for _ in range(20)]))
-
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == list(range(4, 84))
-
-
-# -- on real processes ---------------------------------------------------------------------------------------------------
-
-
-def _between_processes(rank: int, world_size: int) -> Any:
-    result = None
-    if rank == 0:
-        counter = things.Counter.options(worker=1).remote(5)
-        box = things.Box.options(worker=2).remote(counter)
-        there = actorrpc.get(counter.context.remote()).worker.name
-        # From 2 to 1, without this process in between, and after the only other handle is gone.
-        held = actorrpc.get(box.get.remote())
-        same = held == counter
-        del held, counter
-        gc.collect()
-        through = actorrpc.rpc_sync(2, _use, (box,))
-        large = actorrpc.get(box.call(_large))
-        result = there, same, through, large
-        del box
-    return result
-
-
-def _use(box: Any) -> Any:
-    return actorrpc.get(actorrpc.get(box.get.remote()).add.remote(2))
-
-
-def _large(box: Any) -> Any:
-    return float(actorrpc.get(box.value.two.remote()[1]).sum())
-
-
-@pytest.mark.limit(60)
-def test_between_processes() -> None:
-    found = rpc_group(_between_processes, 3)
-    assert found[0] == ("worker1", True, 7, 100_000.0)
-
-
-def test_tensors_are_taken_as_they_are(counter: Handle) -> None:
-    x = torch.ones(50_000)
-    ref = counter.echo.remote(x)
-    x.zero_()
-    assert get(ref).sum() == 50_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import actorrpc
-from actorrpc import ActorHandle, ObjectRef, RRef, get
-from actorrpc.actors.spec.class_info import ClassInfo
+from actorrpc import ActorHandle, RRef, get
 from actorrpc.errors import RpcTimeoutError
 from tests.actors import things
 from tests.actors.alone import alone
@@ -39,9 +37,6 @@ class Model(nn.Module):
 
     def parts(self) -> list[Any]:
         return [id(each) for each in self.parameters()]
-
-    def hook(self) -> None:
-        self.register_forward_hook(lambda _module, _args, output: output + 100)
 
     def grads(self) -> list[bool]:
         return [each.grad is None for each in self.parameters()]
@@ -90,30 +85,6 @@ def test_the_handle_is_called(model: Handle) -> None:
         model(x, time=1)
 
 
-def test_hooks_run_with_the_call_and_not_with_forward(model: Handle) -> None:
-    model.eval()
-    x = torch.zeros(1, 3)
-    before = model(x)
-    get(model.hook.remote())
-    assert torch.equal(model(x), before + 100)
-    assert torch.equal(get(model.__call__.remote(x)), before + 100)
-    assert torch.equal(get(model.forward.remote(x)), before)
-
-
-def test_calls_on_the_handle_wait_their_turn(model: Handle) -> None:
-    things.Counter.gate.clear()
-    ref = actorrpc.call(model, _slowly, 3)
-    things.Counter.gate.set()
-    assert model.state_dict()["scale"] == 3
-    get(ref)
-
-
-def _slowly(model: Any, value: float) -> None:
-    things.Counter.gate.wait(20)
-    with torch.no_grad():
-        model.scale.fill_(value)
-
-
 @actorrpc.remote
 class Stuck(nn.Module):
     def forward(self) -> bool:
@@ -155,18 +126,6 @@ def test_parameters(model: Handle) -> None:
         assert all(isinstance(rref.local_value(), nn.Parameter) for _, rref in named)
 
 
-def test_with_remote_they_are_ordinary_methods(model: Handle) -> None:
-    assert [each.shape for each in (get(ref) for ref in model.parameters.remote())] == [
-        each.shape for each in local_of(model).parameters()
-    ]
-    ref = model.state_dict.remote()
-    assert isinstance(ref, ObjectRef)
-    assert list(get(ref)) == list(model.state_dict())
-    assert isinstance(get(model.eval.remote()), nn.Module)
-    assert model.rpc_sync().training is False
-    assert get(model.zero_grad.remote()) is None
-
-
 def test_a_reference_to_a_parameter_outlives_the_actor(here: None) -> None:
     model = Model.remote()
     weights = model.parameters()
@@ -203,25 +162,26 @@ def test_state(model: Handle) -> None:
 # -- what changes it --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "dtype"),
-    [
-        (lambda m: m.double(), torch.float64),
-        (lambda m: m.half(), torch.float16),
-        (lambda m: m.bfloat16(), torch.bfloat16),
-        (lambda m: m.double().float(), torch.float32),
-        (lambda m: m.type(torch.float64), torch.float64),
-        (lambda m: m.to(torch.float64), torch.float64),
-        (lambda m: m.to("cpu", torch.float64), torch.float64),
-        (lambda m: m.cpu(), torch.float32),
-        (lambda m: m.to_empty(device="cpu"), torch.float32),
-    ],
-)
-def test_conversions(model: Handle, change: Callable[[Any], Any], dtype: torch.dtype) -> None:
-    before = get(model.parts.remote())
-    assert change(model) == model
-    assert model.state_dict()["layer.weight"].dtype is dtype
-    assert get(model.parts.remote()) == before  # references to parameters stay good
+_CONVERSIONS: list[tuple[Callable[[Any], Any], torch.dtype]] = [
+    (lambda m: m.double(), torch.float64),
+    (lambda m: m.half(), torch.float16),
+    (lambda m: m.bfloat16(), torch.bfloat16),
+    (lambda m: m.double().float(), torch.float32),
+    (lambda m: m.type(torch.float64), torch.float64),
+    (lambda m: m.to(torch.float64), torch.float64),
+    (lambda m: m.to("cpu", torch.float64), torch.float64),
+    (lambda m: m.cpu(), torch.float32),
+    (lambda m: m.to_empty(device="cpu"), torch.float32),
+]
+
+
+def test_conversions(here: None) -> None:
+    for change, dtype in _CONVERSIONS:
+        model = Model.remote()
+        before = get(model.parts.remote())
+        assert change(model) == model
+        assert model.state_dict()["layer.weight"].dtype is dtype
+        assert get(model.parts.remote()) == before  # references to parameters stay good
 
 
 def test_modes_and_gradients(model: Handle) -> None:
@@ -350,26 +310,6 @@ def test_other_classes_have_nothing_of_it(here: None) -> None:
         box.__call__.remote(1)
 
 
-@actorrpc.remote
-class Named:
-    """No module, with the names of one."""
-
-    def __call__(self, x: int) -> int:
-        return x
-
-    def parameters(self) -> int:
-        return 1
-
-
-def test_names_alone_make_no_module(here: None) -> None:
-    named = Named.remote()
-    for call in (named, named.parameters):
-        with pytest.raises(TypeError, match=r"cannot be called directly"):
-            call()
-    assert get(named.parameters.remote()) == 1
-    assert get(named.__call__.remote(4)) == 4
-
-
 def test_only_what_modules_have_is_called_on_the_handle(model: Handle) -> None:
     for method in (model.forward, model.parts, model.buffers, model.named_modules, model.register_buffer):
         with pytest.raises(TypeError, match="cannot be called directly"):
@@ -378,13 +318,6 @@ def test_only_what_modules_have_is_called_on_the_handle(model: Handle) -> None:
     assert model.remote_parameters.__class__.__name__ != "ActorMethod"
     with pytest.raises(AttributeError, match=r"Model has no method 'remote_parameters'.*called directly"):
         model.remote_parameters.remote()
-
-
-def test_class_infos_say_what_is_a_module() -> None:
-    for actor, is_module in ((Model, True), (things.Counter, False), (Named, False)):
-        info = ClassInfo.of(actor.__actor_class__)
-        assert info.is_module is is_module
-        assert pickle.loads(pickle.dumps(info)).is_module is is_module
 
 
 # -- in a local module ------------------------------------------------------------------------------------------------

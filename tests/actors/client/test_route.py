@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import inspect
 import pickle
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +19,6 @@ from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
     CancelledError,
-    PendingCallsLimitExceeded,
     RemoteError,
     RemoteTraceback,
     RpcTimeoutError,
@@ -48,187 +45,12 @@ def _outcome(future: Future[Any]) -> Any:
 # -- the plain way -----------------------------------------------------------------------------------------
 
 
-def test_calls_made_before_the_actor_is_there_are_sent_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(20):
-        world = World(monkeypatch, seed)
-        driver = world.workers[0]
-        route = world.create(driver)
-        futures = []
-        for number in range(10):
-            futures.append(world.call(driver, route, number))
-            for _ in range(world.random.randrange(4)):
-                world.step()
-        world.settle()
-        assert [_outcome(each) for each in futures] == list(range(10))
-        assert [entry[3] for entry in world.log] == list(range(10))
-
-
-def test_a_call_to_an_actor_that_is_there_goes_straight_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1)
-    driver = world.workers[0]
-    route = world.create(driver)
-    world.settle()
-    located = route.located()
-    world.settle()
-    sent: list[Any] = []
-    genuine = driver.agent.call
-    names = inspect.signature(genuine)
-    monkeypatch.setattr(
-        driver.agent, "call", lambda *args: (sent.append(names.bind(*args).arguments), genuine(*args))[1]
-    )
-    first = world.call(driver, route, 1)
-    second = world.call(driver, route, 2)
-    assert [entry["args"] for entry in sent] == [(1,), (2,)]
-    assert sent[0]["mail"] is sent[1]["mail"]  # prepared once
-    assert sent[0]["mail"].header == {
-        "mailbox": located.value().instance_id,
-        "method": "step",
-        "keep": True,
-    }
-    assert route.pending == 2
-    world.settle()
-    assert (first.value(), second.value()) == (1, 2)
-    assert route.pending == 0
-    assert first.route is None  # a result that is kept does not keep the actor
-
-
-def test_options_go_into_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1)
-    driver = world.workers[0]
-    route = world.create(driver, concurrency_groups={"io": 2})
-    route.located()
-    world.settle()
-    headers: list[dict[str, Any]] = []
-    genuine = driver.agent.call
-
-    def send(*args: Any) -> Any:
-        headers.append(inspect.signature(genuine).bind(*args).arguments["mail"].header)
-        return genuine(*args)
-
-    monkeypatch.setattr(driver.agent, "call", send)
-    options = CallOptions().merged(priority=3, concurrency_group="io", num_returns=2, allow_out_of_order=True)
-    route.call(INFO.methods["step"], options, (1,), {}, refs=False)
-    route.call(
-        INFO.methods["step"],
-        CallOptions().merged(num_returns="streaming", max_buffered_items=4),
-        (1,),
-        {},
-        refs=True,
-    )
-    base = {"mailbox": route.location.instance_id, "method": "step"}
-    assert headers == [
-        {**base, "group": "io", "priority": 3, "num_returns": 2, "unordered": True},
-        {**base, "window": 4, "keep": True},
-    ]
-    world.settle()
-
-
-def test_arguments_of_waiting_calls_are_taken_as_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 3)
-    driver = world.workers[0]
-    route = world.create(driver)
-    things = [1, 2]
-    future = world.call(driver, route, things)
-    things.append(3)
-    world.settle()
-    assert future.value() == [1, 2]
-
-
-def test_what_cannot_be_sent_is_refused_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 3)
-    driver = world.workers[0]
-    route = world.create(driver)
-    with pytest.raises(TypeError, match="cannot"):
-        world.call(driver, route, (n for n in ()))
-    world.settle()
-
-
-def test_a_handle_from_elsewhere_knows_where_the_actor_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 4)
-    driver, _, other = world.workers
-    route = world.create(driver)
-    route.located()
-    world.settle()
-    world.on(other)
-    there = other.runtime.routes.of(route.descriptor)
-    assert there is not route
-    assert other.runtime.routes.of(route.descriptor) is there
-    future = world.call(other, there, 5)
-    assert there.queue._asking is False
-    world.settle()
-    assert future.value() == 5
-
-
-def test_weak_and_strong_routes_share_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 5)
-    driver = world.workers[0]
-    strong = world.create(driver, name="x")
-    weak = driver.runtime.routes.of(driver.runtime.names.lookup("x"))
-    assert weak is not strong
-    assert weak.anchor is None
-    futures = [world.call(driver, (strong, weak)[number % 2], number) for number in range(6)]
-    world.settle()
-    assert [entry[3] for entry in world.log] == list(range(6))
-    assert [each.value() for each in futures] == list(range(6))
-    del strong, futures
-    gc.collect()
-    world.settle()
-    error = _outcome(_settled(world, world.call(driver, weak, 7)))
-    assert isinstance(error, ActorDiedError)
-    assert "its last handle is gone" in str(error)
-
-
 def _settled(world: World, future: Future[Any]) -> Future[Any]:
     world.settle()
     return future
 
 
-def test_a_pending_call_keeps_its_actor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(30):
-        world = World(monkeypatch, seed)
-        driver = world.workers[0]
-        route = world.create(driver)
-        for _ in range(world.random.randrange(30)):
-            world.step()
-        future = world.call(driver, route, 1)
-        del route
-        world.settle()
-        assert future.value() == 1
-        assert driver.runtime.supervisor.states()[0].state == "DEAD"
-        assert not any(worker.actors_here for worker in world.workers)
-
-
 # -- limits, deadlines, cancellation -------------------------------------------------------------------------
-
-
-def test_max_pending_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 6)
-    driver = world.workers[0]
-    route = world.create(driver, max_pending_calls=2)
-    futures = [world.call(driver, route, 0), world.call(driver, route, 1)]
-    with pytest.raises(PendingCallsLimitExceeded, match="max_pending_calls=2") as caught:
-        world.call(driver, route, 2)
-    assert caught.value.maybe_executed is False
-    assert caught.value.method == "step"
-    world.settle()
-    futures.append(world.call(driver, route, 3))
-    world.settle()
-    assert [each.value() for each in futures] == [0, 1, 3]
-
-
-def test_a_waiting_call_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 7)
-    driver = world.workers[0]
-    route = world.create(driver)
-    futures = [world.call(driver, route, number) for number in range(4)]
-    assert futures[1].cancel()
-    assert not futures[1].cancel()
-    assert route.pending == 3
-    error = _outcome(futures[1])
-    assert isinstance(error, CancelledError)
-    assert error.maybe_executed is False
-    world.settle()
-    assert [entry[3] for entry in world.log] == [0, 2, 3]
 
 
 def test_a_waiting_call_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,51 +113,6 @@ def test_a_call_that_is_cancelled_as_its_actor_dies_is_not_made_again(
     later = world.call(driver, route, 2)
     world.settle()
     assert _outcome(later) == 2  # the queue goes on
-
-
-def test_the_error_says_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 9, spawner=True)
-    driver = world.workers[0]
-    route = world.create(driver)
-    world.behaviour = lambda hosted, header, args: hosted.worker.die() or 0
-    first = world.call(driver, route, 1)
-    second = world.call(driver, route, 2, method="other")
-    world.settle()
-    error = _outcome(first)
-    assert type(error) is ActorDiedError
-    assert error.maybe_executed is True
-    assert error.method == "step"
-    assert error.worker == "Counter-3"
-    text = str(error)
-    for part in ("Counter.step", "SIGKILL", "last words", "Counter-3", "max_restarts is 0"):
-        assert part in text
-    assert error.report.signal == 9
-    other = _outcome(second)
-    if other.maybe_executed:
-        assert "oldest call of this process that was not answered is Counter.step" in str(other)
-    third = world.call(driver, route, 3)
-    assert isinstance(_outcome(third), ActorDiedError)
-    assert third.error.maybe_executed is False
-    assert third.error is not error
-
-
-def test_a_constructor_error_reaches_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 10)
-    driver = world.workers[0]
-    world.constructor = lambda spec: ValueError("no such file")
-    route = world.create(driver, max_restarts=3)
-    early = world.call(driver, route, 1)
-    located = route.located()
-    world.settle()
-    late = world.call(driver, route, 2)
-    for future in (early, late, located):
-        error = _outcome(future)
-        assert isinstance(error, ActorDiedError)
-        assert type(error.cause) is ValueError
-        assert error.__cause__ is error.cause
-        assert isinstance(error.cause.__cause__, RemoteTraceback)
-        assert error.maybe_executed in (False, None)
-        assert "its constructor raised ValueError: no such file" in str(error)
 
 
 def test_actor_errors_keep_their_attributes_on_the_wire() -> None:
@@ -426,78 +203,6 @@ def test_a_stream_whose_worker_is_not_known_to_be_dead_yet(monkeypatch: pytest.M
     assert isinstance(died, ActorDiedError)
     assert died.maybe_executed is True
     assert location.worker_name in str(died)
-
-
-def test_a_restarted_actor_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(30):
-        world = World(monkeypatch, seed, workers=4)
-        driver = world.workers[0]
-        route = world.create(driver, max_restarts=1)
-        route.located()
-        world.settle()
-        where = route.queue.location
-        world.behaviour = lambda hosted, header, args: hosted.worker.die() if args[0] == 1 else args[0]
-        futures = [world.call(driver, route, number) for number in range(4)]
-        world.settle()
-        assert _outcome(futures[0]) in (0,) or isinstance(_outcome(futures[0]), ActorUnavailableError)
-        error = _outcome(futures[1])
-        for behind in futures[2:]:
-            assert isinstance(_outcome(behind), (int, ActorUnavailableError))
-        assert type(error) is ActorUnavailableError
-        assert error.maybe_executed is True
-        assert "may have run" in str(error)
-        last = world.call(driver, route, 9)
-        world.settle()
-        assert last.value() == 9
-        assert route.queue.location.epoch == 1
-        assert route.queue.location.worker != where.worker
-
-
-def test_application_errors_are_retried_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 12)
-    driver = world.workers[0]
-    route = world.create(driver)
-    route.located()
-    world.settle()
-    attempts: list[Any] = []
-
-    def behaviour(hosted: Any, header: Any, args: Any) -> Any:
-        attempts.append(args[0])
-        return KeyError("x") if attempts.count(args[0]) < 3 else args[0]
-
-    world.behaviour = behaviour
-    plain = world.call(driver, route, 1)
-    patient = world.call(driver, route, 2, max_task_retries=2, retry_exceptions=[KeyError])
-    picky = world.call(driver, route, 3, max_task_retries=2, retry_exceptions=[ValueError])
-    short = world.call(driver, route, 4, max_task_retries=1, retry_exceptions=True)
-    world.settle()
-    assert isinstance(_outcome(plain), KeyError)
-    assert _outcome(patient) == 2
-    assert isinstance(_outcome(picky), KeyError)
-    assert isinstance(_outcome(short), KeyError)
-    assert [attempts.count(number) for number in (1, 2, 3, 4)] == [1, 3, 1, 2]
-
-
-def test_a_call_that_is_made_again_goes_before_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 13)
-    driver = world.workers[0]
-    route = world.create(driver, max_restarts=1)
-    route.located()
-    world.settle()
-    ran: list[Any] = []
-
-    def behaviour(hosted: Any, header: Any, args: Any) -> Any:
-        ran.append(args[0])
-        return KeyError("x") if ran.count("tries") < 3 else args[0]
-
-    world.behaviour = behaviour
-    tries = world.call(driver, route, "tries", max_task_retries=-1, retry_exceptions=True)
-    world.is_there = lambda args: args[0] != "uses" or tries.done()
-    uses = world.call(driver, route, "uses")
-    after = world.call(driver, route, "after")
-    world.settle()
-    assert [_outcome(each) for each in (tries, uses, after)] == ["tries", "uses", "after"]
-    assert ran == ["tries", "tries", "tries", "uses", "after"]
 
 
 def test_a_late_call_asks_again_where_its_actor_is(monkeypatch: pytest.MonkeyPatch) -> None:

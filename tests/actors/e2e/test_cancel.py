@@ -1,4 +1,4 @@
-"""Calls that are given up: those that wait, those that run, and all that they wait for."""
+"""Calls that are cancelled or late: those that wait, those that run, and all that they wait for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 import actorrpc
 from actorrpc._stacks import top_frames
-from actorrpc.errors import ConfigError
+from actorrpc.agent.calls import CURRENT
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 from tests.layers import rest_is_slow
 
@@ -278,17 +278,17 @@ def test_an_argument_that_is_unpickled_for_ever_is_interrupted(tmp_path: Path) -
     assert actorrpc.get(actor.note.remote("alive")) == "alive"
 
 
-@pytest.mark.parametrize("method", ["spin", "sleepy", "catches"])
-def test_a_running_method_is_interrupted(method: str) -> None:
+def test_a_running_method_is_interrupted() -> None:
     actor = Busy.remote()
-    for _ in range(3):
-        ref = getattr(actor, method).remote()
-        _started(actor, ref)
-        assert actorrpc.cancel(ref)
-        with pytest.raises(actorrpc.CancelledError):
-            actorrpc.get(ref)
-        assert actorrpc.get(actor.note.remote("alive")) == "alive"
-        assert not actorrpc.cancel(ref)
+    for method in ("spin", "sleepy", "catches"):
+        for _ in range(3):
+            ref = getattr(actor, method).remote()
+            _started(actor, ref)
+            assert actorrpc.cancel(ref)
+            with pytest.raises(actorrpc.CancelledError):
+                actorrpc.get(ref)
+            assert actorrpc.get(actor.note.remote("alive")) == "alive"
+            assert not actorrpc.cancel(ref)
     assert "caught" not in actorrpc.get(actor.all.remote())
 
 
@@ -386,18 +386,6 @@ def test_a_call_that_waits_never_runs(gate: Path) -> None:
     assert actorrpc.get(actor.all.remote())[2:] == [str(n) for n in range(1, 10, 2)]
 
 
-def test_a_coroutine() -> None:
-    actor = Async.remote()
-    refs = [actor.wait.remote() for _ in range(5)]
-    until(lambda: actorrpc.get(actor.all.remote()) == ["wait"] * 5)
-    for ref in refs:
-        assert actorrpc.cancel(ref)
-    for ref in refs:
-        with pytest.raises(actorrpc.CancelledError):
-            actorrpc.get(ref)
-    until(lambda: actorrpc.get(actor.all.remote()) == ["wait"] * 5 + ["cancelled"] * 5)
-
-
 @pytest.mark.parametrize("cls", [Busy, Async])
 def test_a_stream(cls: Any) -> None:
     actor = cls.remote()
@@ -406,17 +394,6 @@ def test_a_stream(cls: Any) -> None:
     actorrpc.cancel(stream)
     assert len(list(stream.values())) < 100  # it ends; what had come already may be read
     until(lambda: "closed" in actorrpc.get(actor.all.remote()))
-
-
-def test_a_method_that_waits_for_another_actor() -> None:
-    actor, gate = Busy.remote(), Gate.remote()
-    ref = actor.wait_at.remote(gate)
-    until(lambda: actorrpc.get(gate.count.remote()) == 1)
-    actorrpc.cancel(ref)
-    with pytest.raises(actorrpc.CancelledError):
-        actorrpc.get(ref)
-    until(lambda: actorrpc.get(gate.count.remote()) == 0)  # that call was given up, too
-    assert actorrpc.get(actor.all.remote()) == ["waiting", "waited"]
 
 
 def test_all_calls_of_a_chain_are_given_up() -> None:
@@ -428,16 +405,6 @@ def test_all_calls_of_a_chain_are_given_up() -> None:
         actorrpc.get(ref)
     until(lambda: actorrpc.get(gate.count.remote()) == 0)
     assert actorrpc.get([each.note.remote("alive") for each in actors]) == ["alive"] * 3
-
-
-def test_an_await_is_given_up_with_its_call() -> None:
-    actor, gate = Async.remote(), Gate.remote()
-    ref = actor.wait_at.remote(gate)
-    until(lambda: actorrpc.get(gate.count.remote()) == 1)
-    actorrpc.cancel(ref)
-    until(lambda: actorrpc.get(gate.count.remote()) == 0)
-    with pytest.raises(actorrpc.CancelledError):
-        actorrpc.get(ref)
 
 
 @pytest.mark.parametrize("cls", [Busy, Async])
@@ -453,30 +420,20 @@ def test_what_a_method_waits_for_is_given_up_when_its_actor_is_killed_and_its_pr
     assert actorrpc.get(neighbour.note.remote("alive")) == "alive"
 
 
-def test_a_call_to_an_actor_under_construction_is_given_up_with_its_coroutine(gate: Path) -> None:
-    actor, made = Async.remote(), Made.remote(str(gate))
-    ref = actor.ask.remote(made)
-    _begun(actor, ref)
-    assert actorrpc.cancel(ref)
-    with pytest.raises(actorrpc.CancelledError):
-        actorrpc.get(ref)
-    open_gate(gate)
-    assert actorrpc.get(actor.words_of.remote(made)) == []
-
-
-def test_a_call_to_an_actor_that_is_restarted_is_given_up_with_its_coroutine(gate: Path) -> None:
-    actor, made = Async.remote(), Made.options(max_restarts=-1).remote(str(gate))
-    open_gate(gate)
-    assert actorrpc.get(actor.words_of.remote(made)) == []
-    actorrpc.kill(made, no_restart=False)
-    until(lambda: row_of(made).state == "RESTARTING")
-    ref = actor.ask.remote(made)
-    _begun(actor, ref)
-    assert actorrpc.cancel(ref)
-    with pytest.raises(actorrpc.CancelledError):
-        actorrpc.get(ref)
-    open_gate(gate)
-    assert actorrpc.get(actor.words_of.remote(made)) == []
+def test_a_call_to_an_actor_that_is_made_or_restarted_is_given_up_with_its_coroutine(gate: Path) -> None:
+    made = Made.options(max_restarts=-1).remote(str(gate))
+    for state in ("PENDING", "RESTARTING"):
+        actor = Async.remote()
+        if state == "RESTARTING":
+            actorrpc.kill(made, no_restart=False)
+            until(lambda: row_of(made).state == "RESTARTING")
+        ref = actor.ask.remote(made)
+        _begun(actor, ref)
+        assert actorrpc.cancel(ref)
+        with pytest.raises(actorrpc.CancelledError):
+            actorrpc.get(ref)
+        open_gate(gate)
+        assert actorrpc.get(actor.words_of.remote(made)) == []
 
 
 @pytest.mark.parametrize(
@@ -558,22 +515,16 @@ def test_a_late_coroutine_may_make_calls() -> None:
     until(lambda: actorrpc.get(log.all.remote()) == ["cleaning", "clean"])
 
 
-def test_a_coroutine_that_catches_its_cancellation() -> None:
-    actor = Async.remote()
-    ref = actor.keep_on.remote()
-    _begun(actor, ref)
-    assert actorrpc.cancel(ref)
+def test_a_coroutine_that_catches_its_cancellation_or_raises_another_error() -> None:
+    catches, fails = Async.remote(), Async.remote()
+    refs = [catches.keep_on.remote(), fails.fail.remote()]
+    for actor, ref in zip((catches, fails), refs, strict=True):
+        _begun(actor, ref)
+        assert actorrpc.cancel(ref)
     with pytest.raises(actorrpc.CancelledError):
-        actorrpc.get(ref)
-
-
-def test_an_error_of_a_coroutine_that_is_cancelled() -> None:
-    actor = Async.remote()
-    ref = actor.fail.remote()
-    _begun(actor, ref)
-    assert actorrpc.cancel(ref)
+        actorrpc.get(refs[0])
     with pytest.raises(ValueError, match="while it was cleaning up"):
-        actorrpc.get(ref)
+        actorrpc.get(refs[1])
 
 
 def test_a_cancelled_call_is_not_made_again() -> None:
@@ -591,16 +542,6 @@ def test_a_cancelled_call_is_not_made_again() -> None:
         actorrpc.get(ref)
     assert actorrpc.get(actor.all.remote()) == []
     actorrpc.get(gate.open.remote())
-
-
-def test_a_call_to_an_actor_that_is_being_made() -> None:
-    actor = Busy.remote()
-    ref = actor.note.remote("early")
-    cancelled = actorrpc.cancel(ref)
-    if cancelled:
-        with pytest.raises(actorrpc.CancelledError):
-            actorrpc.get(ref)
-    assert actorrpc.get(actor.note.remote("later")) == "later"
 
 
 def test_cancelling_in_a_nested_call_leaves_the_outer_one_alone() -> None:
@@ -641,43 +582,7 @@ def test_cancel_many_times_at_random_moments() -> None:
     assert actorrpc.get(actor.note.remote("alive")) == "alive"
 
 
-def test_what_cannot_be_cancelled() -> None:
-    actor = Busy.remote()
-    with pytest.raises(TypeError, match="kill"):
-        actorrpc.cancel(actor)
-    with pytest.raises(TypeError):
-        actorrpc.cancel(3)
-    ref = actor.note.remote("x")
-    with pytest.raises(ConfigError):
-        actorrpc.cancel(ref, force=True)
-    with pytest.raises(ConfigError):
-        actorrpc.cancel(ref, recursive=False)
-    assert actorrpc.get(ref) == "x"
-
-
 # -- tasks ---------------------------------------------------------------------------------------------------------
-
-
-@actorrpc.remote
-def spin_task(log: Any) -> None:
-    actorrpc.get(log.note.remote("spinning"))
-    while True:
-        pass
-
-
-def test_a_task() -> None:
-    log = Busy.remote()
-    ref = spin_task.remote(log)
-    until(lambda: actorrpc.get(log.all.remote()) == ["spinning"])
-    assert actorrpc.cancel(ref)
-    with pytest.raises(actorrpc.CancelledError):
-        actorrpc.get(ref)
-    assert actorrpc.get(say.remote("works")) == "works"
-
-
-@actorrpc.remote
-def say(word: str) -> str:
-    return word
 
 
 def test_cancel_of_coroutines_at_random_moments() -> None:
@@ -692,3 +597,211 @@ def test_cancel_of_coroutines_at_random_moments() -> None:
     until(lambda: row_of(actor).running_calls == 0)
     log = actorrpc.get(actor.all.remote())
     assert log.count("wait") == log.count("cancelled")
+
+
+# -- deadlines -----------------------------------------------------------------------------------------------
+
+
+def left() -> float:
+    """How many seconds the call has left that this runs in."""
+    execution = CURRENT.get()
+    assert execution is not None
+    return execution.deadline - time.monotonic()
+
+
+@actorrpc.remote
+class Worker:
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def block(self, path: str) -> str:
+        return pass_gate(path)
+
+    def run(self, name: str) -> None:
+        self.ran.append(name)
+
+    def all(self) -> list[str]:
+        return self.ran
+
+    def left(self) -> float:
+        return left()
+
+    def nested(self, others: list[Any]) -> float:
+        return actorrpc.get(others[0].nested.remote(others[1:])) if others else left()
+
+    def nested_options(self, other: Any) -> float:
+        return actorrpc.get(other.left.options(timeout=500).remote())
+
+    def wait_for(self, gate: Any) -> str:
+        self.ran.append("waiting")
+        try:
+            return actorrpc.get(gate.wait.remote())
+        except TimeoutError as error:
+            self.ran.append(type(error).__name__)
+            raise
+
+    def stream(self) -> Any:
+        yield left()
+
+    def spin(self) -> None:
+        try:
+            while True:
+                pass
+        finally:
+            self.ran.append("out")
+
+
+@actorrpc.remote
+class Patient:
+    @actorrpc.method(interrupt=True)
+    def spin(self) -> None:
+        while True:
+            pass
+
+    def block(self, path: str) -> str:
+        return pass_gate(path)
+
+    def alive(self) -> bool:
+        return True
+
+
+@actorrpc.remote
+class OnLoop:
+    """Has an event loop."""
+
+    async def alive(self) -> bool:
+        return True
+
+    def count_down(self, path: str) -> str:
+        word = pass_gate(path)
+        for _ in range(1000):  # an interruption would arrive here
+            pass
+        return self.said(word)
+
+    def said(self, word: str) -> str:
+        self.word = word
+        return word
+
+    def word_said(self) -> str:
+        return self.word
+
+
+@actorrpc.remote
+class AsyncNested:
+    async def nested(self, others: list[Any]) -> float:
+        return await others[0].nested.remote(others[1:]) if others else left()
+
+
+def test_a_late_call_is_not_started(gate: Path) -> None:
+    actor = Worker.remote()
+    busy = actor.block.remote(str(gate))
+    late = actor.run.options(timeout=0.05).remote("late")
+    with pytest.raises(actorrpc.RpcTimeoutError) as caught:
+        actorrpc.get(late)
+    assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(TimeoutError):
+        actor.rpc_sync(timeout=0.05).run("late, too")
+    until(lambda: row_of(actor).pending_calls == 0)  # it has heard so
+    open_gate(gate)
+    assert actorrpc.get(busy) == "go"
+    actorrpc.get(actor.run.remote("in time"))
+    assert actorrpc.get(actor.all.remote()) == ["in time"]
+    del caught
+
+
+def test_nested_calls_inherit_what_is_left() -> None:
+    a, b, c = Worker.remote(), AsyncNested.remote(), Worker.remote()
+    assert actorrpc.get(a.nested.remote([b, c])) == float("inf")
+    for way in ([], [b], [b, c], [c, b, a]):
+        found = actorrpc.get(a.nested.options(timeout=100).remote(way))
+        assert 50 < found <= 100
+    assert actorrpc.get(a.nested_options.options(timeout=100).remote(c)) <= 100
+    assert actorrpc.get(next(a.stream.options(timeout=100).remote())) <= 100
+
+
+@pytest.mark.slow
+def test_a_wait_inside_of_a_call_ends_with_the_call() -> None:
+    actor, gate = Worker.remote(), Gate.remote()
+    actorrpc.get([actor.all.remote(), gate.count.remote()])
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        actorrpc.get(actor.wait_for.options(timeout=0.3).remote(gate))
+    # And the actor goes on.
+    ran = actorrpc.get(actor.all.remote())
+    assert ran[0] == "waiting"
+    assert actorrpc.get(gate.open.remote()) is None
+
+
+def test_the_time_of_a_wait_is_not_the_calls(gate: Path) -> None:
+    actor = Worker.remote()
+    actorrpc.get(actor.all.remote())
+    ref = actor.block.remote(str(gate))
+
+    async def wait_for() -> None:
+        await asyncio.wait_for(ref, 0.01)
+
+    with pytest.raises(actorrpc.RpcTimeoutError, match="it goes on"):
+        actorrpc.get(ref, timeout=0.01)
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait_for())
+    assert actorrpc.wait([ref], timeout=0.01) == ([], [ref])
+    open_gate(gate)
+    assert actorrpc.get(ref) == "go"
+
+
+# -- interrupt=True --------------------------------------------------------------------------------------------------
+
+
+def test_a_late_method_is_interrupted_where_its_caller_says_so() -> None:
+    actor = Worker.remote()
+    for n in range(3):
+        assert actorrpc.get(actor.all.remote()) == ["out"] * n
+        with pytest.raises(actorrpc.RpcTimeoutError, match="if it has begun, it is interrupted") as caught:
+            actorrpc.get(actor.spin.options(timeout=0.2, interrupt=True).remote())
+        assert caught.value.maybe_executed
+        del caught
+    assert actorrpc.get(actor.all.remote()) == ["out"] * 3
+
+
+def test_a_method_may_say_so_itself_of_the_actors_own_timeout() -> None:
+    actor = Patient.options(timeout=0.3).remote()
+    assert actorrpc.get(actor.alive.options(timeout=0).remote())
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        actorrpc.get(actor.spin.remote())
+    assert actorrpc.get(actor.alive.options(timeout=0).remote())
+
+
+def test_otherwise_it_goes_on(gate: Path) -> None:
+    actor = Patient.remote()
+    assert actorrpc.get(actor.alive.remote())
+    with pytest.raises(actorrpc.RpcTimeoutError, match="it goes on to its end, and others wait for that"):
+        actorrpc.get(actor.block.options(timeout=0.1).remote(str(gate)))
+    after = actor.alive.remote()
+    assert not after.done()
+    open_gate(gate)
+    assert actorrpc.get(after)
+
+
+def test_never_on_an_event_loop(gate: Path) -> None:
+    actor = OnLoop.remote()
+    assert actorrpc.get(actor.alive.remote())
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        actorrpc.get(actor.count_down.options(timeout=0.1, interrupt=True).remote(str(gate)))
+    open_gate(gate)
+    assert actorrpc.get(actor.word_said.remote()) == "go"
+
+
+@actorrpc.remote
+def spin_task() -> None:
+    while True:
+        pass
+
+
+@actorrpc.remote
+def quick_task() -> str:
+    return "quick"
+
+
+def test_a_late_task_is_interrupted_where_its_caller_says_so() -> None:
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        actorrpc.get(spin_task.options(timeout=0.3, interrupt=True).remote())
+    assert actorrpc.get([quick_task.remote() for _ in range(8)]) == ["quick"] * 8

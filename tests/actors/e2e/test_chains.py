@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -15,92 +14,8 @@ import torch
 import actorrpc
 from actorrpc import rpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
-from tests.layers import rest_is_slow
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
-
-
-@actorrpc.remote
-class Observer:
-    """An observer of the RL example: it asks the agent what to do, step by step."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def run_episode(self, agent: Any, steps: int) -> list[int]:
-        return [agent.rpc_sync().select_action(self.number, n) for n in range(steps)]
-
-    def run_by_refs(self, agent: Any, steps: int) -> list[int]:
-        return [actorrpc.get(agent.select_action.remote(self.number, n)) for n in range(steps)]
-
-
-@actorrpc.remote
-class Agent:
-    def __init__(self, observers: list[Any]) -> None:
-        self.observers = observers
-        self.inside = 0
-        self.asked = 0
-        self.threads = {threading.get_ident()}
-
-    def select_action(self, number: int, step: int) -> int:
-        assert self.inside == 0  # one at a time
-        self.inside += 1
-        self.asked += 1
-        self.threads.add(threading.get_ident())
-        self.inside -= 1
-        return number * 1000 + step
-
-    def run(self, me: Any, steps: int, how: str) -> Any:
-        if how == "get":
-            found = actorrpc.get([each.run_episode.remote(me, steps) for each in self.observers])
-        elif how == "refs":
-            found = actorrpc.get([each.run_by_refs.remote(me, steps) for each in self.observers])
-        elif how == "wait":
-            left = [each.run_episode.remote(me, steps) for each in self.observers]
-            done: list[Any] = []
-            while left:
-                ready, left = actorrpc.wait(left, num_returns=1)
-                done += ready
-            found = sorted(actorrpc.get(done))
-        elif how == "as_completed":
-            refs = [each.run_episode.remote(me, steps) for each in self.observers]
-            found = sorted(_value(each) for each in actorrpc.as_completed(refs))
-        elif how == "rpc_async":
-            futures = [each.rpc_async().run_episode(me, steps) for each in self.observers]
-            found = [each.wait() for each in futures]
-        elif how == "collect":
-            futures = [each.rpc_async().run_episode(me, steps) for each in self.observers]
-            found = actorrpc.wait_all(futures)
-        elif how == "rpc_sync":
-            found = [each.rpc_sync().run_episode(me, steps) for each in self.observers]
-        elif how == "remote":
-            refs = [each.remote().run_episode(me, steps) for each in self.observers]
-            found = [actorrpc.get(each) for each in refs]
-        elif how == "pool":
-            pool = actorrpc.ActorPool(self.observers)
-            found = list(pool.map(lambda actor, _: actor.run_episode.remote(me, steps), self.observers))
-        else:
-            raise ValueError(how)
-        return found, self.asked, len(self.threads)
-
-
-def _value(item: Any) -> Any:
-    return actorrpc.get(item) if isinstance(item, actorrpc.ObjectRef) else item
-
-
-@pytest.mark.parametrize(
-    "how",
-    rest_is_slow(
-        ["get", "refs", "wait", "as_completed", "rpc_async", "collect", "rpc_sync", "remote", "pool"], 3
-    ),
-)
-def test_agent_and_observers(how: str) -> None:
-    observers = [Observer.remote(n) for n in range(3)]
-    agent = Agent.remote(observers)
-    found, asked, threads = actorrpc.get(agent.run.remote(agent, 10, how))
-    if how != "pool":
-        assert found == [[n * 1000 + step for step in range(10)] for n in range(3)]
-    assert (asked, threads) == (30, 1)
 
 
 # -- cycles of all kinds -----------------------------------------------------------------------------------------
@@ -130,8 +45,6 @@ class Node:
                 return [here, *head.rpc_sync().visit(rest, style)]
             if style == "async":
                 return [here, *head.rpc_async().visit(rest, style).wait()]
-            if style == "await":
-                return [here, *asyncio.run(awaited(head.visit.remote(rest, style)))]
             raise ValueError(style)
         finally:
             self.depth -= 1
@@ -155,9 +68,6 @@ class Node:
 
     def through_worker(self, worker: str, me: Any) -> Any:
         return rpc.rpc_sync(worker, call_back, (me, "back"))
-
-    def through_worker_async(self, worker: str, me: Any) -> Any:
-        return rpc.rpc_async(worker, call_back, (me, "back")).wait()
 
     def through_rref(self, worker: str, me: Any) -> Any:
         return rpc.remote(worker, call_back, (me, "back")).to_here()
@@ -198,13 +108,6 @@ class Node:
     def put(self, queue: Any, other: Any) -> None:
         queue.put(actorrpc.get(other.note.remote("queued")))
 
-    def threads(self) -> int:
-        return threading.active_count()
-
-
-async def awaited(ref: Any) -> Any:
-    return await ref
-
 
 def call_back(node: Any, line: Any) -> Any:
     return actorrpc.get(node.note.remote(line))
@@ -215,20 +118,13 @@ def task_back(node: Any, line: Any) -> Any:
     return actorrpc.get(node.note.remote(line))
 
 
-@pytest.mark.parametrize("style", ["get", "sync", "async", "await"])
+@pytest.mark.parametrize("style", ["sync", "async"])
 def test_cycles(style: str) -> None:
     a, b = Node.remote(), Node.remote()
     assert actorrpc.get(a.visit.remote([b, a], style)) == [True] * 3
     assert actorrpc.get(a.visit.remote([a], style)) == [True] * 2
     assert actorrpc.get(a.visit.remote([a, a, a, b, b, a], style)) == [True] * 7
     assert actorrpc.get(a.peak.remote()) == 5
-
-
-def test_a_deep_chain() -> None:
-    nodes = [Node.remote() for _ in range(3)]
-    way = [nodes[n % 3] for n in range(1, 31)]
-    assert actorrpc.get(nodes[0].visit.remote(way)) == [True] * 31
-    assert sum(actorrpc.get([n.peak.remote() for n in nodes])) == 31
 
 
 def test_a_chain_that_never_ends_is_an_error_and_not_a_crash() -> None:
@@ -238,37 +134,18 @@ def test_a_chain_that_never_ends_is_an_error_and_not_a_crash() -> None:
     assert actorrpc.get(node.note.remote("alive")) == "alive"
 
 
-@pytest.mark.slow
-def test_many_chains_at_a_time() -> None:
-    a, b, c = Node.remote(), Node.remote(), Node.remote()
-    refs = [a.visit.remote([b, a, b, c, a]) for _ in range(50)] + [
-        a.visit.remote([a, c, b, c]) for _ in range(50)
-    ]
-    assert [all(found) for found in actorrpc.get(refs)] == [True] * 100
-    assert actorrpc.get([x.peak.remote() for x in (a, b, c)]) == [3, 2, 2]
-
-
-@pytest.mark.parametrize("way", ["through_worker", "through_worker_async", "through_rref"])
-def test_back_through_a_plain_call(way: str) -> None:
-    node = Node.remote()
-    me = actorrpc.get_worker_info().name
-    assert actorrpc.get(getattr(node, way).remote(me, node)) == "back"
-    assert actorrpc.get(node.all.remote()) == ["back"]
-
-
 def test_back_through_other_things() -> None:
     node, other = Node.remote(), Node.remote()
+    me = actorrpc.get_worker_info().name
+    assert actorrpc.get(node.through_worker.remote(me, node)) == "back"
+    assert actorrpc.get(node.through_rref.remote(me, node)) == "back"
+    queue = actorrpc.Queue()
+    assert actorrpc.get(node.through_queue.remote(queue, other, node)) == "queued"
+    queue.shutdown()
     assert actorrpc.get(node.through_task.remote(node)) == "task"
     assert actorrpc.get(node.through_argument.remote(other, node)) == "argument"
     assert actorrpc.get(node.through_call.remote(node)) == "called"
     assert actorrpc.get(node.through_thread.remote(node)) == ["thread"]
-
-
-def test_back_through_a_queue() -> None:
-    node, other = Node.remote(), Node.remote()
-    queue = actorrpc.Queue()
-    assert actorrpc.get(node.through_queue.remote(queue, other, node)) == "queued"
-    queue.shutdown()
 
 
 # -- who may come in ---------------------------------------------------------------------------------------------
@@ -360,15 +237,6 @@ def test_a_sibling_does_not_enter_a_call_that_it_does_not_descend_from(gates: Ca
     until(lambda: row_of(b).pending_calls == 1)
     open_gate(second)
     assert actorrpc.get(found) == [None, ["hold", "held", "relayed"]]
-
-
-@pytest.mark.slow
-def test_without_reentrancy_a_cycle_is_reported() -> None:
-    a, b = Node.options(reentrant=False, name="first").remote(), Node.options(name="second").remote()
-    with pytest.raises(actorrpc.DeadlockError, match="first"):
-        actorrpc.get(a.visit.remote([b, a]), timeout=20)
-    assert actorrpc.get(a.visit.remote([b, b])) == [True] * 3
-    assert actorrpc.get(a.note.remote("alive")) == "alive"
 
 
 _MET = threading.Barrier(2)  # of two actors in one process
@@ -545,22 +413,3 @@ def test_grad_mode_is_the_actors_own() -> None:
     assert actorrpc.get(a.grad.remote()) is False
     assert actorrpc.get(b.grad.remote()) is True
     assert actorrpc.get(a.no_grad_nested.remote(b, a)) == [False] * 5
-
-
-# -- asyncio inside of methods --------------------------------------------------------------------------------------
-
-
-@actorrpc.remote
-class OwnLoop:
-    """A sync actor that runs event loops of its own."""
-
-    def run(self, other: Any) -> Any:
-        async def both() -> list[Any]:
-            return list(await asyncio.gather(other.note.remote("a"), other.note.remote("b")))
-
-        return asyncio.run(both())
-
-
-def test_a_sync_method_may_run_an_event_loop() -> None:
-    node, actor = Node.remote(), OwnLoop.remote()
-    assert actorrpc.get(actor.run.remote(node)) == ["a", "b"]

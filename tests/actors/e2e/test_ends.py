@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -193,19 +192,3 @@ def test_ctrl_c_in_a_wait(scripts: Any, wait: str) -> None:
     assert "interrupted\npid True" in out, err
     assert (code, err) == (0, "")
     script.is_tidy(pids)
-
-
-@pytest.mark.slow
-def test_prints_of_actors_reach_the_terminal(scripts: Any) -> None:
-    script = scripts("""
-    @actorrpc.remote
-    class Talker:
-        def say(self, word):
-            print(word)
-            return os.getpid()
-    talker = Talker.remote()
-    actorrpc.get([talker.say.remote("hello from inside") for _ in range(3)])
-    """)
-    code, out, err = script.end()
-    assert (code, err) == (0, "")
-    assert re.search(r"\(Talker pid=\d+\) hello from inside", out), out

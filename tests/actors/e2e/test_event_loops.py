@@ -1,10 +1,13 @@
-"""Actors with an event loop: where their methods run, what blocks the loop, and what may run meanwhile."""
+"""Actors with event loops: where methods run, what blocks a loop, what may run meanwhile, and loops of groups and methods."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import sys
 import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ pytestmark = [
     pytest.mark.limit(30),
     pytest.mark.prints(r"on the actor's event loop", r"has held the event loop"),
 ]
+
 
 _mark: contextvars.ContextVar[str] = contextvars.ContextVar("_mark", default="")
 
@@ -43,16 +47,8 @@ class Async:
         return asyncio.get_running_loop() is not None
 
     @actorrpc.method(thread=True)
-    def beside(self) -> int:
-        return threading.get_ident()
-
-    @actorrpc.method(thread=True)
     def all_beside(self) -> list[Any]:
         return self.log
-
-    @actorrpc.method(concurrency_group="io")
-    def grouped(self) -> int:
-        return threading.get_ident()
 
     def items(self, count: int) -> Any:
         for number in range(count):
@@ -114,9 +110,6 @@ class Async:
             return n
         return sum(get([me.fibonacci.remote(me, n - 1), me.fibonacci.remote(me, n - 2)]))
 
-    async def get_of(self, refs: list[Any]) -> Any:
-        return get(refs[0])
-
     async def get_begun(self, me: Any) -> Any:
         begun = me.wait.remote()
         await me.tick.remote()  # behind it
@@ -152,9 +145,6 @@ class Async:
 
         return await asyncio.create_task(task())
 
-    async def get_gate(self, gate: Any) -> str:
-        return get(gate.wait.remote())
-
 
 @actorrpc.remote
 class Plain:
@@ -182,15 +172,6 @@ def test_plain_methods_run_on_the_loop() -> None:
     assert actorrpc.call(actor, lambda _: threading.get_ident()).future().wait() == loop
     assert [get(each) for each in actor.items.remote(3)] == [(0, loop), (1, loop), (2, loop)]
     assert [get(each) for each in actor.listed.options(num_returns="streaming").remote(20)] == list(range(20))
-
-
-def test_those_that_say_so_run_on_threads() -> None:
-    actor = _made()
-    loop = get(actor.loop_thread.remote())
-    threads = get(
-        [actor.beside.remote(), actor.grouped.remote(), actor.thread.options(concurrency_group="io").remote()]
-    )
-    assert loop not in threads
 
 
 def test_events_of_asyncio_can_be_set_by_plain_methods() -> None:
@@ -230,35 +211,6 @@ def test_a_plain_generator_lets_others_go_on() -> None:
     assert len(list(stream)) == 99
 
 
-def test_what_plain_methods_leave_in_the_state_is_kept() -> None:
-    actor = Keeps.options(max_restarts=1).remote()
-    gate = Gate.remote()
-    assert get([actor.add.remote(), actor.add.remote()]) == [1, 2]
-    assert get(actor.nested.remote(actor)) == 3
-    get(gate.count.remote())
-    actor.kill(no_restart=False)
-    assert get(actor.add.remote()) == 4
-
-
-@actorrpc.remote
-class Keeps:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def checkpoint(self) -> int:
-        return self.count
-
-    def restore(self, count: int) -> None:
-        self.count = count
-
-    def add(self) -> int:
-        self.count += 1
-        return self.count
-
-    async def nested(self, me: Any) -> int:
-        return get(me.add.remote())
-
-
 # -- waits on the loop -------------------------------------------------------------------------------------------
 
 
@@ -274,17 +226,15 @@ def test_plain_calls_of_its_own_chain_run_within_a_wait() -> None:
     assert get(actor.via_without_grad.remote(others[0], actor)) is True
 
 
-@pytest.mark.parametrize("method", ["get_tick", "get_begun", "get_items", "wait_for_tick"])
-def test_waiting_for_a_coroutine_of_its_own_ends_at_once(method: str) -> None:
+def test_waiting_for_a_coroutine_of_its_own_ends_at_once() -> None:
     actor = _made()
-    if method == "wait_for_tick":
-        assert len(get(actor.wait_for_tick.remote(actor))[0]) == 1
-    else:
+    assert len(get(actor.wait_for_tick.remote(actor))[0]) == 1
+    for method in (actor.get_tick, actor.get_begun, actor.get_items):
         with pytest.raises(
             actorrpc.DeadlockError, match=r"waits for it with get\(\), which blocks the event loop"
         ):
-            get(getattr(actor, method).remote(actor))
-    assert get(actor.tick.remote()) == "tick"
+            get(method.remote(actor))
+        assert get(actor.tick.remote()) == "tick"
 
 
 def test_waiting_for_a_coroutine_that_another_call_has_begun() -> None:
@@ -302,19 +252,6 @@ def test_a_circle_through_other_actors_is_found() -> None:
     with pytest.raises(actorrpc.DeadlockError, match=r"Plain.*\.ask\(\) -> "):
         get(actor.via.remote(others, "tick", actor))
     assert get(actor.tick.remote()) == "tick"
-
-
-@pytest.mark.slow
-def test_unrelated_calls_wait() -> None:
-    actor = _made()
-    gate = Gate.remote()
-    blocked = actor.get_gate.remote(gate)
-    until(lambda: get(gate.count.remote()) == 1)
-    others = [actor.thread.remote(), actor.tick.remote()]
-    until(lambda: row_of(actor).pending_calls >= 2)
-    get(gate.open.remote())
-    assert get(blocked) == "open"
-    assert get(others[1]) == "tick"
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------
@@ -335,16 +272,332 @@ def test_a_plain_call_that_is_cancelled_before_its_turn_never_runs(gate: Path) -
     assert get(actor.all.remote()) == ["held"]
 
 
-@pytest.mark.slow
-def test_calls_end_with_their_actor_also_where_the_loop_is_held(place: str, gate: Path) -> None:
-    actor = _made()
-    held = actor.hold.remote(str(gate))
-    until(lambda: get(actor.all_beside.remote()) == ["held"])
-    waiting = [actor.tick.remote(), actor.put.remote("never")]
+# -- the event loops of concurrency groups -------------------------------------------------------------------
+
+
+@actorrpc.remote(concurrency_groups={"io": 2, "compute": 3})
+class Grouped:
+    def __init__(self) -> None:
+        self.held = ""
+        self.ended = ""
+        self.loops: dict[int, asyncio.AbstractEventLoop] = {}  # keeps them, and so their ids their own
+        self.task: Any = None
+
+    async def where(self) -> tuple[int, int]:
+        loop = asyncio.get_running_loop()
+        self.loops[id(loop)] = loop
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop() is loop
+        return id(loop), threading.get_ident()
+
+    def plain(self) -> int:
+        return threading.get_ident()
+
+    async def items(self, count: int) -> AsyncIterator[tuple[int, int]]:
+        for _ in range(count):
+            yield await self.where()
+
+    async def tick(self) -> str:
+        return "tick"
+
+    @actorrpc.method(thread=True)
+    def look(self) -> tuple[str, str]:
+        return self.held, self.ended
+
+    def forget(self) -> None:
+        self.held = ""
+
+    # -- what blocks the loop
+
+    async def hold(self, path: str) -> str:
+        self.held = "held"
+        return pass_gate(path)
+
+    async def get_from(self, me: Any, group: str | None, method: str, *args: Any) -> Any:
+        return get(getattr(me, method).options(concurrency_group=group).remote(*args))
+
+    # -- what ends
+
+    async def wait(self) -> str:
+        try:
+            self.held = "waits"
+            await asyncio.Event().wait()
+        finally:
+            self.ended = f"on {(await self.where())[1]}"
+        return "never"
+
+    async def leave(self, how: str) -> None:
+        await asyncio.sleep(0)
+        _leave(how)
+
+    async def leave_in_a_task(self, how: str) -> None:
+        async def task() -> None:
+            _leave(how)
+
+        self.task = asyncio.create_task(task())
+        await asyncio.Event().wait()
+
+
+def _leave(how: str) -> None:
+    if how == "exit_actor":
+        actorrpc.exit_actor()
+    sys.exit(3)
+
+
+_IO = {"concurrency_group": "io"}
+_COMPUTE = {"concurrency_group": "compute"}
+
+
+# -- where -----------------------------------------------------------------------------------------------------
+
+
+def test_each_group_has_a_loop_and_a_thread() -> None:
+    actor = Grouped.remote()
+    found = get(
+        [
+            method.remote()
+            for _ in range(3)
+            for method in (actor.where, actor.where.options(**_IO), actor.where.options(**_COMPUTE))
+        ]
+    )
+    assert found[:3] * 2 == found[3:]
+    loops, threads = zip(*found[:3], strict=True)
+    assert len(set(loops)) == len(set(threads)) == 3
+    assert get(actor.plain.remote()) == threads[0]
+    assert get(actor.plain.options(**_IO).remote()) not in threads
+    assert [get(each) for each in actor.items.options(**_IO).remote(3)] == [found[1]] * 3
+
+
+def test_calls_of_one_caller_start_in_order_within_a_group() -> None:
+    actor = Grouped.options(concurrency_groups={"io": 1, "compute": 3}).remote()
+    gate = Gate.remote()
+    refs = [actor.get_from.options(**_IO).remote(gate, None, "wait"), actor.tick.options(**_IO).remote()]
+    until(lambda: get(gate.count.remote()) == 1)
+    assert get(actor.tick.remote()) == "tick"
+    assert not actorrpc.wait(refs, timeout=0)[0]
+    get(gate.open.remote())
+    assert get(refs) == ["open", "tick"]
+
+
+def test_a_loop_that_is_held_holds_no_other(gate: Path) -> None:
+    actor = Grouped.remote()
+    for holder in (None, "io"):
+        held = actor.hold.options(concurrency_group=holder).remote(str(gate))
+        until(lambda: get(actor.look.remote())[0] == "held")
+        others = [group for group in (None, "io", "compute") if group != holder]
+        ticks = [actor.tick.options(concurrency_group=each).remote() for each in others]
+        assert get(ticks) == ["tick", "tick"]
+        late = actor.tick.options(concurrency_group=holder).remote()
+        assert not actorrpc.wait([late], timeout=0)[0]
+        open_gate(gate)
+        assert get([held, late]) == ["go", "tick"]
+        get(actor.forget.remote())
+
+
+# -- waits on a loop ---------------------------------------------------------------------------------------------
+
+
+def test_a_coroutine_of_another_group_can_be_waited_for_and_one_of_the_own_cannot() -> None:
+    actor = Grouped.remote()
+    for waiter, waited in ((None, "io"), ("io", None), ("io", "compute")):
+        assert get(actor.get_from.options(concurrency_group=waiter).remote(actor, waited, "tick")) == "tick"
+    with pytest.raises(
+        actorrpc.DeadlockError, match=r"waits for it with get\(\), which blocks the event loop"
+    ):
+        get(actor.get_from.options(**_IO).remote(actor, "io", "tick"))
+    assert get(actor.tick.options(**_IO).remote()) == "tick"
+
+
+def test_a_circle_through_the_loop_of_another_group_is_found() -> None:
+    actor = Grouped.remote()
+    for first, second in ((None, "io"), ("io", None)):
+        call = actor.get_from.options(concurrency_group=first)
+        with pytest.raises(
+            actorrpc.DeadlockError, match=r"get_from\(\) -> .*wait for each other in a circle"
+        ):
+            get(call.remote(actor, second, "get_from", actor, first, "tick"))
+        ticks = [actor.tick.options(concurrency_group=each).remote() for each in (None, "io")]
+        assert get(ticks) == ["tick", "tick"]
+
+
+def test_a_plain_method_runs_within_a_wait_of_the_default_group_below_another() -> None:
+    actor = Grouped.remote()
+    _, loop = get(actor.where.remote())
+    assert get(actor.get_from.remote(actor, "io", "get_from", actor, None, "plain")) == loop
+    assert get(actor.get_from.options(**_IO).remote(actor, None, "plain")) == loop
+
+
+# -- ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_coroutine_is_cancelled_on_the_loop_of_its_group(gate: Path) -> None:
+    actor = Grouped.remote()
+    _, thread = get(actor.where.options(**_IO).remote())
+    waiting = actor.wait.options(**_IO).remote()
+    until(lambda: get(actor.look.remote())[0] == "waits")
+    held = actor.hold.remote(str(gate))  # the main loop has no part in it
+    until(lambda: get(actor.look.remote())[0] == "held")
+    assert actorrpc.cancel(waiting)
+    with pytest.raises(actorrpc.CancelledError):
+        get(waiting)
+    assert get(actor.look.remote())[1] == f"on {thread}"
+    open_gate(gate)
+    assert get(held) == "go"
+
+
+@pytest.mark.parametrize(("how", "method"), [("exit_actor", "leave"), ("sys.exit", "leave_in_a_task")])
+def test_an_exit_on_the_loop_of_a_group_ends_the_actor(how: str, method: str) -> None:
+    actor = Grouped.remote()
+    others = [actor.wait.remote(), actor.wait.options(**_COMPUTE).remote()]
+    get([actor.tick.remote(), actor.tick.options(**_COMPUTE).remote()])
+    for ref in [getattr(actor, method).options(**_IO).remote(how), *others]:
+        with pytest.raises(actorrpc.ActorDiedError, match=rf"{how}\(3?\) was called in it"):
+            get(ref)
+    for group in (None, "io", "compute"):
+        with pytest.raises(actorrpc.ActorDiedError, match=rf"{how}\(3?\) was called in it"):
+            get(actor.tick.options(concurrency_group=group).remote())
+    del others, ref
+
+
+def test_calls_end_with_their_actor_also_where_the_loop_of_a_group_is_held(place: str, gate: Path) -> None:
+    actor = Grouped.remote()
+    held = actor.hold.options(**_IO).remote(str(gate))
+    until(lambda: get(actor.look.remote())[0] == "held")
+    waiting = [actor.tick.options(**_IO).remote(), actor.wait.remote()]
     actor.kill()
     for each in [held, *waiting]:
         with pytest.raises(actorrpc.ActorDiedError):
             get(each, timeout=10)
-    del held, waiting
+    del held, waiting, each
     if place == "group":  # otherwise its process is gone
         open_gate(gate)
+
+
+# -- sync methods that run event loops of their own ----------------------------------------------------------
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+async def _wait_for(ref: Any) -> Any:
+    return await asyncio.wait_for(ref, 60)
+
+
+async def _gather(ref: Any) -> Any:
+    return (await asyncio.gather(ref, asyncio.sleep(0)))[0]
+
+
+async def _task(ref: Any) -> Any:
+    return await asyncio.create_task(_await(ref))
+
+
+async def _wrap(ref: Any) -> Any:
+    return await asyncio.wrap_future(ref.future())
+
+
+async def _to_thread(ref: Any) -> Any:
+    return await asyncio.to_thread(get, ref)
+
+
+async def _get(ref: Any) -> Any:
+    return get(ref)
+
+
+async def _as_completed(ref: Any) -> Any:
+    return get(await anext(actorrpc.as_completed([ref])))
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "await": lambda ref: asyncio.run(_await(ref)),
+    "to_thread": lambda ref: asyncio.run(_to_thread(ref)),
+    "wrap": lambda ref: asyncio.run(_wrap(ref)),
+    "get": get,
+    "future": lambda ref: ref.future().result(),
+    "wait": lambda ref: get(actorrpc.wait([ref])[0][0]),
+    "as_completed": lambda ref: get(next(actorrpc.as_completed([ref]))),
+    "wait_for": lambda ref: asyncio.run(_wait_for(ref)),
+    "gather": lambda ref: asyncio.run(_gather(ref)),
+    "task": lambda ref: asyncio.run(_task(ref)),
+    "get within": lambda ref: asyncio.run(_get(ref)),
+    "as_completed within": lambda ref: asyncio.run(_as_completed(ref)),
+}
+
+
+@actorrpc.remote
+class Serial:
+    """Waits in all ways for what comes back to it."""
+
+    def __init__(self) -> None:
+        self.home = threading.get_ident()
+
+    def visit(self, way: list[Any], how: str) -> list[bool]:
+        here = self.home == threading.get_ident()
+        if not way:
+            return [here]
+        head, *rest = way
+        return [here, *WAYS[how](head.visit.remote(rest, how))]
+
+    def made_before(self, me: Any) -> bool:
+        ref = me.is_home.remote()
+        return bool(asyncio.run(_await(ref)))
+
+    def is_home(self) -> bool:
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            raise AssertionError("a loop below is not this method's")
+        return self.home == threading.get_ident()
+
+    def items(self, me: Any) -> Iterator[bool]:
+        for _ in range(3):
+            yield get(me.is_home.remote())
+
+    def take_items(self, other: Any, me: Any) -> list[bool]:
+        async def take() -> list[bool]:
+            return [await ref async for ref in other.items.remote(me)]
+
+        return asyncio.run(take())
+
+
+@pytest.mark.limit(60)
+def test_calls_that_come_back_run_while_a_method_waits_in_whatever_way() -> None:
+    a, b = Serial.remote(), Serial.remote()
+    for how in WAYS:
+        assert get(a.visit.remote([a], how), timeout=15) == [True] * 2, how
+        assert get(a.visit.remote([b, a, b, a], how), timeout=15) == [True] * 5, how
+
+
+def test_a_call_that_was_made_before_the_loop() -> None:
+    a = Serial.remote()
+    assert get(a.made_before.remote(a)) is True
+
+
+def test_a_stream_whose_generator_calls_back() -> None:
+    a, b = Serial.remote(), Serial.remote()
+    assert get(a.take_items.remote(b, a)) == [True] * 3
+
+
+def test_without_reentrancy_a_circle_is_reported() -> None:
+    a, b = Serial.options(reentrant=False, name="first").remote(), Serial.remote()
+    for how in ("get", "await", "get within"):
+        for way in ([b, a], [a]):
+            with pytest.raises(actorrpc.DeadlockError, match="first"):
+                get(a.visit.remote(way, how), timeout=15)
+    assert get(a.is_home.remote()) is True
+
+
+@actorrpc.remote
+class OneAtATime:
+    async def visit(self, way: list[Any]) -> int:
+        return 1 + (int(await way[0].visit.remote(way[1:])) if way else 0)
+
+
+def test_an_async_actor_that_executes_one_call_at_a_time() -> None:
+    a, b = OneAtATime.options(max_concurrency=1).remote(), OneAtATime.remote()
+    assert get(a.visit.remote([b, a, a])) == 4
+    closed = OneAtATime.options(max_concurrency=1, reentrant=False, name="closed").remote()
+    with pytest.raises(actorrpc.DeadlockError, match="closed"):
+        get(closed.visit.remote([closed]), timeout=15)
+    with pytest.raises(actorrpc.DeadlockError, match="closed"):
+        get(b.visit.remote([closed, b, closed]), timeout=15)
+    assert get(closed.visit.remote([b])) == 2

@@ -99,19 +99,16 @@ class Async(_Leaves):
 
 
 _SAID = {"exit_actor": r"exit_actor\(\) was called in it", "sys.exit": r"sys\.exit\(3\) was called in it"}
-_WAYS = [
-    (Serial, "leave"),
-    (Serial, "in_thread"),
-    (Async, "leave"),
-    (Async, "leave_async"),
-    (Async, "begin"),
-    (Async, "call_soon"),
-    (Async, "gathered"),
+_WAYS: list[tuple[Any, str, str]] = [
+    *((Serial, method, "sys.exit") for method in ("leave", "in_thread")),
+    *((Async, method, "sys.exit") for method in ("leave", "leave_async", "begin", "call_soon", "gathered")),
+    (Serial, "leave", "exit_actor"),
+    (Async, "leave_async", "exit_actor"),
+    (Async, "gathered", "exit_actor"),
 ]
 
 
-@pytest.mark.parametrize("how", list(_SAID))
-@pytest.mark.parametrize(("cls", "method"), _WAYS)
+@pytest.mark.parametrize(("cls", "method", "how"), _WAYS)
 def test_the_actor_is_dead(cls: Any, method: str, how: str) -> None:
     actor = cls.remote()
     get(actor.ping.remote())
@@ -121,8 +118,10 @@ def test_the_actor_is_dead(cls: Any, method: str, how: str) -> None:
         get(actor.ping.remote())
 
 
-@pytest.mark.parametrize("how", list(_SAID))
-@pytest.mark.parametrize(("cls", "method"), [(Serial, "yields"), (Async, "yields"), (Async, "yields_async")])
+@pytest.mark.parametrize(
+    ("cls", "method", "how"),
+    [(Serial, "yields", "exit_actor"), (Async, "yields", "sys.exit"), (Async, "yields_async", "exit_actor")],
+)
 def test_in_a_stream(cls: Any, method: str, how: str) -> None:
     actor = cls.remote()
     stream = getattr(actor, method).remote(how)
@@ -131,15 +130,14 @@ def test_in_a_stream(cls: Any, method: str, how: str) -> None:
         get(next(stream))
 
 
-@pytest.mark.parametrize("how", list(_SAID))
-def test_in_a_task_whose_call_is_over(how: str) -> None:
+def test_in_a_task_whose_call_is_over() -> None:
     actor = Async.remote()
-    assert get(actor.begin_and_end.remote(how)) == "begun"
+    assert get(actor.begin_and_end.remote("sys.exit")) == "begun"
     until(lambda: not actorrpc.is_alive(actor))
 
 
-@pytest.mark.parametrize("how", list(_SAID))
-def test_all_calls_of_an_async_actor_end_with_it(how: str) -> None:
+def test_all_calls_of_an_async_actor_end_with_it() -> None:
+    how = "exit_actor"
     actor, gate = Async.options(max_concurrency=3).remote(), Gate.remote()
     refs = [actor.wait_and_leave.remote(gate, how), actor.wait.remote(), actor.wait.remote()]
     refs += [actor.wait.remote(), actor.leave_async.remote("never"), actor.ping.remote()]
@@ -194,20 +192,6 @@ def no_actor() -> None:
 def test_a_task_is_no_actor() -> None:
     with pytest.raises(RuntimeError, match="called in task no_actor, which is not an actor"):
         get(no_actor.remote())
-
-
-@actorrpc.remote
-class Unmade:
-    def __init__(self) -> None:
-        sys.exit(3)
-
-    def ping(self) -> None: ...
-
-
-def test_sys_exit_in_a_constructor() -> None:
-    actor = Unmade.remote()
-    with pytest.raises(actorrpc.ActorDiedError, match="SystemExit: 3"):
-        get(actor.ping.remote())
 
 
 @actorrpc.remote

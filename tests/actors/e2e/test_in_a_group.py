@@ -14,13 +14,12 @@ from tests.actors.e2e.test_callers import test_actors_make_actors, test_referenc
 from tests.actors.e2e.test_cancel import test_a_call_that_waits_never_runs
 from tests.actors.e2e.test_errors import test_exceptions_have_both_types
 from tests.actors.e2e.test_gradients import test_an_actor_as_the_origin
-from tests.actors.e2e.test_lifetimes import test_the_last_handle
+from tests.actors.e2e.test_lifetimes import test_kill_and_restart, test_names, test_the_last_handle
 from tests.actors.e2e.test_order import test_each_actor_that_calls_keeps_its_order
 from tests.actors.e2e.test_results import (
     test_generators_stream,
     test_large_results_are_handed_over_as_they_were,
 )
-from tests.actors.e2e.test_supervision import test_kill_and_restart, test_names
 
 __all__ = [
     "test_a_call_that_waits_never_runs",

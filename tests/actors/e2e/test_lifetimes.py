@@ -1,4 +1,4 @@
-"""How long actors live, and what happens when they end."""
+"""How long actors live, what happens when they end, and how they are found by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import pytest
 import torch
 
 import actorrpc
-from tests.actors.e2e.kit import Gate, Log, alive, open_gate, pass_gate, row_of, until
+from actorrpc import actors
+from actorrpc.errors import (
+    ActorDiedError,
+    CancelledError,
+    NameTakenError,
+    PendingCallsLimitExceeded,
+    RpcTimeoutError,
+    UnknownActorError,
+)
+from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -50,9 +59,6 @@ class Mortal:
 
     def leave(self) -> None:
         actorrpc.exit_actor()
-
-    def make(self, path: str) -> Any:
-        return Mortal.remote(path)
 
     def make_and_keep(self, path: str, **options: Any) -> int:
         self.kept = Mortal.options(**options).remote(path)
@@ -109,27 +115,6 @@ def test_a_pending_call_keeps_it(tmp_path: Path, gate: Path) -> None:
     until(lambda: _ended(path))
 
 
-def test_a_method_object_keeps_it(tmp_path: Path) -> None:
-    path = tmp_path / "end"
-    ping = Mortal.remote(str(path)).ping
-    gc.collect()
-    assert actorrpc.get(ping.remote()) == "pong"
-    assert actorrpc.get(ping.remote()) == "pong"
-    del ping
-    until(lambda: _ended(path))
-
-
-def test_a_result_outlives_its_actors_handles(tmp_path: Path) -> None:
-    path = tmp_path / "end"
-    ref = Mortal.remote(str(path)).big.remote()
-    actorrpc.wait([ref], fetch_local=False)
-    gc.collect()
-    assert float(actorrpc.get(ref).sum()) == 1 << 20
-    assert float(actorrpc.get(total.remote(ref))) == 1 << 20
-    del ref
-    until(lambda: _ended(path))
-
-
 def test_a_large_result_is_there_when_its_process_was_to_end(tmp_path: Path) -> None:
     """The last handle goes long before somebody asks for the result."""
     path = tmp_path / "end"
@@ -139,11 +124,6 @@ def test_a_large_result_is_there_when_its_process_was_to_end(tmp_path: Path) -> 
     del actor
     until(lambda: path.exists())  # its hooks have run
     assert float(actorrpc.get(ref).sum()) == 1 << 20
-
-
-@actorrpc.remote
-def total(x: Any) -> float:
-    return float(x.sum())
 
 
 def test_handles_in_containers_closures_and_other_actors(paths: list[str]) -> None:
@@ -195,23 +175,6 @@ def test_actors_that_hold_themselves_by_name_end(paths: list[str]) -> None:
     actorrpc.get(actor.keep.remote(me))  # weak: it does not count
     del actor, me
     until(lambda: _ended(Path(paths[0])))
-
-
-def test_a_handle_got_by_name_is_weak(paths: list[str]) -> None:
-    actor = Mortal.options(name="weak").remote(paths[0])
-    by_name = actorrpc.get_actor("weak")
-    assert by_name == actor
-    assert actorrpc.get(by_name.ping.remote()) == "pong"
-    with pytest.raises(actorrpc.NameTakenError, match="weak"):
-        Mortal.options(name="weak").remote(paths[1])
-    again = Mortal.options(name="weak", get_if_exists=True).remote(paths[1])
-    assert again == actor
-    del actor, again
-    until(lambda: _ended(Path(paths[0])))
-    with pytest.raises(actorrpc.ActorDiedError):
-        actorrpc.get(by_name.ping.remote())
-    with pytest.raises(ValueError, match="weak"):
-        actorrpc.get_actor("weak")
 
 
 def test_detached_actors_live_until_they_are_killed(place: str, paths: list[str]) -> None:
@@ -268,46 +231,6 @@ def test_exit_actor(place: str, paths: list[str]) -> None:
     assert not actorrpc.is_alive(actor)
 
 
-@pytest.mark.parametrize("method", ["leave", "leave_async"])
-def test_exit_actor_of_an_async_actor(method: str) -> None:
-    actor = AsyncLeaver.remote()
-    with pytest.raises(actorrpc.ActorDiedError, match="exit_actor"):
-        actorrpc.get(getattr(actor, method).remote())
-    with pytest.raises(actorrpc.ActorDiedError):
-        actorrpc.get(actor.leave.remote())
-
-
-@actorrpc.remote
-class AsyncLeaver:
-    async def leave_async(self) -> None:
-        actorrpc.exit_actor()
-
-    def leave(self) -> None:
-        actorrpc.exit_actor()
-
-
-def test_monitors_fire_once(paths: list[str]) -> None:
-    actor = Mortal.remote(paths[0])
-    fired: list[Any] = []
-    first, second = actorrpc.monitor(actor, fired.append), actorrpc.monitor(actor)
-    assert not first.done()
-    actorrpc.kill(actor)
-    error = first.wait(10)
-    assert isinstance(error, actorrpc.ActorDiedError)
-    assert isinstance(second.wait(10), actorrpc.ActorDiedError)
-    until(lambda: fired)
-    assert isinstance(actorrpc.monitor(actor).wait(10), actorrpc.ActorDiedError)
-    assert len(fired) == 1
-
-
-def test_monitors_fire_when_the_last_handle_goes(paths: list[str]) -> None:
-    actor = Mortal.remote(paths[0])
-    watched = actorrpc.monitor(actor)
-    actorrpc.get(actor.ping.remote())
-    del actor
-    assert isinstance(watched.wait(10), actorrpc.ActorDiedError)
-
-
 def test_an_actor_that_is_dropped_at_once(paths: list[str]) -> None:
     for path in paths:
         Mortal.remote(path)
@@ -335,14 +258,6 @@ def test_a_name_is_free_when_its_last_handle_is_gone(paths: list[str], gate: Pat
     assert actorrpc.get(actor.make_and_keep.remote(paths[3], name="more")) > 0
     actorrpc.get(actor.keep.remote(None))
     assert actorrpc.get(actor.make_and_keep.remote(paths[3], name="more")) > 0  # dropped where it was made
-
-
-def test_an_actor_in_a_cycle_with_another(paths: list[str]) -> None:
-    """Two actors that hold each other are a cycle over processes: kill ends it."""
-    a, b = Mortal.remote(paths[0]), Mortal.remote(paths[1])
-    actorrpc.get([a.keep.remote(b), b.keep.remote(a)])
-    actorrpc.kill(a)
-    del a, b
 
 
 def test_arguments_of_the_constructor_are_let_go(place: str, paths: list[str]) -> None:
@@ -392,47 +307,116 @@ def test_two_actors_of_one_process_end_one_by_one(place: str, paths: list[str]) 
             actorrpc.get(second.ping.remote())
 
 
-def test_ready_and_a_log(paths: list[str]) -> None:
-    actor, log = Mortal.remote(paths[0]), Log.remote()
-    assert actorrpc.get(actorrpc.ready(actor)) is None
-    assert actorrpc.get(actor.ready()) is None
-    assert actorrpc.get([log.add.remote(n) for n in range(3)]) == [1, 2, 3]
-    assert actor.is_alive()
-    gate = Gate.remote()
-    assert actorrpc.get(gate.count.remote()) == 0
-    assert row_of(actor).state == "ALIVE"
+# -- actors that are killed, exit and come back --------------------------------------------------------------
 
 
 @actorrpc.remote
-class Swallows:
-    def boom(self) -> None:
-        raise ValueError("boom")
+class Fragile:
+    """Counts; where it is given a gate, it is made when that opens."""
 
-    def swallow(self, other: Any, held: Any) -> str:
-        gc.disable()  # what happens to come by and collects is no proof
-        ref = other.boom.remote()
-        try:
-            actorrpc.get(ref)
-        except ValueError:
-            pass
-        return "swallowed"
+    def __init__(self, start: int = 0, path: str = "") -> None:
+        if path:
+            pass_gate(path)
+        self.count = start
 
-    def collect(self) -> None:
-        gc.enable()
-        gc.collect()
+    def step(self) -> int:
+        self.count += 1
+        return self.count
+
+    def block(self, path: str) -> str:
+        return pass_gate(path)
+
+    def make(self, **options: Any) -> Any:
+        return Fragile.options(**options).remote(10)
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="an error that get() raised leads by its traceback to the frame with its ObjectRef"
-)
-def test_an_error_that_a_method_has_caught_keeps_nothing(paths: list[str]) -> None:
-    actor, other, held = Swallows.remote(), Swallows.remote(), Mortal.remote(paths[0])
-    assert actorrpc.get(actor.swallow.remote(other, held)) == "swallowed"
-    watched = actorrpc.monitor(held)
-    del held
-    try:
-        watched.wait(1.0)
-    finally:
-        actorrpc.get(actor.collect.remote())
-        watched.wait(30)  # then it goes
+def error_of(ref: Any) -> BaseException:
+    """What getting a result raises."""
+    with pytest.raises(Exception) as caught:
+        actorrpc.get(ref, timeout=30)
+    return caught.value
+
+
+def test_calls_before_it_is_there() -> None:
+    fragile = Fragile.remote()
+    assert actorrpc.get([fragile.step.remote() for _ in range(200)]) == list(range(1, 201))
+
+
+def test_kill_is_for_good(gate: Path) -> None:
+    fragile = Fragile.options(max_restarts=-1).remote()
+    fired: list[Any] = []
+    actors.monitor(fragile).add_done_callback(lambda done: fired.append(done.value()))
+    running = fragile.block.remote(str(gate))
+    waiting = fragile.step.remote()
+    actorrpc.get(actors.ready(fragile))
+    actors.kill(fragile)
+    for ref in (running, waiting, fragile.step.remote()):
+        error = error_of(ref)
+        assert isinstance(error, ActorDiedError)
+        assert "it was killed with kill()" in str(error)
+    until(lambda: fired)
+    assert len(fired) == 1
+    assert not actors.is_alive(fragile)
+    # Where it shared a worker, its thread is still at the gate.
+    descriptor = os.open(gate, os.O_RDWR)
+    os.close(descriptor)
+
+
+def test_kill_and_restart() -> None:
+    fragile = Fragile.options(max_restarts=2).remote(5)
+    for _ in range(3):
+        assert actorrpc.get([fragile.step.remote(), fragile.step.remote()]) == [6, 7]
+        actors.kill(fragile, no_restart=False)
+    error = error_of(fragile.step.remote())
+    assert isinstance(error, ActorDiedError)
+    assert "max_restarts is 2" in str(error)
+
+
+def test_names() -> None:
+    fragile = Fragile.options(name="one").remote(1)
+    assert actorrpc.get(actors.get_actor("one").step.remote()) == 2
+    with pytest.raises(NameTakenError):
+        Fragile.options(name="one").remote()
+    again = Fragile.options(name="one", get_if_exists=True).remote(7)
+    assert actorrpc.get(again.step.remote()) == 3
+    with pytest.raises(NameTakenError, match="'one'"):
+        actorrpc.get(Fragile.remote().make.remote(name="one"))
+    actors.kill(fragile)
+    with pytest.raises(UnknownActorError):
+        actors.get_actor("one")
+
+
+def test_a_weak_handle_does_not_keep_it() -> None:
+    strong = Fragile.options(name="weak").remote()
+    weak = actors.get_actor("weak")
+    assert actorrpc.get(weak.step.remote()) == 1
+    ended = actors.monitor(weak)
+    del strong
+    gc.collect()
+    assert "its last handle is gone" in str(ended.wait(30))
+    assert isinstance(error_of(weak.step.remote()), ActorDiedError)
+
+
+def test_deadlines_and_cancellation_while_it_is_made(gate: Path) -> None:
+    blocked = Fragile.remote(path=str(gate))
+    refs = [blocked.step.remote() for _ in range(4)]
+    assert actorrpc.actors.cancel(refs[1])
+    error = error_of(refs[1])
+    assert isinstance(error, CancelledError)
+    assert error.maybe_executed is False
+    late = blocked.step.options(timeout=0.05).remote()
+    error = error_of(late)
+    assert isinstance(error, RpcTimeoutError)
+    assert error.maybe_executed is False
+    open_gate(gate)
+    assert actorrpc.get([refs[0], refs[2], refs[3]]) == [1, 2, 3]
+
+
+def test_max_pending_calls(gate: Path) -> None:
+    fragile = Fragile.options(max_pending_calls=2).remote()
+    refs = [fragile.block.remote(str(gate)), fragile.step.remote()]
+    with pytest.raises(PendingCallsLimitExceeded, match="max_pending_calls=2"):
+        fragile.step.remote()
+    open_gate(gate)
+    assert actorrpc.get(refs) == ["go", 1]
+    assert actorrpc.get(fragile.step.remote()) == 2

@@ -52,10 +52,6 @@ class Keeper:
     def fail(self, value: Any) -> None:
         raise ValueError("made up")
 
-    def own_state(self) -> Any:
-        self.state += 1
-        return self.state[16:]
-
     def take(self, at: int, refs: list[Any]) -> None:
         self.refs[at] = refs[0]
 
@@ -114,24 +110,6 @@ class Keeper:
             os.close(ours)
             os.waitpid(child, 0)
 
-    def load(self, at: int) -> list[float]:
-        """Read a value in the processes of a DataLoader, which are forks of this one."""
-        loader = torch.utils.data.DataLoader(
-            _Rows(self.values[at]), num_workers=2, multiprocessing_context="fork", batch_size=2
-        )
-        return [float(batch.sum()) for batch in loader]
-
-
-class _Rows(torch.utils.data.Dataset[torch.Tensor]):
-    def __init__(self, value: Any) -> None:
-        self.value = torch.as_tensor(value).reshape(8, -1)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, at: int) -> torch.Tensor:
-        return self.value[at]
-
 
 def _only(value: Any) -> float:
     """Return the number that all numbers are; nan where they are not all the same."""
@@ -176,20 +154,6 @@ def test_a_result_outlives_its_actor_and_its_process() -> None:
     assert _only(actorrpc.get(first)) == 1
 
 
-def test_each_process_has_values_of_its_own() -> None:
-    one, other = Keeper.remote(), Keeper.remote()
-    ref = actorrpc.put(np.full(_COUNT, 3.0))
-    actorrpc.get([one.take.remote(1, [ref]), other.take.remote(1, [ref])])
-    assert actorrpc.get([one.open.remote(1), other.open.remote(1)]) == [3, 3]
-    actorrpc.get(one.change.remote(1, 4.0))
-    ours = actorrpc.get(ref)
-    ours[...] = 5
-    assert actorrpc.get([one.look.remote(), other.look.remote()]) == [{1: 4}, {1: 3}]
-    assert actorrpc.get([one.argument.remote(ref), other.argument.remote(ref)]) == [3, 3]
-    assert _only(actorrpc.get(ref)) == 3
-    assert _only(ours) == 5
-
-
 def test_no_bytes_move() -> None:
     maker, keeper = Keeper.remote(), Keeper.remote()
     actorrpc.get([maker.pid.remote(), keeper.pid.remote()])
@@ -226,13 +190,6 @@ def test_items_of_a_stream_are_written_once() -> None:
     del mine
     assert _host_bytes() <= 1.1 * 3 * 4 * 8 * _COUNT
     assert [_only(each) for each in keeper.several.remote(2, _COUNT).values()] == [0, 1]
-
-
-def test_a_view_of_an_actors_own_state_is_a_copy() -> None:
-    keeper = Keeper.remote()
-    first, second = keeper.own_state.remote(), keeper.own_state.remote()
-    assert [_only(each) for each in actorrpc.get([second, first])] == [2, 1]
-    assert actorrpc.get(first).shape == (_COUNT - 16,)
 
 
 def test_the_arguments_of_a_call_that_has_failed_do_not_wait_for_the_collector() -> None:
@@ -274,15 +231,6 @@ def test_a_fork_keeps_what_it_has_mapped(gate: Path) -> None:
     open_gate(gate)
     assert actorrpc.get(keeper.joined.remote()) == 1
     assert [_only(actorrpc.get(each)) for each in others] == [2, 3, 4, 5]
-
-
-@pytest.mark.slow
-def test_a_data_loader_in_an_actor() -> None:
-    keeper = Keeper.remote()
-    actorrpc.get(keeper.take.remote(1, [actorrpc.put(np.full(_COUNT, 1.0))]))
-    assert actorrpc.get(keeper.open.remote(1)) == 1
-    for _ in range(3):
-        assert actorrpc.get(keeper.load.remote(1)) == [_COUNT / 4] * 4
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 22))])

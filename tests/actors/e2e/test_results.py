@@ -1,4 +1,4 @@
-"""Results of real actors: where they stay, how they are handed over, and what streams."""
+"""Results of real actors: where they stay, how they are handed over, what streams, and parts of large tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import torch
 import actorrpc
 from actorrpc.agent.context import current_worker
 from actorrpc.futures import collect_all
-from tests.actors.e2e.kit import open_gate, pass_gate, until
+from tests.actors.e2e.kit import open_gate, pass_gate
 
 pytestmark = pytest.mark.usefixtures("place")
+
 
 _LARGE = 1 << 18
 
@@ -79,21 +80,9 @@ class Source:
             await asyncio.sleep(0)
             yield number
 
-    def failing(self) -> Iterator[int]:
-        yield 1
-        raise LookupError("in mid-stream")
-
     def pids(self, n: int) -> Iterator[int]:
         for _ in range(n):
             yield os.getpid()
-
-    def leaving(self) -> Iterator[int]:
-        yield 1
-        actorrpc.exit_actor()
-
-    def asking(self, asked: Any, n: int) -> Iterator[Any]:
-        for number in range(n):
-            yield actorrpc.get(asked.double.remote(number))
 
     def gated(self, path: str) -> Iterator[str]:
         yield "first"
@@ -135,19 +124,6 @@ class Sink:
     def pass_on(self, refs: list[Any]) -> list[Any]:
         return refs
 
-    def take(self, source: Any, n: int) -> list[int]:
-        return list(source.count.remote(n).values())
-
-    def double(self, number: int) -> int:
-        return 2 * number
-
-    def take_asking(self, source: Any, me: Any, n: int) -> list[int]:
-        return list(source.asking.remote(me, n).values())
-
-    def slow(self, path: str, number: int) -> int:
-        pass_gate(path)
-        return number
-
     def read_later(self, path: str, refs: list[Any]) -> Any:
         pass_gate(path)
         return actorrpc.get(refs[0])
@@ -171,22 +147,6 @@ def test_large_results_are_handed_over_as_they_were() -> None:
     (back,) = actorrpc.get(sink.pass_on.remote([first]))
     assert back == first
     assert float(actorrpc.get(back).sum()) == _LARGE
-
-
-def test_what_one_taker_changes_others_do_not_see() -> None:
-    source, sink = Source.remote(), Sink.remote()
-    ref = source.next_state.remote()
-    actorrpc.get(ref).zero_()
-    assert actorrpc.get(sink.total.remote(ref)) == _LARGE
-
-
-def test_pending_results_are_promised(gate: Path) -> None:
-    slow, sink = Sink.remote(), Sink.remote()
-    pending = slow.slow.remote(str(gate), 21)
-    result = sink.double.remote(pending)
-    assert actorrpc.wait([result], timeout=0) == ([], [result])
-    open_gate(gate)
-    assert actorrpc.get(result) == 42
 
 
 def test_what_the_caller_changes_those_who_got_the_pending_result_do_not_see(
@@ -226,32 +186,6 @@ def test_parts_of_a_result_share_no_object() -> None:
     assert actorrpc.get(second) == [1, 2]
 
 
-def test_arguments_that_failed_fail_the_call() -> None:
-    source, sink = Source.remote(), Sink.remote()
-    bad = next(iter(source.failing.options(num_returns="streaming").remote()))
-    assert actorrpc.get(bad) == 1
-    failing = sink.total.remote("no tensor")
-    with pytest.raises(AssertionError):
-        actorrpc.get(sink.double.remote(failing))
-    with pytest.raises(AssertionError):
-        actorrpc.get(failing)
-
-
-def test_put_values_go_to_actors() -> None:
-    sink = Sink.remote()
-    tensor = torch.ones(_LARGE)
-    ref = actorrpc.put(tensor)
-    tensor.zero_()
-    assert actorrpc.get(sink.total.remote(ref)) == _LARGE
-    assert actorrpc.get([sink.total_inside.remote([ref]), sink.double.remote(actorrpc.put(4))]) == [_LARGE, 8]
-
-
-def test_values_outlive_handles() -> None:
-    ref = Source.remote().next_state.remote()
-    gc.collect()
-    assert float(actorrpc.get(ref).sum()) == _LARGE
-
-
 # -- streams -----------------------------------------------------------------------------------------------
 
 
@@ -260,64 +194,6 @@ def test_generators_stream() -> None:
     assert list(source.count.remote(100).values()) == list(range(100))
     assert actorrpc.get(list(source.count.remote(5))) == [0, 1, 2, 3, 4]
     assert list(source.ticks.remote(40).values()) == list(range(40))
-
-
-def test_they_stream_into_asyncio() -> None:
-    source = Source.remote()
-
-    async def main() -> list[int]:
-        return [value async for value in source.ticks.remote(40).values()]
-
-    assert asyncio.run(main()) == list(range(40))
-
-
-def test_they_stream_into_actors() -> None:
-    assert actorrpc.get(Sink.remote().take.remote(Source.remote(), 50)) == list(range(50))
-
-
-@pytest.mark.prints(r"waits \(get\(\) and the like\) on the actor's event loop")
-def test_generators_may_call_whoever_consumes_them() -> None:
-    sink = Sink.remote()
-    assert actorrpc.get(sink.take_asking.remote(Source.remote(), sink, 20)) == [2 * n for n in range(20)]
-
-
-@actorrpc.remote
-class Counter:
-    """Has no async method, so that two of its methods may run at a time."""
-
-    def __init__(self) -> None:
-        self.log: list[int] = []
-
-    def count(self, n: int) -> Iterator[int]:
-        for number in range(n):
-            self.log.append(number)
-            yield number
-
-    def logged(self) -> list[int]:
-        return self.log
-
-
-def test_producers_do_not_run_away() -> None:
-    source = Counter.options(max_concurrency=2).remote()
-    stream = source.count.options(max_buffered_items=3).remote(100)
-    values = stream.values()
-    assert [next(values), next(values)] == [0, 1]
-    until(lambda: len(actorrpc.get(source.logged.remote())) >= 5)
-    assert actorrpc.get(source.logged.remote()) == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("how", ["close", "drop", "cancel"])
-def test_streams_end_early(how: str) -> None:
-    source = Source.remote()
-    stream = source.count.options(max_buffered_items=2).remote(100)
-    assert actorrpc.get(next(stream)) == 0
-    if how == "close":
-        stream.close()
-    elif how == "cancel":
-        actorrpc.cancel(stream)
-    del stream
-    gc.collect()
-    until(lambda: actorrpc.get(source.logged.remote())[-1] == "finally")  # on its loop, beside other calls
 
 
 def test_dropped_before_they_begin(gate: Path) -> None:
@@ -331,43 +207,6 @@ def test_dropped_before_they_begin(gate: Path) -> None:
     assert actorrpc.get(source.logged.remote())[-1:] in ([], ["finally"])
 
 
-def test_errors_in_mid_stream() -> None:
-    values = Source.remote().failing.remote().values()
-    assert next(values) == 1
-    with pytest.raises(LookupError, match="in mid-stream") as caught:
-        next(values)
-    assert isinstance(caught.value, actorrpc.RemoteError)
-    with pytest.raises(StopIteration):
-        next(values)
-
-
-def test_an_actor_that_leaves_in_mid_stream() -> None:
-    first, second = Source.remote().leaving.remote()
-    assert actorrpc.get(first) == 1
-    with pytest.raises(actorrpc.ActorDiedError, match="exit_actor"):
-        actorrpc.get(second)
-
-
-def test_an_actor_that_is_killed_in_mid_stream() -> None:
-    source = Source.remote()
-    stream = source.count.options(max_buffered_items=2).remote(100)
-    assert actorrpc.get(next(stream)) == 0
-    actorrpc.kill(source)
-    *_, last = stream
-    with pytest.raises(actorrpc.ActorDiedError, match="killed"):
-        actorrpc.get(last)
-
-
-def test_a_process_that_dies_in_mid_stream(place: str) -> None:
-    if place != "embedded":
-        pytest.skip("it would take a worker of the group along")
-    source = Source.remote()
-    values = source.pids.options(max_buffered_items=2).remote(100).values()
-    os.kill(next(values), signal.SIGKILL)
-    with pytest.raises(actorrpc.ActorDiedError, match="SIGKILL"):
-        list(values)
-
-
 def test_a_stream_is_not_taken_up_again_after_a_restart(place: str) -> None:
     if place != "embedded":
         pytest.skip("it would take a worker of the group along")
@@ -377,12 +216,6 @@ def test_a_stream_is_not_taken_up_again_after_a_restart(place: str) -> None:
     with pytest.raises(actorrpc.ActorUnavailableError):
         list(values)
     assert len(list(source.pids.remote(3))) == 3
-
-
-def test_a_stream_keeps_its_actor() -> None:
-    stream = Source.remote().count.remote(50)
-    gc.collect()
-    assert list(stream.values()) == list(range(50))
 
 
 def test_replies_of_several_workers_are_read_as_soon_as_somebody_waits(
@@ -410,3 +243,96 @@ def test_replies_of_several_workers_are_read_as_soon_as_somebody_waits(
     assert asyncio.run(gathered()) == answers
     assert not concurrent.futures.wait([each.future() for each in asked()]).not_done
     assert [each.value() for each in collect_all([each.future() for each in asked()]).wait()] == answers
+
+
+# -- parts of a large tensor: the receiver finds no byte that was not sent -----------------------------------
+
+SECRET, USED = 0xAA, 0x11
+Parts = dict[str, torch.Tensor]
+
+
+def large() -> tuple[torch.Tensor, Parts]:
+    """Return a large tensor, and some rows and columns of it."""
+    base = torch.full((256, 1 << 14), SECRET, dtype=torch.uint8)
+    rows = {f"row {n}": base[n] for n in range(0, 256, 8)}
+    columns = {"left": base[:, 100:130], "overlapping": base[:, 120:150], "right": base[:, 5000:5010]}
+    for part in (*rows.values(), *columns.values()):
+        part.fill_(USED)
+    return base, rows | columns
+
+
+def unsent(parts: Parts) -> list[str]:
+    """Return the names of parts in whose memory more was found than what was sent."""
+    found = []
+    for name, t in parts.items():
+        memory = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+        if bool(memory.eq(SECRET).any()):
+            found.append(name)
+    return found
+
+
+@actorrpc.remote
+class Worker:
+    """Receives parts, and sends parts of its own."""
+
+    def look(self, parts: Parts) -> list[str]:
+        return unsent(parts)
+
+    def rows(self) -> Parts:
+        return {name: t for name, t in large()[1].items() if name.startswith("row")}
+
+    def columns(self) -> Parts:
+        return {name: t for name, t in large()[1].items() if not name.startswith("row")}
+
+    def stream(self) -> Iterator[Parts]:
+        yield self.rows()
+        yield self.columns()
+
+
+def _arguments(worker: Any) -> None:
+    _, parts = large()
+    for sent in (parts, {"row": parts["row 8"], "other": parts["row 24"]}):
+        assert actorrpc.get(worker.look.remote(sent)) == []
+    columns = {name: parts[name] for name in ("left", "overlapping", "right")}
+    assert actorrpc.get(worker.look.remote(columns)) == []
+
+
+def _results(worker: Any) -> None:
+    for ref in (worker.rows.remote(), worker.columns.remote()):
+        check(actorrpc.get(ref))
+
+
+def _stream(worker: Any) -> None:
+    for ref in worker.stream.remote():
+        check(actorrpc.get(ref))
+
+
+def _put(worker: Any) -> None:
+    _, parts = large()
+    rows = actorrpc.put({name: t for name, t in parts.items() if name.startswith("row")})
+    columns = actorrpc.put({name: t for name, t in parts.items() if not name.startswith("row")})
+    for ref in (rows, columns):
+        assert actorrpc.get(worker.look.remote(ref)) == []
+        check(actorrpc.get(ref))
+
+
+def check(parts: Parts) -> None:
+    assert unsent(parts) == []
+    assert all(bool(t.eq(USED).all()) for t in parts.values())
+    if "left" in parts:
+        parts["left"][:, 20:] = 7
+        assert bool(parts["overlapping"][:, :10].eq(7).all())
+
+
+def test_the_receiver_of_parts_finds_nothing_else() -> None:
+    worker = Worker.remote()
+    for way in (_arguments, _results, _stream, _put):
+        way(worker)
+
+
+def test_the_senders_tensor_stays_as_it_is() -> None:
+    base, _ = large()
+    before = base.clone()
+    near = {"a": base[0, :3000], "b": base[0, 4000:9000], "c": base[:, 100:130]}
+    assert actorrpc.get(Worker.remote().look.remote(near)) == []
+    assert torch.equal(base, before)

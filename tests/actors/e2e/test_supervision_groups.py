@@ -19,7 +19,7 @@ import actorrpc
 from actorrpc.actors.context import runtime
 from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError, SupervisionError
 from tests import leaks, processes
-from tests.actors.e2e.kit import open_gate, pass_gate, row_of, until
+from tests.actors.e2e.kit import pass_gate, row_of, until
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 CYCLES = 1000 if NIGHTLY else 20
@@ -67,9 +67,6 @@ class Child:
 
     def ask(self) -> int:
         return actorrpc.get(self.peer.add.remote())
-
-    def block(self, path: str) -> str:
-        return pass_gate(path)
 
     def leave(self) -> None:
         actorrpc.exit_actor()
@@ -191,55 +188,6 @@ def test_a_group_gives_up(tmp_path: Path) -> None:
     assert "-b" in _lines(path)
 
 
-@pytest.mark.slow
-def test_a_group_in_a_group(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    a, b, c = _family(path, "abc")
-    inner = actorrpc.supervise([b], max_restarts=0)
-    outer = actorrpc.supervise([a, inner, c], strategy="rest_for_one")
-    _die(b)
-    until(lambda: outer.restarts == 2 and outer.state == inner.state == "up")
-    assert [line for line in _lines(path) if line != "-b"] == ["-c", "+b", "+c"]
-    assert actorrpc.get([each.add.remote() for each in (a, b, c)]) == [1, 1, 1]
-
-
-@pytest.mark.slow
-def test_a_constructor_that_raises_only_for_a_while(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    a, b = _family(path, "ab")
-    group = actorrpc.supervise([a, b], max_restarts=100, backoff=0.01)
-    refuse = tmp_path / "log.refuse.a"
-    refuse.touch()
-    _die(a)
-    until(lambda: _lines(path).count("+a") >= 3)
-    assert group.state == "restarting"
-    assert "it does not want to" in row_of(a).death_cause
-    refuse.unlink()
-    assert _again(a.add.remote) == 1
-
-
-@pytest.mark.slow
-def test_a_sibling_that_is_being_made_is_ended_too(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    a, b = _family(path, "ab")
-    group = actorrpc.supervise([a, b], strategy="one_for_all", max_restarts=100, backoff=0.01)
-    gate = tmp_path / "log.gate.b"
-    os.mkfifo(gate)
-    _die(a)
-    until(lambda: "+b" in _lines(path))
-    waiting = b.add.remote()
-    shared = row_of(a).worker.startswith("worker")
-    descriptor = os.open(gate, os.O_RDWR) if shared else 0  # so that the old thread there can be let through
-    gate.rename(tmp_path / "gone")
-    _die(a)
-    until(lambda: group.state == "up")
-    assert actorrpc.get([waiting, a.add.remote()]) == [1, 1]
-    assert [line for line in _lines(path) if line not in ("-a", "-b")] == ["+a", "+b", "+a", "+b"]
-    if shared:
-        os.write(descriptor, b"go")
-        os.close(descriptor)
-
-
 @actorrpc.remote(max_restarts=-1)
 class Manager:
     """Makes children and supervises them where it lives."""
@@ -275,19 +223,6 @@ def test_a_group_in_an_actor(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_members_of_an_actor_group(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    members = actorrpc.spawn(3, Child, "m", str(path), options={"max_restarts": -1})
-    group = actorrpc.supervise([members], strategy="one_for_all")
-    assert len(group.children) == 3
-    actorrpc.get(members.add.call())
-    _die(group.children[1])
-    until(lambda: group.restarts == 3 and group.state == "up")
-    assert list(actorrpc.get(members.add.call()).values()) == [1, 1, 1]
-    group.end()
-
-
-@pytest.mark.slow
 @pytest.mark.prints(r"supervision group #\d+: it has given up.* its restore\(\) raised KeyError: 'thirteen'")
 def test_restore_that_raises(tmp_path: Path) -> None:
     """Of an actor by itself it is the end, as with a constructor; in a group it is one more death."""
@@ -304,24 +239,6 @@ def test_restore_that_raises(tmp_path: Path) -> None:
     text = str(group.monitor().wait(10))
     assert text.count("its restore() raised") == 3
     assert row_of(alone).restarts == 1
-
-
-@pytest.mark.slow
-def test_one_that_leaves_or_is_busy(tmp_path: Path, gate: Path) -> None:
-    path = tmp_path / "log"
-    a, b, c = _family(path, "abc")
-    group = actorrpc.supervise([a, b, c], strategy="one_for_all")
-    assert isinstance(_error(b.leave.remote()), ActorDiedError)
-    until(lambda: row_of(b).state == "DEAD")
-    assert group.state == "up"
-    busy = c.block.remote(str(gate))
-    _die(a)
-    assert isinstance(_error(busy), ActorUnavailableError)
-    until(lambda: group.restarts == 2 and group.state == "up")
-    assert actorrpc.get([a.add.remote(), c.add.remote()]) == [1, 1]
-    if not row_of(c).worker.startswith("worker"):
-        return
-    open_gate(gate)  # where it shares a process, the old one's thread is still there
 
 
 @pytest.mark.slow

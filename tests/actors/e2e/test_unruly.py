@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.errors import ActorDiedError, ActorUnavailableError, LimitError, RemoteError
+from actorrpc.errors import ActorDiedError, LimitError, RemoteError
 from tests import unruly
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(60)]
@@ -86,17 +85,6 @@ class Looping:
         await asyncio.sleep(0)
         return "went on"
 
-    async def leave(self) -> None:
-        async def exits() -> None:
-            sys.exit(3)
-
-        task = asyncio.create_task(exits())
-        await asyncio.Event().wait()
-        del task
-
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
-
     async def ping(self) -> str:
         return "pong"
 
@@ -105,24 +93,6 @@ class Looping:
 def test_a_loop_that_is_stopped_goes_on() -> None:
     actor = Looping.remote()
     assert actorrpc.get(actor.stop.remote()) == "went on"
-    assert actorrpc.get(actor.ping.remote()) == "pong"
-
-
-def test_the_end_of_a_loop_is_the_actors() -> None:
-    actor = Looping.remote()
-    waiting = actor.wait.remote()
-    with pytest.raises(ActorDiedError, match=r"sys\.exit\(3\) was called in it"):
-        actorrpc.get(actor.leave.remote())
-    for call in (waiting, actor.ping.remote()):
-        with pytest.raises(ActorDiedError, match=r"sys\.exit\(3\) was called in it"):
-            actorrpc.get(call)
-
-
-def test_an_actor_whose_loop_ended_is_made_again() -> None:
-    actor = Looping.options(max_restarts=1).remote()
-    with pytest.raises(ActorUnavailableError):
-        actorrpc.get(actor.leave.remote())
-    assert actorrpc.get(actorrpc.ready(actor)) is None
     assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
@@ -154,13 +124,6 @@ def test_the_end_of_a_station_is_the_actors() -> None:
     assert actorrpc.get(actor.damage.remote("runner")) == "damaged"
     with pytest.raises(ActorDiedError, match="a thread of it ended unexpectedly"):
         actorrpc.get(actor.ping.remote())
-
-
-def test_what_explains_an_error_may_fail() -> None:
-    actor = Breaking.remote()
-    with pytest.raises(ZeroDivisionError):
-        actorrpc.get(actor.damage.remote("error"))
-    assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
 # -- threads that cannot be started ------------------------------------------------------------------------------------

@@ -110,9 +110,3 @@ def test_tasks_are_called_by_their_names() -> None:
         actorrpc.get(late)
     with pytest.raises(actorrpc.PlacementError, match="'task worker' needs CPU 1000"):
         actorrpc.get(take.options(num_cpus=1000).remote(1))
-
-
-@pytest.mark.parametrize("what", [5, "text"])
-def test_what_is_neither_a_class_nor_a_function(what: Any) -> None:
-    with pytest.raises(TypeError, match="makes actors of classes and tasks of functions, and"):
-        actorrpc.remote(what)

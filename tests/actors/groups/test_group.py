@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import os
@@ -21,9 +20,8 @@ import actorrpc
 from actorrpc.actors.api import get_actor, list_actors
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.groups import broadcast
-from actorrpc.actors.groups.group import ActorGroup, current_rank, group, spawn
-from actorrpc.actors.groups.mesh import Point, ValueMesh
-from actorrpc.actors.library.pool import ActorPool
+from actorrpc.actors.groups.group import ActorGroup, current_rank, spawn
+from actorrpc.actors.groups.mesh import Point
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import get
 from actorrpc.errors import (
@@ -31,12 +29,11 @@ from actorrpc.errors import (
     ActorError,
     CancelledError,
     ConfigError,
-    RpcTimeoutError,
     WrongTypeError,
 )
-from actorrpc.futures import Future
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
+from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
 
 # Actors of the tests with one worker live in this process: what is here is common to them and the tests.
@@ -102,9 +99,6 @@ class Worker:
             assert _gates[self.rank].wait(30)
         return self.rank
 
-    def total(self, values: Any) -> Any:
-        return sum(values)
-
     def call_group(self, workers: ActorGroup[Any]) -> list[int]:
         return list(get(workers.add.call(1)))
 
@@ -147,12 +141,6 @@ def test_members_know_their_places(workers: ActorGroup[Any]) -> None:
     ]
     assert all(place.size == 6 and place.extents == {"hosts": 2, "gpus": 3} for place in places)
     assert list(get(workers.add.call(0))) == [100 + rank for rank in range(6)]  # the constructor knew it
-
-
-def test_a_group_of_a_number(here: None) -> None:
-    for made in (Worker.group(2, 7), group(Worker, 2, 7), spawn(2, Worker, 7), spawn({"rank": 2}, Worker, 7)):
-        assert made.extents == {"rank": 2}
-        assert list(get(made.add.call(0))) == [7, 8]
 
 
 class Plain:
@@ -219,34 +207,12 @@ def test_ready_fails_with_the_first_constructor_that_does(here: None) -> None:
 # -- calling all --------------------------------------------------------------------------------------------
 
 
-def test_call_gives_results_by_coordinates(workers: ActorGroup[Any]) -> None:
-    values = get(workers.add.call(1))
-    assert isinstance(values, ValueMesh)
-    assert list(values) == [101 + rank for rank in range(6)]
-    assert values.item(hosts=1, gpus=2) == 106
-    assert {point["hosts"]: value for point, value in values.items() if point["gpus"] == 0} == {
-        0: 101,
-        1: 104,
-    }
-
-
 def test_calls_by_name_and_by_function(workers: ActorGroup[Any]) -> None:
     assert list(get(workers.call("add", 1))) == list(get(workers.call(Worker.add, 1)))
     assert list(get(workers.endpoint("add").call(value=1))) == list(get(workers.add.call(1)))
     assert get(workers.slice(hosts=0, gpus=0).call_one(Worker.add, 1)) == 101
     assert get(workers.choose("add", 1)) in range(101, 107)
     assert sorted(get(ref) for _, ref in workers.stream("add", 1)) == list(range(101, 107))
-
-
-def test_results_can_be_awaited(workers: ActorGroup[Any]) -> None:
-    async def main() -> list[int]:
-        return list(await workers.add.call(1))
-
-    assert asyncio.run(main()) == list(range(101, 107))
-
-
-def test_the_results_can_be_an_argument(workers: ActorGroup[Any]) -> None:
-    assert get(workers.handles[0].total.remote(workers.add.call(1))) == sum(range(101, 107))
 
 
 def test_the_first_failure_comes_at_once(workers: ActorGroup[Any]) -> None:
@@ -282,16 +248,6 @@ def test_exceptions_among_the_results(workers: ActorGroup[Any]) -> None:
         assert values[4].rank == 4  # type: ignore[attr-defined]
     with pytest.raises(KeyError):
         get(workers.options(return_exceptions=True).fail_at.options(return_exceptions=False).call(4))
-
-
-def test_options_of_calls(workers: ActorGroup[Any]) -> None:
-    with pytest.raises(RpcTimeoutError):
-        get(workers.hold.options(timeout=0.05).call(3))
-    _gates[3].set()
-    with pytest.raises(ConfigError, match="timeuot"):
-        workers.hold.options(timeuot=1)
-    with pytest.raises(ConfigError, match="timeuot"):
-        workers.options(timeuot=1)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent(workers: ActorGroup[Any]) -> None:
@@ -342,16 +298,6 @@ def test_call_one_is_for_one(workers: ActorGroup[Any]) -> None:
         workers.slice(gpus=slice(0, 0)).add.call_one(1)
 
 
-def test_an_empty_slice_has_no_results(workers: ActorGroup[Any]) -> None:
-    empty = workers.slice(gpus=slice(0, 0))
-    assert list(get(empty.add.call(1))) == []
-    assert list(empty.add.stream(1)) == []
-    empty.note.broadcast(1)
-    get(empty.ready())
-    with pytest.raises(ConfigError, match="no member"):
-        empty.add.choose(1)
-
-
 def test_choose_takes_turns(workers: ActorGroup[Any]) -> None:
     found = [get(workers.add.choose(0)) for _ in range(12)]
     assert sorted(found) == sorted([100 + rank for rank in range(6)] * 2)
@@ -374,13 +320,6 @@ def test_choose_leaves_out_the_dead(workers: ActorGroup[Any]) -> None:
     assert {get(workers.add.choose(0)) for _ in range(12)} == {103, 104, 105}
     with pytest.raises(ActorDiedError):
         get(workers.slice(hosts=0).add.choose(0))
-
-
-def test_a_member_that_is_not_found_is_told_of_by_its_call_alone() -> None:
-    """Else it is logged that nobody has looked at where it is, which fails the test."""
-    located: Future[Any] = Future()
-    assert broadcast.share((1,), {}, [located]) is None
-    located.set_exception(LookupError("dead"))
 
 
 @pytest.mark.prints(r"broadcast of Worker\.fail_at of 6 Worker .* failed for rank 4 .*KeyError\('rank 4'\)")
@@ -409,19 +348,6 @@ def test_stream_gives_results_as_they_come(workers: ActorGroup[Any]) -> None:
     assert (point["hosts"], point["gpus"], get(ref)) == (1, 2, 5)
     _gates[0].set()
     assert [point.rank for point, _ in stream] == [0]
-
-
-def test_stream_gives_failures_too(workers: ActorGroup[Any]) -> None:
-    async def main() -> dict[int, Any]:
-        found: dict[int, Any] = {}
-        async for point, ref in workers.fail_at.stream(4):
-            try:
-                found[point.rank] = await ref
-            except KeyError:
-                found[point.rank] = "failed"
-        return found
-
-    assert asyncio.run(main()) == {0: 0, 1: 1, 2: 2, 3: 3, 4: "failed", 5: 5}
 
 
 def test_methods_that_stream_are_called_one_by_one(workers: ActorGroup[Any]) -> None:
@@ -458,24 +384,6 @@ def test_names_that_are_not_there(workers: ActorGroup[Any]) -> None:
     assert "increment" in dir(workers)
     assert repr(workers) == "<ActorGroup of 6 Worker (hosts=2, gpus=3)>"
     assert repr(workers.add) == "<add of <ActorGroup of 6 Worker (hosts=2, gpus=3)>>"
-
-
-class Own:
-    """Has names that groups have, too."""
-
-    def call(self, value: int) -> int:
-        return value + 1
-
-    def size(self) -> int:
-        return 5
-
-
-def test_the_class_wins_over_the_group(here: None) -> None:
-    made: Any = spawn(2, Own)
-    assert list(get(made.call.call(1))) == [2, 2]
-    assert list(get(made.size.call())) == [5, 5]
-    assert list(get(ActorGroup.call(made, "call", 2))) == [3, 3]
-    assert len(made) == 2
 
 
 def test_a_group_can_be_sent(workers: ActorGroup[Any]) -> None:
@@ -531,33 +439,6 @@ def test_a_dead_member_is_restarted_by_coordinates(workers: ActorGroup[Any]) -> 
         workers.restart(1, hosts=1)
     with pytest.raises(ConfigError, match="give gpus"):
         workers.restart(hosts=1)
-
-
-def test_a_pool_of_the_members(workers: ActorGroup[Any]) -> None:
-    pool = ActorPool(workers)
-    found = list(pool.map(lambda actor, value: actor.total.remote([value, 1]), range(30)))
-    assert found == [value + 1 for value in range(30)]
-    workers.handles[0].kill()
-    _until_dead(workers.handles[0])
-    results = pool.map_unordered(lambda actor, value: actor.total.remote([value]), range(30))
-    found, dead = [], 0
-    while pool.has_next():
-        try:
-            found.append(next(results))
-        except ActorDiedError:
-            dead += 1
-    assert dead == 1  # it was taken out
-    assert len(set(found)) == 29
-
-
-def test_a_pool_of_the_members_in_a_loop(workers: ActorGroup[Any]) -> None:
-    async def main() -> list[int]:
-        pool = ActorPool(workers)
-        return [
-            value async for value in pool.map(lambda actor, value: actor.total.remote([value]), range(30))
-        ]
-
-    assert asyncio.run(main()) == list(range(30))
 
 
 # -- fan-out ------------------------------------------------------------------------------------------------
@@ -693,7 +574,7 @@ def _broken_tree(rank: int, world_size: int, how: str) -> None:
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("how", ["die", "fail"])
+@pytest.mark.parametrize("how", rest_is_slow(["die", "fail"]))
 def test_those_below_a_lost_worker_get_the_argument(how: str) -> None:
     rpc_group(_broken_tree, 7, how, may_die=(1,) if how == "die" else (), options=_APART)
 
@@ -724,7 +605,7 @@ def _brought(rank: int, world_size: int, apart: bool) -> None:
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("apart", [False, True], ids=["one host", "hosts"])
+@pytest.mark.parametrize("apart", rest_is_slow([True, False]), ids=["hosts", "one host"])
 def test_a_value_is_brought_to_all(apart: bool) -> None:
     rpc_group(_brought, 6, apart, options=_APART if apart else {})
 

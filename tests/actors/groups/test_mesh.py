@@ -90,23 +90,6 @@ def test_values_are_sliced_as_the_mesh_is(case: tuple[dict[str, int], list[dict[
     assert list(values.items()) == list(zip(mesh, values.values(), strict=True))
 
 
-def test_a_number_is_one_dimension() -> None:
-    assert Mesh(3) == Mesh({"rank": 3})
-    assert Mesh(np.int64(3)).origin_ranks == (0, 1, 2)  # type: ignore[arg-type]
-
-
-def test_a_mesh_without_dimensions_has_one_place() -> None:
-    mesh = Mesh({"x": 3}).slice(x=1)
-    assert (mesh.size, mesh.shape, mesh.origin_ranks) == (1, (), (1,))
-    assert mesh.rank_of() == 0
-    assert str(mesh.coords_of(0)) == "rank 0"
-
-
-def test_the_order_of_dimensions_matters() -> None:
-    assert Mesh({"a": 2, "b": 3}) != Mesh({"b": 3, "a": 2})
-    assert Point(1, {"a": 2, "b": 3}) != Point(1, {"b": 3, "a": 2})
-
-
 def test_slices_of_the_same_extents_differ_by_origin() -> None:
     mesh = Mesh({"a": 2, "b": 3})
     assert mesh.slice(a=0) != mesh.slice(a=1)

@@ -12,7 +12,6 @@ import pytest
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.client.route import Route
 from actorrpc.actors.groups.supervision import supervise
-from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.supervision.strategies import STRATEGIES
 from actorrpc.agent.context import set_worker
 from actorrpc.errors import (
@@ -110,20 +109,6 @@ def test_the_back_off_grows_and_is_jittered(monkeypatch: pytest.MonkeyPatch) -> 
                 pass
         monkeypatch.undo()
     assert waits == {0.0: [0.0, 1.0, 2.0, 4.0], 1.0: [0.0, 0.5, 1.0, 2.0]}
-
-
-def test_the_state_goes_into_the_next_life_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 2)
-    scene.group(0, 1, strategy="one_for_all")
-    for number in range(2):
-        scene.driver.runtime.supervisor.note_checkpoint(
-            scene.routes[number].actor_id, 0, 1, Snapshot.of(f"state {number}")
-        )
-    scene.kill(0)
-    scene.world.settle()
-    for number in range(2):
-        spec = scene.where(number).spec
-        assert (spec.epoch, spec.state.open()) == (1, f"state {number}")
 
 
 def test_those_that_die_together_are_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:

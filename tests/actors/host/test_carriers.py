@@ -81,16 +81,6 @@ class World:
         return [each for each in self.runners if each.has_it]
 
 
-def test_of_many_that_are_called_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 5)
-    for each in world.runners:
-        each.call()
-    for each in world.runners:
-        assert world.woken == [each]
-        each.run()
-    assert not world.woken
-
-
 def test_one_that_does_not_come_to_an_end_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 40)
     for each in world.runners:
@@ -112,32 +102,6 @@ def test_at_the_end_all_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None
     assert world.woken == world.runners[:4]
     world.runners[4].call()
     assert world.woken == world.runners
-
-
-def test_long_calls_go_on_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 5)
-    for _ in range(20):
-        world.threads.took(0.1)
-    for each in world.runners:
-        each.call()
-    assert world.woken == world.runners
-    for each in world.runners:
-        each.run()
-    for _ in range(20):
-        world.threads.took(0.0)
-    for each in world.runners:
-        each.call()
-    assert world.woken == world.runners[:1]
-
-
-def test_one_that_has_ended_takes_nobodys_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 3)
-    for each in world.runners:
-        each.call()
-    assert world.threads.remove(cast(Any, world.runners[1]))
-    assert not world.threads.remove(cast(Any, world.runners[1]))
-    world.runners[0].run()
-    assert world.woken == [world.runners[2]]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -189,9 +153,6 @@ class Plain:
 
     def has(self) -> tuple[str, bool]:
         return _of_the_actor.get(), torch.is_grad_enabled()
-
-    def nested(self, me: Any, other: Any) -> tuple[int, int]:
-        return len(get(me.add.remote(1))), len(get(other.add.remote(2)))
 
     def block(self) -> str:
         assert self.gate.wait(20)
@@ -260,12 +221,6 @@ def test_one_that_blocks_a_shared_thread_holds_up_nobody(sharing: Runtime) -> No
 def _title(actor: Any) -> str:
     title: str = actor.__dict__["_actorrpc_descriptor"].title
     return title
-
-
-def test_calls_that_descend_from_one_on_a_shared_thread(sharing: Runtime) -> None:
-    one, two = Plain.remote(), Plain.remote()
-    assert get(one.nested.remote(one, two), timeout=20) == (1, 1)
-    del one, two
 
 
 def test_an_interruption_on_a_shared_thread(sharing: Runtime) -> None:

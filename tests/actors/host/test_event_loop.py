@@ -17,6 +17,7 @@ from actorrpc.actors.context import Runtime
 from actorrpc.actors.host import executor
 from actorrpc.errors import LimitError
 from tests.actors.alone import alone
+from tests.actors.e2e.kit import until
 
 
 @pytest.fixture
@@ -25,32 +26,16 @@ def runtime(tmp_path: Path) -> Iterator[Runtime]:
         yield here
 
 
-class _Lines(logging.Handler):
-    """Gathers what is logged; one waits for a number of lines."""
+def _said(caplog: pytest.LogCaptureFixture, text: str, count: int = 1) -> list[str]:
+    """Wait for so many messages with a text."""
+    found: list[str] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self._more = threading.Condition()
+    def are_there() -> bool:
+        found[:] = [each for each in map(logging.LogRecord.getMessage, caplog.records) if text in each]
+        return len(found) >= count
 
-    def emit(self, record: logging.LogRecord) -> None:
-        with self._more:
-            self.lines.append(record.getMessage())
-            self._more.notify_all()
-
-    def wait_for(self, text: str, count: int) -> list[str]:
-        with self._more:
-            assert self._more.wait_for(lambda: sum(text in line for line in self.lines) >= count, 20)
-        return [line for line in self.lines if text in line]
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Iterator[_Lines]:
-    handler = _Lines()
-    logger = logging.getLogger("actorrpc.actors")
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
+    until(are_there)
+    return found
 
 
 class _Holds:
@@ -81,9 +66,6 @@ class Held:
     def get_from(self, other: Any) -> Any:
         return actorrpc.get(other.wait.remote())
 
-    async def get_later(self, other: Any) -> Any:
-        return actorrpc.get(other.wait.remote())
-
     async def sleep(self) -> None:
         await asyncio.sleep(1.5)
 
@@ -98,7 +80,7 @@ class Other:
 @pytest.mark.prints(r"has held the event loop")
 @pytest.mark.slow
 @pytest.mark.usefixtures("runtime")
-def test_what_holds_the_loop_is_named_once_each(lines: _Lines) -> None:
+def test_what_holds_the_loop_is_named_once_each(caplog: pytest.LogCaptureFixture) -> None:
     actor = Held.remote()
     said = 0
     for method, name in (
@@ -113,7 +95,7 @@ def test_what_holds_the_loop_is_named_once_each(lines: _Lines) -> None:
         ref = getattr(actor, method).options(concurrency_group=group).remote()
         if name:
             said += 1
-            found = lines.wait_for("has held the event loop", said)
+            found = _said(caplog, "has held the event loop", said)
             assert name in found[-1].partition(" has held")[0]
             assert f"in {'task' if method == 'in_a_task' else method}\n" in found[-1]
             assert "threading.Thread" not in found[-1]
@@ -123,18 +105,18 @@ def test_what_holds_the_loop_is_named_once_each(lines: _Lines) -> None:
         _Holds.gate.set()
         actorrpc.get(ref)
     actorrpc.get(actor.sleep.remote())
-    assert len(lines.wait_for("has held the event loop", said)) == said
+    assert len(_said(caplog, "has held the event loop", said)) == said
     del actor
 
 
 @pytest.mark.prints(r"waits \(get\(\) and the like\)")
 @pytest.mark.usefixtures("runtime")
-def test_a_wait_on_the_loop_is_said_once(lines: _Lines) -> None:
+def test_a_wait_on_the_loop_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     actor, other = Held.remote(), Other.remote()
     for _ in range(2):
         _Holds.gate.clear()
         refs = [actor.get_from.remote(other), actor.tick.remote()]
-        said = lines.wait_for("waits (get() and the like)", 1)
+        said = _said(caplog, "waits (get() and the like)", 1)
         _Holds.gate.set()
         assert actorrpc.get(refs) == ["waited", None]
     assert len(said) == 1
@@ -143,43 +125,12 @@ def test_a_wait_on_the_loop_is_said_once(lines: _Lines) -> None:
     del actor, other
 
 
-@pytest.mark.prints(r"waits \(get\(\) and the like\)")
-@pytest.mark.usefixtures("runtime")
-def test_a_wait_on_the_loop_of_a_group_names_the_group(lines: _Lines) -> None:
-    actor, other = Held.remote(), Other.remote()
-    _Holds.gate.clear()
-    ref = actor.get_later.options(concurrency_group="io").remote(other)
-    (said,) = lines.wait_for(
-        "waits (get() and the like)", 1
-    )  # it does, as what it waits for is held up until then
-    assert "on the actor's event loop of concurrency group 'io', and blocks" in said
-    _Holds.gate.set()
-    assert actorrpc.get(ref) == "waited"
-    del actor, other, ref
-
-
 # -- the loops of the groups -----------------------------------------------------------------------------------
 
 
 def _loops() -> set[threading.Thread]:
     """The threads of the event loops of this process's actors."""
     return {each for each in threading.enumerate() if each.name.startswith("actorrpc-loop-")}
-
-
-@pytest.mark.usefixtures("runtime")
-def test_the_loop_of_a_group_is_made_with_the_first_call_and_ends_with_the_actor() -> None:
-    before = _loops()
-    actor = Held.remote()
-    found = []
-    for group in (None, "io", "io"):
-        actorrpc.get(actor.tick.options(concurrency_group=group).remote())
-        found.append(len(_loops() - before))
-    assert found == [1, 2, 2]
-    ours = _loops() - before
-    actor.kill()
-    for thread in ours:
-        thread.join(20)
-        assert not thread.is_alive()
 
 
 @pytest.mark.usefixtures("runtime")

@@ -274,18 +274,6 @@ def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
     assert _run_all(mailbox, queue) == ["a1", "a2", "a3"]
 
 
-def test_a_cancelled_call_lets_those_behind_it_go() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    slow = Call("a", "a1", ready=False)
-    mailbox.put(slow, queue)
-    mailbox.put(Call("a", "a2"), queue)
-    assert _run_all(mailbox, queue) == []
-    assert mailbox.cancel(slow) is not None
-    assert mailbox.cancel(slow) is None
-    assert _run_all(mailbox, queue) == ["a2"]
-
-
 class _Counted(Call):
     """A call that counts the comparisons of all calls of its kind."""
 
@@ -307,159 +295,6 @@ def test_calls_that_each_wait_for_the_one_before_take_few_steps() -> None:
         mailbox.ready(entry)
         assert _run_all(mailbox, queue) == [entry.payload]
     assert _Counted.compared - before < 40 * len(entries)
-
-
-def test_a_call_that_is_ready_lets_those_behind_it_go_up_to_the_next_that_is_not() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    first, second = (Call("a", payload, ready=False) for payload in ("a1", "a3"))
-    behind = Call("a", "a2")
-    for entry in (first, behind, second, Call("a", "a4")):
-        mailbox.put(entry, queue)
-    assert _run_all(mailbox, queue) == []
-    assert queue.held_behind(behind) is first
-    mailbox.ready(first)
-    assert queue.held_behind(behind) is None
-    assert queue.heads() == [second]
-    assert _run_all(mailbox, queue) == ["a1", "a2"]
-    mailbox.ready(second)
-    assert _run_all(mailbox, queue) == ["a3", "a4"]
-
-
-def test_a_call_that_is_made_again_goes_before_those_that_wait_for_it() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    mailbox.put(Call("a", "a1", place=1), queue)
-    user = Call("a", "a2", place=2, ready=False)
-    for entry in (user, Call("b", "b1", place=7), Call("a", "a3", place=3)):
-        mailbox.put(entry, queue)
-    assert _run_all(mailbox, queue) == ["a1", "b1"]
-    assert queue.heads() == [user]
-    slow = Call("a", "a1 again", place=1, again=True, ready=False)
-    mailbox.put(slow, queue)
-    mailbox.put(Call("b", "b2", place=8), queue)
-    assert _run_all(mailbox, queue) == ["b2"]
-    mailbox.ready(slow)
-    assert _run_all(mailbox, queue) == ["a1 again"]
-    mailbox.ready(user)
-    assert _run_all(mailbox, queue) == ["a2", "a3"]
-    # Two of them keep the order of the originals, whichever comes first.
-    for place in (5, 4, 6):
-        mailbox.put(Call("a", place, place=place, again=place < 6), queue)
-    assert _run_all(mailbox, queue) == [4, 5, 6]
-
-
-def test_where_several_run_at_a_time_whatever_is_ready_runs() -> None:
-    mailbox = Mailbox()
-    mailbox.configure({"": 2, "one": 1}, {"": 5}, reentrant=True, yielding=False)
-    for queue, ran in (
-        (mailbox.queues[""], ["a2"]),
-        (mailbox.queues["one"], []),
-        (mailbox.async_lanes[""], ["a2"]),
-    ):
-        mailbox.put(Call("a", "a1", ready=False), queue)
-        mailbox.put(Call("a", "a2"), queue)
-        assert _run_all(mailbox, queue) == ran
-    mailbox.configure({"": 2}, {}, reentrant=True, yielding=False, loose=False)
-    mailbox.put(Call("a", "a3"), mailbox.queues[""])
-    mailbox.put(Call("b", "b1", ready=False), mailbox.queues[""])
-    mailbox.put(Call("b", "b2"), mailbox.queues[""])
-    assert _run_all(mailbox, mailbox.queues[""]) == ["a3"]
-
-
-def test_loose_calls_overtake() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    slow = Call("a", "a1", ready=False, loose=True)
-    mailbox.put(slow, queue)
-    mailbox.put(Call("a", "a2", loose=True), queue)
-    assert _run_all(mailbox, queue) == ["a2"]
-    mailbox.ready(slow)
-    assert _run_all(mailbox, queue) == ["a1"]
-
-
-def test_priority_comes_first_and_arrival_second() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    for number, priority in enumerate([0, 1, 0, 7, 1, -3]):
-        mailbox.put(Call(number, (priority, number), priority=priority), queue)
-    assert _run_all(mailbox, queue) == [(7, 3), (1, 1), (1, 4), (0, 0), (0, 2), (-3, 5)]
-
-
-def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    todo = mailbox.put(Call("a", "outer"), queue)
-    assert todo is not None
-    assert todo.start == (queue,)
-    slot = Seat(World(0, {"": 1}), queue)
-    outer, _ = mailbox.take(queue, slot)
-    assert outer is not None
-    mailbox.running[17] = slot
-    mailbox.put(Call("b", "sibling", path=(16,)), queue)
-    todo = mailbox.put(Call("b", "inner", path=(3, 17)), queue)
-    assert todo is not None
-    assert todo.wake == (slot,)
-    inner = mailbox.take_nested(slot)
-    assert inner is not None
-    assert inner.payload == "inner"
-    assert mailbox.take_nested(slot) is None
-
-
-def test_what_was_left_for_a_station_comes_back_in_order() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    mailbox.put(Call("a", "outer"), queue)
-    slot = Seat(World(0, {"": 1}), queue)
-    mailbox.take(queue, slot)
-    mailbox.running[17] = slot
-    mailbox.put(Call("b", "inner", path=(17,)), queue)
-    mailbox.put(Call("b", "next"), queue)
-    mailbox.running.pop(17, None)
-    mailbox.done(queue, slot)
-    assert _run_all(mailbox, queue) == ["inner", "next"]
-
-
-def test_without_reentrancy_a_descendant_queues() -> None:
-    mailbox = _configured({"": 1}, reentrant=False)
-    queue = mailbox.queues[""]
-    mailbox.put(Call("a", "outer"), queue)
-    slot = Seat(World(0, {"": 1}), queue)
-    mailbox.take(queue, slot)
-    mailbox.running[17] = slot
-    mailbox.put(Call("b", "inner", path=(17,)), queue)
-    assert not slot.work
-    assert mailbox.counts() == (1, 1)
-
-
-def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
-    mailbox = _configured({"": 1}, yielding=True)
-    queue = mailbox.queues[""]
-    mailbox.put(Call("a", 1), queue)
-    mailbox.put(Call("a", 2), queue)
-    first, _ = mailbox.take(queue)
-    assert first is not None
-    assert mailbox.take(queue)[0] is None
-    todo = mailbox.rest(queue)
-    assert todo.start == (queue,)
-    assert mailbox.counts() == (1, 1)  # what waits is not over
-    second, _ = mailbox.take(queue)
-    assert second is not None
-    assert second.payload == 2
-    mailbox.resume(queue)
-    assert mailbox.counts() == (0, 2)
-
-
-def test_a_closed_mailbox_takes_nothing_and_gives_everything_back() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    entries = [Call("a", 1), Call("b", 2, ready=False), Call("c", 3, priority=2)]
-    for entry in entries:
-        mailbox.put(entry, queue)
-    left, _ = mailbox.close()
-    assert {entry.payload for entry in left} == {1, 2, 3}
-    assert mailbox.put(Call("a", 4), queue) is None
-    assert mailbox.take(queue) == (None, None)
 
 
 def test_a_mailbox_closes_by_itself_only_where_nothing_waits_or_runs() -> None:
@@ -499,6 +334,23 @@ def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
         assert first not in todo.wake
         assert bool(todo.wake) != bool(todo.start)
         mailbox.take(queue, second if todo.wake else object())
+
+
+def test_a_call_that_is_ready_lets_those_behind_it_go_up_to_the_next_that_is_not() -> None:
+    mailbox = Mailbox()
+    queue = mailbox.queues[""]
+    first, second = (Call("a", payload, ready=False) for payload in ("a1", "a3"))
+    behind = Call("a", "a2")
+    for entry in (first, behind, second, Call("a", "a4")):
+        mailbox.put(entry, queue)
+    assert _run_all(mailbox, queue) == []
+    assert queue.held_behind(behind) is first
+    mailbox.ready(first)
+    assert queue.held_behind(behind) is None
+    assert queue.heads() == [second]
+    assert _run_all(mailbox, queue) == ["a1", "a2"]
+    mailbox.ready(second)
+    assert _run_all(mailbox, queue) == ["a3", "a4"]
 
 
 def test_a_glance_shows_the_one_that_has_waited_longest() -> None:

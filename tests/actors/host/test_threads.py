@@ -27,7 +27,6 @@ from actorrpc import CancelledError, Future, cancel, get, rpc
 from actorrpc._stacks import top_frames
 from actorrpc.actors.host import threads
 from actorrpc.actors.host.threads import Interrupted, Runner, bears_interruption
-from actorrpc.actors.streams.producer import Producer
 from actorrpc.futures import INTERRUPTED
 from actorrpc.testing import InProcessCluster
 from tests.actors.alone import alone
@@ -251,44 +250,34 @@ async def _all_of(refs: Iterable[Any]) -> None:
         await ref
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "put",
-        "remote",
-        "rpc_async",
-        "get",
-        "wait",
-        "as_completed",
-        "next",
-        "values",
-        "await",
-        "what never comes",
-        "its own",
-        "another's",
-        "rpc_sync",
-    ],
+_CALLS = (
+    *("put", "remote", "rpc_async", "get", "wait", "as_completed", "next", "values", "await"),
+    *("what never comes", "its own", "another's", "rpc_sync"),
 )
-def test_a_method_is_interrupted_where_it_calls_us(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    Own.begun.clear()
-    Own.interrupted.clear()
+
+
+def test_a_method_is_interrupted_where_it_calls_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with alone(tmp_path):
         actor, other = Calls.remote(), Calls.remote()
-        get([actor.ready.remote(), other.ready.remote()])
-        ref = actor.calls.remote(how, actor, other)
-        assert Own.begun.wait(20)
-        # A look from another thread never finds it in code of its own.
-        monkeypatch.setattr(
-            threads, "bears_interruption", lambda frame: _is_of_an_actor() and bears_interruption(frame)
-        )
-        assert cancel(ref)
-        with pytest.raises(CancelledError):
-            get(ref)
-        assert Own.interrupted.wait(20)
-        get(actor.ready.remote())
-        until(lambda: not INTERRUPTED)  # the stream is given up as well
+        for how in _CALLS:
+            Own.begun.clear()
+            Own.interrupted.clear()
+            get([actor.ready.remote(), other.ready.remote()])
+            ref = actor.calls.remote(how, actor, other)
+            assert Own.begun.wait(20), how
+            with monkeypatch.context() as patch:
+                # A look from another thread never finds it in code of its own.
+                patch.setattr(
+                    threads,
+                    "bears_interruption",
+                    lambda frame: _is_of_an_actor() and bears_interruption(frame),
+                )
+                assert cancel(ref)
+                with pytest.raises(CancelledError):
+                    get(ref)
+                assert Own.interrupted.wait(20), how
+            get(actor.ready.remote())
+            until(lambda: not INTERRUPTED)  # the stream is given up as well
         del actor, other, ref
 
 
@@ -356,45 +345,6 @@ def _module_of(ident: int) -> str:
     return str(top_frames()[ident].f_globals["__name__"])
 
 
-@actorrpc.remote
-class Streams:
-    """Has a stream without an end."""
-
-    def numbers(self) -> Iterator[int]:
-        yield from itertools.count()
-
-
-@pytest.mark.parametrize("moment", ["before it is answered", "when its stream is there"])
-def test_a_call_that_becomes_a_stream_while_it_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    # Who gives the call up has found it among those that run, and the stream takes its place there.
-    ticket, serves = Producer.ticket, Producer.serves
-
-    def give_up(producer: Producer) -> None:
-        assert producer.entry is not None
-        producer.entry.cancel()
-
-    def give_up_before(producer: Producer) -> Any:
-        give_up(producer)
-        return ticket(producer)
-
-    def give_up_behind(producer: Producer, call: int) -> None:
-        serves(producer, call)
-        give_up(producer)
-
-    with alone(tmp_path):
-        actor = Streams.remote()
-        if moment == "before it is answered":
-            monkeypatch.setattr(Producer, "ticket", give_up_before)
-        else:
-            monkeypatch.setattr(Producer, "serves", give_up_behind)
-        monkeypatch.setattr(Runner, "interrupt", lambda *_: None)  # it would end the generator as well
-        stream = actor.numbers.options(max_buffered_items=1).remote()
-        assert len(list(itertools.islice(stream, 1000))) < 1000
-        del actor, stream
-
-
 @pytest.mark.parametrize(("caller", "bears"), [("actorrpc.rpc.rref", False), ("__main__", True)])
 def test_what_makes_a_named_tuple_is_interrupted_only_where_its_caller_may_be(
     caller: str, bears: bool
@@ -425,30 +375,6 @@ def test_an_import_is_not_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyP
     importlib.import_module("half_made_by_a_test")
     sys.look()  # type: ignore[attr-defined]
     assert found == [False, True]
-
-
-def test_a_coroutine_that_no_task_runs_yet_is_not_left_behind() -> None:
-    """Where it is interrupted before that, the interpreter says that it was never awaited."""
-    found: list[tuple[str, bool]] = []
-
-    def look(where: str) -> None:
-        found.append((where, bears_interruption(sys._getframe())))
-
-    def made(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        look("before")
-        return asyncio.Task(coroutine, loop=loop, **options)
-
-    async def runs() -> None:
-        look("within")
-
-    with asyncio.Runner() as runner:
-        runner.get_loop().set_task_factory(made)
-        runner.get_loop().run_until_complete(runs())
-        assert found == [("before", False), ("within", True)]
-        found.clear()
-    assert {where for where, bears in found if not bears} == {"before"}  # what ends a runner
-    look("behind")
-    assert found[-1] == ("behind", True)
 
 
 class _Cut:

@@ -10,19 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actorrpc.actors.api import cancel, get_actor, list_actors
 from actorrpc.actors.client.actor_class import ActorClass
-from actorrpc.actors.library import queue as module
 from actorrpc.actors.library.queue import Empty, Full, Queue, QueueActor, Ticket
-from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.wait import get, wait
-from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, ShutdownError
-from actorrpc.futures import Future
-from actorrpc.rpc import rpc_async
+from actorrpc.actors.refs.wait import get
+from actorrpc.errors import ActorDiedError, RpcTimeoutError, ShutdownError
 from tests.actors.alone import alone
 
 
@@ -61,10 +56,6 @@ class _Lab:
     def get(self, timeout: float | None = None) -> asyncio.Task[tuple[Any] | None]:
         return self.start(self.queue.get(self.ticket(), timeout, ()), 5)
 
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        self.step()
-
     def rest(self) -> list[Any]:
         """Take out what is there."""
         count = self.do(self.queue.qsize())
@@ -90,23 +81,6 @@ _room_for_one = pytest.mark.parametrize("lab", [1], indirect=True)
 # -- inside the actor ---------------------------------------------------------------------------------------
 
 
-def test_items_go_to_those_who_wait_in_their_order(lab: _Lab) -> None:
-    first, second = lab.get(), lab.get()
-    lab.put("a")
-    assert first.done()
-    assert not second.done()
-    lab.put("b")
-    assert (first.result(), second.result()) == (("a",), ("b",))
-
-
-@_room_for_one
-def test_items_wait_for_room_in_their_order(lab: _Lab) -> None:
-    puts = [lab.put(n) for n in range(3)]
-    assert [put.done() for put in puts] == [True, False, False]
-    assert [lab.get().result() for _ in range(3)] == [(0,), (1,), (2,)]
-    assert all(put.result() for put in puts)
-
-
 @_room_for_one
 def test_a_late_put_does_not_overtake_those_that_wait(lab: _Lab) -> None:
     lab.put(0)
@@ -115,35 +89,6 @@ def test_a_late_put_does_not_overtake_those_that_wait(lab: _Lab) -> None:
     lab.put(2)
     assert waiting.result() is True
     assert [lab.get().result() for _ in range(2)] == [(1,), (2,)]
-
-
-def test_waiting_ends_in_time(lab: _Lab) -> None:
-    task = lab.get(timeout=5)
-    lab.pass_time(4.9)
-    assert not task.done()
-    lab.pass_time(0.2)
-    assert task.result() is None
-    lab.put("a")
-    assert lab.rest() == ["a"]
-
-
-@_room_for_one
-def test_a_put_that_is_late_puts_nothing(lab: _Lab) -> None:
-    lab.put("a")
-    late = lab.put("b", timeout=5)
-    lab.pass_time(6)
-    assert late.result() is False
-    assert lab.rest() == ["a"]
-    lab.step()
-    assert lab.rest() == []
-
-
-@_room_for_one
-def test_without_time_nobody_waits(lab: _Lab) -> None:
-    assert lab.get(timeout=0).result() is None
-    assert lab.put("a", timeout=0).result() is True
-    assert lab.put("b", timeout=0).result() is False
-    assert lab.get(timeout=0).result() == ("a",)
 
 
 def test_an_item_that_comes_with_the_deadline_is_not_lost(lab: _Lab) -> None:
@@ -164,15 +109,6 @@ def test_an_item_for_a_caller_that_is_cancelled_goes_to_the_next(lab: _Lab) -> N
     assert second.result() == ("a",)
 
 
-def test_an_item_for_a_caller_that_withdraws_goes_to_the_next(lab: _Lab) -> None:
-    ticket = lab.ticket()
-    first = lab.start(lab.queue.get(ticket, None, ()), 5)
-    second = lab.get()
-    lab.do(lab.queue.withdraw(ticket))
-    lab.put("a")
-    assert (first.result(), second.result()) == (None, ("a",))
-
-
 def test_what_was_handed_out_comes_back_to_its_place(lab: _Lab) -> None:
     lab.do(lab.queue.put_batch(list(range(5))))
     tickets = [lab.ticket() for _ in range(4)]
@@ -183,69 +119,6 @@ def test_what_was_handed_out_comes_back_to_its_place(lab: _Lab) -> None:
     lab.do(lab.queue.withdraw(tickets[0]))  # once is enough
     lab.do(lab.queue.withdraw(tickets[3]))
     assert lab.rest() == [0, 2, 3, 4]
-
-
-def test_a_batch_comes_back_as_a_whole(lab: _Lab) -> None:
-    lab.do(lab.queue.put_batch(list(range(5))))
-    ticket = lab.ticket()
-    assert lab.do(lab.queue.get_batch(3, ticket, ())) == [0, 1, 2]
-    lab.do(lab.queue.withdraw(ticket))
-    assert lab.rest() == [0, 1, 2, 3, 4]
-
-
-def test_what_has_arrived_does_not_come_back(lab: _Lab) -> None:
-    lab.do(lab.queue.put_batch(["a", "b"]))
-    ticket = lab.ticket()
-    lab.do(lab.queue.get(ticket, None, ()))
-    lab.do(lab.queue.get(lab.ticket(), None, (ticket,)))
-    lab.do(lab.queue.withdraw(ticket))
-    assert lab.rest() == []
-
-
-def test_what_was_handed_out_is_let_go_in_time(lab: _Lab) -> None:
-    lab.do(lab.queue.put_batch(["a"]))
-    ticket = lab.ticket()
-    lab.do(lab.queue.get(ticket, None, ()))
-    lab.pass_time(module._KEEP_S + 1)
-    assert not lab.queue._handed
-    lab.do(lab.queue.withdraw(ticket))
-    assert lab.rest() == []
-
-
-@_room_for_one
-def test_a_put_that_was_served_is_not_undone(lab: _Lab) -> None:
-    lab.put("a")
-    ticket = lab.ticket()
-    put = lab.start(lab.queue.put("b", ticket, None), 5)
-    lab.start(lab.queue.get(lab.ticket(), None, ()))
-    lab.do(lab.queue.withdraw(ticket))  # the first is on its way out, and this one in its place
-    lab.step()
-    assert put.done()
-    assert lab.rest() == ["b"]
-
-
-@_room_for_one
-def test_a_put_that_is_withdrawn_puts_nothing(lab: _Lab) -> None:
-    lab.put("a")
-    ticket = lab.ticket()
-    put = lab.start(lab.queue.put("b", ticket, None), 5)
-    lab.do(lab.queue.withdraw(ticket))
-    lab.step()
-    assert put.result() is False
-    assert lab.get().result() == ("a",)
-    assert lab.rest() == []
-
-
-@pytest.mark.parametrize("lab", [3], indirect=True)
-def test_batches_go_in_and_out_as_a_whole_or_not_at_all(lab: _Lab) -> None:
-    assert lab.do(lab.queue.put_batch([1])) is None
-    assert lab.do(lab.queue.put_batch([2, 3, 4])) == 1
-    assert lab.do(lab.queue.qsize()) == 1
-    assert lab.do(lab.queue.put_batch([2, 3])) is None
-    assert lab.do(lab.queue.full()) is True
-    assert lab.do(lab.queue.get_batch(4, lab.ticket(), ())) == 3
-    assert lab.do(lab.queue.get_batch(3, lab.ticket(), ())) == [1, 2, 3]
-    assert lab.do(lab.queue.get_batch(0, lab.ticket(), ())) == []
 
 
 @pytest.mark.slow
@@ -378,7 +251,6 @@ def test_first_in_first_out(queue: Queue[Any]) -> None:
     assert (queue.qsize(), queue.size(), len(queue), bool(queue)) == (10, 10, 10, True)
     assert [queue.get() for _ in range(10)] == list(range(10))
     assert queue.empty()
-    assert bool(queue)
 
 
 @_small
@@ -428,38 +300,6 @@ def test_batches_are_whole(queue: Queue[Any]) -> None:
     assert queue.qsize() == 2
 
 
-def test_wrong_arguments(queue: Queue[Any]) -> None:
-    for wrong in (
-        lambda: queue.put(1, timeout=-1),
-        lambda: queue.get(timeout=-0.5),
-        lambda: queue.get(timeout=float("nan")),
-        lambda: asyncio.run(queue.get_async(timeout=-1)),
-        lambda: queue.get_nowait_batch(-1),
-    ):
-        with pytest.raises(ValueError):
-            wrong()
-    for wrong_type in (
-        lambda: queue.put_nowait_batch(3),  # type: ignore[arg-type]
-        lambda: queue.get_nowait_batch(1.5),  # type: ignore[arg-type]
-        lambda: queue.get(timeout="1"),  # type: ignore[arg-type]
-        lambda: Queue("3"),  # type: ignore[arg-type]
-        lambda: Queue(3, actor_options=[1]),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(TypeError):
-            wrong_type()
-    with pytest.raises(ConfigError, match="naem"):
-        Queue(actor_options={"naem": "q"})
-    assert queue.empty()
-
-
-def test_a_get_waits_for_a_put(queue: Queue[Any]) -> None:
-    user = User.remote()
-    ref = user.take.remote(queue)
-    _until_waiting(queue, getters=1)
-    queue.put("a")
-    assert get(ref) == "a"
-
-
 @_small
 def test_a_put_waits_for_a_get(queue: Queue[Any]) -> None:
     user = User.remote()
@@ -477,30 +317,6 @@ def test_more_may_wait_than_calls_run_in_other_actors(queue: Queue[Any]) -> None
         return await asyncio.gather(*gets)
 
     assert sorted(asyncio.run(main())) == list(range(1200))
-
-
-def test_a_queue_can_be_sent(queue: Queue[Any]) -> None:
-    user = User.remote()
-    back = get(user.give.remote(queue, ["a"]))
-    assert back.maxsize == queue.maxsize
-    back.put("b")
-    assert queue.get_nowait_batch(2) == ["a", "b"]
-
-
-def test_large_items(queue: Queue[Any]) -> None:
-    tensor = torch.arange(1 << 18)
-    queue.put(tensor)
-    queue.put_nowait_batch([tensor + 1, tensor + 2])
-    tensor.zero_()
-    assert torch.equal(queue.get(), torch.arange(1 << 18))
-    found = asyncio.run(queue.get_async())
-    assert torch.equal(found, torch.arange(1 << 18) + 1)
-    assert torch.equal(queue.get_nowait_batch(1)[0], torch.arange(1 << 18) + 2)
-
-
-def test_an_object_ref_is_put_in_as_its_value(queue: Queue[Any]) -> None:
-    queue.put(ObjectRef.of(5))
-    assert queue.get() == 5
 
 
 def test_what_a_cancelled_coroutine_waited_for_stays(queue: Queue[Any]) -> None:
@@ -543,36 +359,6 @@ def test_what_a_late_method_waited_for_stays(queue: Queue[Any]) -> None:
     assert queue.get(timeout=10) == "a"
 
 
-def _take(queue: Queue[Any]) -> Any:
-    return queue.get()
-
-
-def test_what_a_cancelled_function_waited_for_stays(queue: Queue[Any]) -> None:
-    future: Future[Any] = rpc_async("w0", _take, (queue,), timeout=0)
-    _until_waiting(queue, getters=1)
-    future.cancel()
-    _until_waiting(queue)
-    queue.put("a")
-    assert queue.get(timeout=10) == "a"
-
-
-def test_an_item_on_its_way_to_one_who_gave_up_comes_back(queue: Queue[Any]) -> None:
-    queue.put_nowait_batch([1, 2])
-    ticket = queue._ticket()
-    ref = queue._call("get", ticket, None, ())
-    wait([ref])  # handed out, and nobody has looked at it
-    queue._give_up(ref, ticket)
-    assert queue.get_nowait_batch(2) == [1, 2]
-
-
-def test_what_was_received_is_let_go_with_the_next_get(queue: Queue[Any]) -> None:
-    queue.put_nowait_batch([1, 2, 3])
-    queue.get()
-    queue.get_nowait_batch(1)
-    queue.get()
-    assert get(queue.actor.handed.remote()) == 1  # type: ignore[union-attr]
-
-
 def test_shutdown_ends_the_actor_and_those_who_wait(here: None) -> None:
     queue: Queue[int] = Queue()
     user = User.remote()
@@ -591,38 +377,9 @@ def test_shutdown_ends_the_actor_and_those_who_wait(here: None) -> None:
     other.shutdown()  # it is dead already
 
 
-def test_shutdown_does_first_what_was_asked_before(here: None) -> None:
-    queue: Queue[int] = Queue()
-    refs = [queue._call("put", n, queue._ticket(), None) for n in range(100)]
-    queue.shutdown(grace_period_s=30)
-    assert all(get(refs))
-
-
-def test_forced_shutdown(here: None) -> None:
-    queue: Queue[int] = Queue()
-    queue.put(1)
-    other, _ = get(_Pair.remote().pair.remote(queue))
-    queue.shutdown(force=True)
-    try:
-        while True:  # what is on its way may still be executed
-            other.put(1)
-    except ActorDiedError:
-        pass
-
-
-@ActorClass
-class _Pair:
-    def pair(self, queue: Queue[Any]) -> tuple[Queue[Any], Queue[Any]]:
-        return queue, queue
-
-
 def test_the_actor_has_the_options(here: None) -> None:
     queue: Queue[int] = Queue(actor_options={"name": "the-queue", "worker": "w0"})
     queue.put(1)
     assert get(get_actor("the-queue").qsize.remote()) == 1
     assert any(info.name == "the-queue" for info in list_actors())
     queue.shutdown()
-
-
-def test_a_queue_says_what_it_is(queue: Queue[Any]) -> None:
-    assert "maxsize=0" in repr(queue)

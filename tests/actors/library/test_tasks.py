@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import actorrpc
 from actorrpc import ObjectRefGenerator, get
@@ -21,10 +20,8 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.errors import (
     ActorDiedError,
     CancelledError,
-    ConfigError,
     PeerDiedError,
     RemoteError,
-    RpcTimeoutError,
     SerializationError,
 )
 from tests.actors import things
@@ -61,70 +58,7 @@ async def _awaited() -> int:
     return await things.add.remote(1)
 
 
-def test_several_results(here: None) -> None:
-    pair = Remote(num_returns=2)(lambda: (1, torch.ones(100_000)))
-    one, big = pair.remote()
-    assert get(one) == 1
-    assert get(big).sum() == 100_000
-    assert pair.options(num_returns=0).remote() is None
-    both: Any = pair.options(num_returns=1).remote()
-    assert get(both)[0] == 1
-    with pytest.raises(ValueError, match="task _three has num_returns=2, but returned 3 values"):
-        get(Remote(num_returns=2)(_three).remote()[0])
-
-
-def _three() -> tuple[int, int, int]:
-    return 1, 2, 3
-
-
-def test_refs_as_arguments(here: None) -> None:
-    first = things.add.remote(1)
-    assert get(things.add.remote(first, b=things.add.remote(first))) == 8
-    kinds = Remote(lambda ref, refs: (type(ref).__name__, type(refs[0]).__name__))
-    assert get(kinds.remote(first, [first])) == ("int", "ObjectRef")
-
-
-def _fail() -> None:
-    raise KeyError("there")
-
-
-def test_errors(here: None) -> None:
-    with pytest.raises(KeyError):
-        get(Remote(_fail).remote())
-    with pytest.raises(RpcTimeoutError):
-        get(things.slowly.options(timeout=0.05).remote())
-
-
-def test_a_task_is_cancelled(here: None) -> None:
-    ref = things.slowly.remote()
-    assert not ref.done()
-    assert actorrpc.cancel(ref)
-    with pytest.raises(CancelledError):
-        get(ref)
-    assert not actorrpc.cancel(ref)
-
-
-def test_an_environment_needs_a_process(here: None) -> None:
-    with pytest.raises(ConfigError, match="process of the actor's own"):
-        things.process.options(env={"A": "1"}).remote()
-
-
 # -- where they run ----------------------------------------------------------------------------------------------------
-
-
-def _in_a_group(rank: int, world_size: int) -> Any:
-    if rank != 0:
-        return None
-    own = os.getpid()
-    pids = {get(things.process.remote()) for _ in range(4)}
-    placed = {get(things.process.options(worker=2).remote()) for _ in range(3)}
-    nested = get(things.fib.remote(7))
-    return own in pids, len(pids), len(placed), placed < pids, nested
-
-
-@pytest.mark.limit(60)
-def test_in_a_group_they_go_to_the_others_in_turn() -> None:
-    assert rpc_group(_in_a_group, 3)[0] == (False, 2, 1, True, 13)
 
 
 @Remote
@@ -375,22 +309,6 @@ def _in_threads(n: int) -> Any:
 
 
 @Remote
-async def _in_coroutines(n: int) -> Any:
-    async def one(each: int) -> Any:
-        return await things.add.remote(each)
-
-    return sum(await asyncio.gather(*map(one, range(n))))
-
-
-@Remote
-def _in_its_own_loop() -> Any:
-    async def go() -> Any:
-        return await things.add.remote(1)
-
-    return asyncio.run(go())
-
-
-@Remote
 def _from_a_stream(n: int) -> Any:
     return sum(get(each) for each in things.count_to.remote(n))
 
@@ -419,8 +337,6 @@ def test_with_one_process_tasks_do_not_stand_in_each_others_way() -> None:
         assert get(_fib.remote(4)) == 3
         assert get(_depth.remote(70)) == 70
         assert get(_in_threads.remote(4)) == 14
-        assert get(_in_coroutines.remote(4)) == 14
-        assert get(_in_its_own_loop.remote()) == 3
         assert get(_from_a_stream.remote(40)) == 780
         assert get(_correspond.remote(mails)) == "taken"
         # One whose argument is not there does not hold those that have come after it.

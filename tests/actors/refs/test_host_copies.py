@@ -19,7 +19,6 @@ from actorrpc import rpc
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs import host_copies
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.rpc import rref as rrefs
 from actorrpc.wire import keys
 from tests.faults.hosts import Network, host_group, needs_hosts
@@ -136,25 +135,6 @@ class Maker:
         raise ValueError("made up")
 
 
-def _told() -> Counter[str]:
-    return _answers
-
-
-def _of_an_actor() -> None:
-    maker = Maker.options(worker="worker1").remote()
-    ref = maker.make.remote()
-    actorrpc.wait([ref], fetch_local=False)
-    # Its value stays on worker 1, of this host; those of the other host get it from there, once.
-    for worker in ("worker2", "worker3"):
-        assert rpc.rpc_sync(worker, _read, args=([ref],))[0] == _LARGE
-    assert _answers + rpc.rpc_sync("worker1", _told) == {"Snapshot": 1, "CopyOnHost": 1}
-
-
-@pytest.mark.slow
-def test_results_of_actors_are_shared_as_well() -> None:
-    _run(_of_an_actor, 4, here=2)
-
-
 @actorrpc.remote(concurrency_groups={"control": 1})
 class Gate:
     def __init__(self) -> None:
@@ -237,38 +217,11 @@ def test_the_first_reader_may_die_while_it_fetches() -> None:
     _run(_dies_while_it_fetches, 4, may_die=(1,))
 
 
-def _full(_agent: Any) -> None:
-    raise actorrpc.ObjectStoreFullError("no room, says the test")
-
-
-def _no_room() -> None:
-    ref = actorrpc.put(torch.ones(_LARGE))
-    assert rpc.rpc_sync("worker1", _read, args=([ref],))[0] == _LARGE
-    rpc.rpc_sync("worker1", setattr, args=(Snapshot, "share", _ignore_full))
-    total, shared = rpc.rpc_sync("worker2", _read, args=([ref],))
-    assert (total, shared) == (_LARGE, False)
-    assert _answers["Snapshot"] == 1, _answers
-
-
-def _ignore_full(_snapshot: Any, agent: Any) -> None:
-    _full(agent)
-
-
-@pytest.mark.slow
-def test_a_reader_gets_bytes_where_there_is_no_room_to_share() -> None:
-    _run(_no_room, 3)
-
-
 def _held() -> None:
     ref = actorrpc.put(torch.ones(_LARGE))
     for worker in ("worker1", "worker2"):
         rpc.rpc_sync(worker, _read, args=([ref], False))
     assert rpc.rpc_sync("worker1", _copies) == rpc.rpc_sync("worker2", _copies) == 0
-
-
-@pytest.mark.slow
-def test_what_nobody_reads_any_more_is_not_kept() -> None:
-    _run(_held, 3)
 
 
 def _small() -> None:
@@ -282,10 +235,11 @@ def _small() -> None:
         with pytest.raises(ValueError, match="made up"):
             rpc.rpc_sync(worker, _read, args=([failed],))
     assert not _answers["CopyOnHost"], _answers
+    _held()
 
 
 @pytest.mark.slow
-def test_small_and_failed_values_are_nobodys_copies() -> None:
+def test_small_failed_and_unread_values_are_not_kept() -> None:
     _run(_small, 3)
 
 

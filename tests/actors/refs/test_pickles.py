@@ -8,7 +8,6 @@ import io
 import pickle
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import cloudpickle
 import pytest
@@ -20,8 +19,6 @@ from actorrpc.actors.refs import pickles
 from actorrpc.testing import InProcessCluster
 from tests.actors import things
 from tests.actors.e2e.kit import Log, until
-
-DUMPS = [pickle.dumps, cloudpickle.dumps, lambda each: pickle.dumps(each, protocol=2)]
 
 
 @pytest.fixture
@@ -42,19 +39,17 @@ def _until_refused(data: bytes, error: type[Exception]) -> str:
         pause.wait(0.005)
 
 
-@pytest.mark.parametrize("dumps", DUMPS, ids=["pickle", "cloudpickle", "protocol 2"])
-def test_a_handle_is_loaded_on_all_workers_of_its_group(cluster: InProcessCluster, dumps: Any) -> None:
-    counter = things.Counter.remote(3)
-    data = dumps(counter)
-    for name in ("worker0", "worker1", "worker2"):
-        with cluster[name]:
-            loaded = pickle.loads(data)
-            assert loaded == counter
-            get(loaded.add.remote())
-    assert get(counter.add.remote()) == 7
-    method = pickle.loads(dumps(counter.options(timeout=9).add))
-    assert method._options.timeout == 9
-    assert get(method.remote()) == 8
+def test_a_handle_is_loaded_on_all_workers_of_its_group(cluster: InProcessCluster) -> None:
+    for dumps in (pickle.dumps, cloudpickle.dumps, lambda each: pickle.dumps(each, protocol=2)):
+        counter = things.Counter.remote(3)
+        data = dumps(counter)
+        for name in ("worker0", "worker1", "worker2"):
+            with cluster[name]:
+                loaded = pickle.loads(data)
+                assert loaded == counter
+                get(loaded.add.remote())
+        assert get(counter.add.remote()) == 7
+        assert get(pickle.loads(dumps(counter.options(timeout=9).add)).remote()) == 8
 
 
 def test_what_a_pickle_leads_to_lives_as_long_as_somebody_else_keeps_it(cluster: InProcessCluster) -> None:

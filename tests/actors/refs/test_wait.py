@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import gc
+import re
+import subprocess
 import sys
 import threading
 import weakref
@@ -16,14 +17,17 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+import tqdm
 from hypothesis import given, settings
 
 from actorrpc import errors, rpc
+from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, gather, get, wait
+from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, gather, get, progress, wait
 from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.agent.context import current_worker
 from actorrpc.futures import Future, Progress
 from actorrpc.rpc.refcount.messages import RRefId
 from tests.actors.bare import alone
@@ -127,56 +131,6 @@ def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fet
     assert found == [["large", 1, "large", "large", 2]]
 
 
-def test_a_large_result_that_comes_as_the_wait_for_it_is_given_up() -> None:
-    fetches: list[Callable[[], None]] = []
-
-    class Waiting(_Fetched):
-        def submit(self, task: Any) -> None:
-            fetches.append(task)
-
-    work = _Work(2)
-    failed: list[BaseException] = []
-
-    def wait_for_both() -> None:
-        try:
-            get(work.refs)
-        except KeyError as error:
-            failed.append(error)
-
-    thread = _started(wait_for_both)
-    until(lambda: all(future._parked for future in work.futures))
-    work.futures[0].set_result(StoredResult(Waiting(Future())))
-    work.futures[1].set_exception(KeyError("other"))
-    thread.join()
-    assert failed
-    (fetch,) = fetches
-    fetch()  # the pool is late
-    assert "elsewhere" in repr(work.refs[0])
-
-
-def test_a_fetched_value_that_several_threads_take_at_once() -> None:
-    result, fetch = Future[Any](), Future[Any]()
-    result.set_result(StoredResult(_Fetched(fetch)))
-    ref = ObjectRef(result)
-    settled = ref._settled()
-    fetch.set_result([1])  # as it is where processes share no memory
-    found = settled.wait()
-    first, second = ref._value(found), ref._value(found)  # both have looked before either has taken it
-    first.append(2)
-    assert second == get(ref) == [1]
-
-
-def test_the_future_of_a_result_has_a_value_of_its_own() -> None:
-    result: Future[Any] = Future()
-    ref = ObjectRef(result)
-    futures = [ref.future(), ref.future()]
-    result.set_result([1])
-    values = [*(future.wait() for future in futures), get(ref), get(ref), ref.future().wait()]
-    for value in values:
-        value.append(2)
-    assert values == [[1, 2]] * len(values)
-
-
 def _started(target: Any) -> threading.Thread:
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
@@ -226,19 +180,6 @@ def test_what_is_no_reference_is_refused(wrong: Any) -> None:
         get(wrong)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_values_come_in_the_order_of_the_references(order: tuple[int, ...]) -> None:
-    work = _Work(3)
-
-    def end() -> None:
-        _until_watched(work.futures[2])
-        work.end(*order)
-
-    thread = _started(end)
-    assert get(work.refs) == [0, 1, 2]
-    thread.join()
-
-
 def test_the_first_failure_is_raised_at_once() -> None:
     work = _Work(3)
 
@@ -250,7 +191,6 @@ def test_the_first_failure_is_raised_at_once() -> None:
     with pytest.raises(ValueError, match="third"):
         get(work.refs)
     thread.join()
-    assert not work.futures[0]._parked
     with pytest.raises(ValueError, match="third"):
         get(work.refs)
     work.end(0, 1)
@@ -365,6 +305,18 @@ def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports:
     assert reports.so_far() == []
 
 
+@pytest.mark.prints(LAST)
+def test_of_several_failed_arguments_the_call_raises_one_and_none_is_reported(reports: Reports) -> None:
+    before, later = _Work(1), _Work(1)
+    before.futures[0].set_exception(ValueError("of the second"))
+    for other in (before, later):
+        with pytest.raises(LookupError, match="argument"):
+            pack_arguments((ObjectRef.failed(LookupError("argument")),), {"a": other.refs[0]})
+    later.futures[0].set_exception(ValueError("of the second"))
+    del before, later, other
+    assert reports.so_far() == []
+
+
 @pytest.mark.parametrize(
     "look",
     [lambda refs: get(refs[0]), get, lambda refs: wait(refs)[0][0], lambda refs: next(as_completed(refs))],
@@ -375,8 +327,9 @@ def test_what_ends_together_with_the_call_that_waits_is_not_reported(
     look: Callable[[Any], Any], reports: Reports
 ) -> None:
     work = _Work(1)
-    agent = rpc.api._require().agent  # type: ignore[attr-defined]
-    token = CURRENT.set(Execution(None, agent.self_peer, 1, 0.0, 1))
+    worker = current_worker()
+    assert worker is not None
+    token = CURRENT.set(Execution(None, worker.agent.self_peer, 1, 0.0, 1))
     try:
         with pytest.raises((errors.RpcTimeoutError, IndexError)):
             look(work.refs)
@@ -407,7 +360,6 @@ def test_time_is_up() -> None:
             get(refs, timeout=_TINY)
         with pytest.raises(TimeoutError):
             get(refs, timeout=0)
-    assert not work.futures[0]._parked
     work.end(0)
     assert get(work.refs[0], timeout=0) == 0
     with pytest.raises(TimeoutError):
@@ -425,8 +377,9 @@ def test_time_outs_that_make_no_sense(wrong: Any) -> None:
 
 def test_the_time_of_the_call_that_waits_bounds_it() -> None:
     work = _Work(2)
-    agent = rpc.api._require().agent  # type: ignore[attr-defined]
-    token = CURRENT.set(Execution(None, agent.self_peer, 1, 0.0, 1))
+    worker = current_worker()
+    assert worker is not None
+    token = CURRENT.set(Execution(None, worker.agent.self_peer, 1, 0.0, 1))
     try:
         for refs in (work.refs, work.refs[0]):
             with pytest.raises(errors.RpcTimeoutError, match="the time of the call"):
@@ -435,25 +388,6 @@ def test_the_time_of_the_call_that_waits_bounds_it() -> None:
     finally:
         CURRENT.reset(token)
     work.end(0, 1)
-
-
-def test_kept_values_are_fetched_side_by_side() -> None:
-    large = torch.arange(50_000.0)
-    work = _Work(4)
-    work.futures[0].set_result(_kept(large))
-
-    def end() -> None:
-        _until_watched(work.futures[3])
-        work.futures[1].set_result(_kept(large + 1))
-        work.futures[2].set_result(_kept(large + 2))
-        work.futures[3].set_result("small")
-
-    thread = _started(end)
-    found = get(work.refs)
-    thread.join()
-    assert [torch.equal(value, large + n) for n, value in enumerate(found[:3])] == [True] * 3
-    assert found[3] == "small"
-    assert torch.equal(get(work.refs[1]), large + 1)
 
 
 @given(st.data())
@@ -485,18 +419,6 @@ def test_get_gives_values_or_the_first_failure(data: st.DataObject) -> None:
             assert isinstance(ref.future().exception(), LookupError)
 
 
-def test_gather_completes_without_a_thread() -> None:
-    work = _Work(2)
-    found, failing, none = gather(work.refs, "two"), gather(work.refs, "two"), gather([], "none")
-    assert none.wait() == []
-    work.futures[1].set_result(_kept(2))
-    assert not found.done()
-    work.futures[0].set_exception(ValueError("first"))
-    for each in (found, failing):
-        with pytest.raises(ValueError, match="first"):
-            each.wait()
-
-
 # -- wait ----------------------------------------------------------------------------------------------------
 
 
@@ -508,28 +430,18 @@ def test_those_that_are_ready_come_first_in_order() -> None:
     assert wait(work.refs) == ([b], [a, c, d])
     assert wait(work.refs, num_returns=4, timeout=0) == ([b, d], [a, c])
     assert wait(work.refs, num_returns=3, timeout=_TINY) == ([b, d], [a, c])
-    assert not work.futures[0]._parked
     thread = _started(lambda: (_until_watched(work.futures[2]), work.end(2)))
     assert wait(work.refs, num_returns=3) == ([b, c, d], [a])
     thread.join()
     assert wait([]) == ([], [])
 
 
-def test_failed_ones_are_ready() -> None:
-    work = _Work(2)
-    work.futures[1].set_exception(ValueError("x"))
-    assert wait(work.refs) == ([work.refs[1]], [work.refs[0]])
-    with pytest.raises(ValueError, match="x"):
-        get(work.refs[1])
-
-
 def test_kept_values_are_there_when_they_are_fetched() -> None:
     ref: ObjectRef[Any] = ObjectRef.of(_kept(torch.ones(50_000)))
     assert wait([ref], fetch_local=False, timeout=0) == ([ref], [])
-    assert ref._fetched is None
+    assert "elsewhere" in repr(ref)
     assert wait([ref]) == ([ref], [])
-    assert ref._fetched is not None
-    assert ref._fetched.done()
+    assert "fetched" in repr(ref)
 
 
 def test_wrong_uses_are_refused() -> None:
@@ -630,33 +542,6 @@ def test_a_loop_of_waits_returns_each_once_whatever_is_done_to_the_list(data: st
             assert (ready, rest) == (expected, left)
 
 
-def test_several_threads_wait_for_one_list() -> None:
-    work = _Work(200)
-    work.end(0)
-    rest = wait(work.refs)[1]
-    found: list[Any] = []
-    threads = [_started(lambda: found.append(wait(rest, num_returns=199)[0])) for _ in range(3)]
-    work.end(*range(1, 200))
-    for thread in threads:
-        thread.join()
-    assert found == [work.refs[1:]] * 3
-
-
-def test_the_list_that_is_left_is_a_list_like_others() -> None:
-    work = _Work(3)
-    work.end(1)
-    rest = wait(work.refs)[1]
-    assert isinstance(rest, list)
-    assert repr(rest) == repr(list(rest))
-    assert type(copy.copy(rest)) is type(copy.deepcopy(rest)) is list
-    assert copy.copy(rest) == [work.refs[0], work.refs[2]]
-    future = weakref.ref(work.futures[0])
-    work.futures.clear()
-    work.refs.clear()
-    del rest
-    assert future() is None
-
-
 def test_a_list_that_a_wait_refused_is_good_again_once_it_is_corrected() -> None:
     work = _Work(5)
     work.end(0)
@@ -693,8 +578,7 @@ def test_futures_and_kept_values_come_as_well() -> None:
     mine.set_result(2)
     ref: ObjectRef[Any] = ObjectRef.of(_kept(torch.ones(50_000)))
     assert set(as_completed([mine, ref])) == {mine, ref}
-    assert ref._fetched is not None
-    assert ref._fetched.done()
+    assert "fetched" in repr(ref)
     assert list(as_completed([])) == []
 
 
@@ -709,23 +593,6 @@ def test_as_completed_has_a_time_out() -> None:
         asyncio.run(anext(completed))  # type: ignore[arg-type]
     work.end(1)
     assert next(completed) is work.refs[1]
-
-
-def test_as_completed_in_asyncio() -> None:
-    work = _Work(3)
-
-    async def main() -> list[Any]:
-        loop = asyncio.get_running_loop()
-        loop.call_soon(work.end, 1)
-        found = []
-        async for ref in as_completed(work.refs):
-            found.append(ref)
-            if len(found) == 1:
-                thread = _started(lambda: work.end(2, 0))
-        thread.join()
-        return found
-
-    assert asyncio.run(main()) == [work.refs[1], work.refs[2], work.refs[0]]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -774,3 +641,101 @@ def test_what_was_waited_for_is_freed_without_the_collector(waits: Callable[...,
         assert left() is None
     finally:
         gc.enable()
+
+
+# -- progress bars -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tqdm's thread, which stays for as long as the process."""
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+
+
+def _refs(count: int) -> tuple[list[Future[Any]], list[ObjectRef[Any]]]:
+    futures: list[Future[Any]] = [Future() for _ in range(count)]
+    return futures, [ObjectRef(future, label=f"w{n}") for n, future in enumerate(futures)]
+
+
+def test_results_come_in_order_and_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    futures, refs = _refs(2)
+    future: Future[Any] = Future()
+    kept: ObjectRef[Any] = ObjectRef.of(StoredResult(rpc.RRef(Snapshot.of("kept"))))
+
+    def end() -> None:
+        for number, each in reversed(list(enumerate((*futures, future)))):
+            each.set_result(number)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    items: list[Any] = [*refs, future, kept, rpc.RRef("own"), refs[0]]
+    assert progress(items, description="squares") == [0, 1, 2, "kept", "own", 0]
+    thread.join()
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.search(r"squares: 100%\|.*\| 6/6 \[.*\n$", shown.err)
+
+
+def test_progress_ends_with_the_first_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    futures, refs = _refs(3)
+    futures[2].set_result(2)
+    futures[1].set_exception(ValueError("the second one"))
+    with pytest.raises(ValueError, match="the second one"):
+        progress(refs)
+    assert "1/3" in capsys.readouterr().err
+    futures[0].set_exception(ValueError("which nobody looks at any more"))
+    del futures, refs
+
+
+def test_progress_has_a_time_out(capsys: pytest.CaptureFixture[str]) -> None:
+    futures, refs = _refs(2)
+    futures[0].set_result(0)
+    with pytest.raises(errors.RpcTimeoutError, match=r"one of 1 results was not complete within 0\.01 s"):
+        progress(refs, timeout=0.01)
+    futures[1].set_result(1)
+    assert progress(refs) == [0, 1]
+    assert capsys.readouterr().err.count("\n") == 2  # both bars have ended
+
+
+def test_nothing_to_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert progress([]) == []
+    assert list(as_completed([], progress=True)) == []
+    with pytest.raises(TypeError, match=r"progress\(\) takes ObjectRefs"):
+        progress([1])  # type: ignore[list-item]
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_as_completed_shows_what_was_taken(asynchronous: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    futures, refs = _refs(2)
+    for number in (1, 0):
+        futures[number].set_result(number)
+
+    async def taken() -> list[Any]:
+        return [get(ref) async for ref in as_completed(refs, progress=True)]
+
+    if asynchronous:
+        assert sorted(asyncio.run(taken())) == [0, 1]
+    else:
+        assert sorted(map(get, as_completed(refs, progress=True))) == [0, 1]
+    assert re.search(r"100%\|.*\| 2/2 \[.*\n$", capsys.readouterr().err)
+    list(as_completed(refs))
+    assert capsys.readouterr().err == ""
+
+
+def test_without_tqdm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    futures, refs = _refs(1)
+    futures[0].set_result(0)
+    for waits in (progress, lambda items: as_completed(items, progress=True)):
+        with pytest.raises(errors.ConfigError, match=r"pip install 'actorrpc\[progress\]'"):
+            waits(refs)
+
+
+@pytest.mark.slow
+def test_nothing_imports_tqdm_before_it_is_used() -> None:
+    program = "import sys, actorrpc; print('tqdm.auto' in sys.modules)"  # torch imports tqdm
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout == "False\n"

@@ -18,27 +18,11 @@ from actorrpc.wire.identity import WorkerInfo
 _KINDS = [ActorOptions(), CallOptions(), TaskOptions()]
 
 
-def test_the_defaults() -> None:
-    call, actor, task = CallOptions(), ActorOptions(), TaskOptions()
-    assert (call.num_returns, call.timeout, call.priority, call.max_buffered_items) == (1, None, 0, None)
-    assert (actor.max_restarts, actor.max_task_retries, actor.max_pending_calls) == (0, None, -1)
-    assert (actor.reentrant, actor.allow_out_of_order_execution, actor.lifetime) == (True, None, None)
-    assert (task.max_retries, task.retry_exceptions) == (3, False)
-
-
 @pytest.mark.parametrize("cls", [ActorOptions, CallOptions, TaskOptions])
 def test_the_docstring_has_a_row_for_each_field(cls: type[Any]) -> None:
     _, _, rows = (cls.__doc__ or "").partition("Attributes:")
     described = ", ".join(re.findall(r"^ {8}(\w[\w, ]*): ", rows, re.MULTILINE))
     assert sorted(described.split(", ")) == sorted(each.name for each in fields(cls))
-
-
-def test_merging_makes_new_options() -> None:
-    before = ActorOptions(name="a")
-    after = before.merged(num_cpus=2, name="b")
-    assert (before.name, before.num_cpus) == ("a", None)
-    assert (after.name, after.num_cpus) == ("b", 2)
-    assert before.merged() is before
 
 
 @pytest.mark.parametrize("options", _KINDS, ids=lambda each: type(each).__name__)
@@ -175,13 +159,6 @@ def test_a_wrong_type_is_also_a_type_error() -> None:
         CallOptions().merged(timeout="3")
 
 
-def test_torchs_worker_info_is_understood() -> None:
-    class Info:
-        name, id = "w", 3
-
-    assert ActorOptions().merged(worker=Info()).worker == WorkerInfo("w", 3)
-
-
 @pytest.mark.parametrize("name", ["env", "runtime_env"])
 def test_an_environment_as_ray_has_it(name: str) -> None:
     found = ActorOptions().merged(**{name: {"env_vars": {"A": "1"}, "working_dir": "/tmp"}})
@@ -259,8 +236,3 @@ def test_an_interruption_needs_a_time() -> None:
             options.merged(**wrong)
     with pytest.raises(ConfigError, match="interrupt must be True or False"):
         CallOptions().merged(interrupt=1, timeout=1)
-
-
-def test_a_thread_is_not_for_single_calls() -> None:
-    with pytest.raises(ConfigError, match="option of the method's definition"):
-        CallOptions().merged(thread=True)

@@ -32,7 +32,7 @@ def _no_runtime() -> Iterator[None]:
 
 @pytest.mark.parametrize("spawner", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.prints("supervision group 'web': it has given up after 2 restarts within 1000 s")
+@pytest.mark.prints("supervision group 'web': it has given up, as 2 restarts within 1000 s did not do")
 def test_one_death_too_many(monkeypatch: pytest.MonkeyPatch, strategy: Any, spawner: bool) -> None:
     scene = Scene(monkeypatch, 3, spawner=spawner)
     told: list[SupervisionError] = []
@@ -53,7 +53,7 @@ def test_one_death_too_many(monkeypatch: pytest.MonkeyPatch, strategy: Any, spaw
     (error,) = told
     assert over.value() is error
     text = str(error)
-    assert text.startswith("supervision group 'web': it has given up after 2 restarts within 1000 s")
+    assert text.startswith("supervision group 'web': it has given up, as 2 restarts within 1000 s did not do")
     assert text.count("it was killed with kill()") == 4  # the last, and the list of all three
     for death in watched:
         assert "supervision group 'web', which it belongs to, has ended: it has given up" in str(
@@ -68,18 +68,7 @@ def test_one_death_too_many(monkeypatch: pytest.MonkeyPatch, strategy: Any, spaw
     assert len(told) == 1
 
 
-def test_deaths_outside_of_the_period_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 1)
-    group = scene.group(0, max_restarts=1, period=10.0)
-    for _ in range(4):
-        scene.kill(0)
-        scene.world.settle()
-        scene.world.clock.advance(11.0)
-    assert group.state == "up"
-    assert scene.lives() == [0]
-
-
-@pytest.mark.prints(r"supervision group .*: it has given up after .* its constructor raised")
+@pytest.mark.prints(r"supervision group .*: it has given up, as .* its constructor raised")
 def test_a_constructor_that_raises_in_a_restart_is_one_more_death(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 2)
     group = scene.group(0, 1, max_restarts=4)
@@ -137,23 +126,10 @@ def test_children_come_back_to_where_they_were_placed(monkeypatch: pytest.Monkey
         assert [scene.where(number).spec.epoch for number in range(3)] == [turn] * 3
 
 
-@pytest.mark.prints(r"supervision group #\d+: it has given up: .* worker= has put it there")
-def test_a_place_that_is_gone_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 1)
-    scene.routes.append(scene.world.create(scene.driver, max_restarts=-1, worker="w2"))
-    scene.names[scene.routes[1].actor_id] = 1
-    scene.world.settle()
-    group = scene.group(0, 1)
-    scene.world.workers[2].die()
-    scene.world.settle()
-    assert "worker= has put it there" in str(group.monitor().value())
-    assert scene.lives() == []
-
-
 # -- nested -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.prints("supervision group 'outer': it has given up after 2 restarts within 60 s")
+@pytest.mark.prints("supervision group 'outer': it has given up, as 2 restarts within 60 s did not do")
 def test_a_group_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for spawner in (False, True):
         scene = Scene(monkeypatch, 5, spawner=spawner)
@@ -176,7 +152,7 @@ def test_a_group_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
         error = outer.monitor().value()
         assert error is not None
         assert inner.monitor().value() is error
-        assert "supervision group 'deep': it has given up after no restart within 60 s" in str(error)
+        assert "supervision group 'deep': it has given up, as no restart within 60 s did not do" in str(error)
         monkeypatch.undo()
 
 
@@ -216,23 +192,18 @@ def test_a_group_in_a_group_whose_children_have_all_left(monkeypatch: pytest.Mon
 # -- leaving and ending -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["kill", "exit", "handle"])
+@pytest.mark.parametrize("how", ["kill", "exit"])
 def test_one_that_leaves_is_out(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     scene = Scene(monkeypatch, 3)
     group = scene.group(0, 1, 2, strategy="one_for_all")
     if how == "kill":
         scene.routes[1].kill()
-    elif how == "exit":
-        scene.driver.runtime.supervisor.note_ended(scene.routes[1].actor_id, 0, "exit", "exit_actor()")
     else:
-        group._children = (group._children[0], group._children[2])
-        del scene.routes[1]
-        gc.collect()
+        scene.driver.runtime.supervisor.note_ended(scene.routes[1].actor_id, 0, "exit", "exit_actor()")
     scene.world.settle()
     scene.events.clear()
     assert group.state == "up"
-    if how != "handle":
-        del scene.routes[1]
+    del scene.routes[1]
     scene.kill(0)
     assert scene.happened() == ["-0", "-2", "+0", "+2"]
     for route in scene.routes:
@@ -293,14 +264,6 @@ def test_leaving_the_network_ends_the_group_without_failure(monkeypatch: pytest.
     scene.world.settle()
     assert group.monitor().value() is None
     assert (scene.lives(), told) == ([], [])
-
-
-def test_a_group_that_nobody_refers_to_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 2)
-    scene.group(0, 1, strategy="one_for_all")
-    gc.collect()
-    scene.kill(0)
-    assert scene.happened() == ["-0", "-1", "+0", "+1"]
 
 
 def test_a_group_keeps_its_children(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc.actors.supervision.restart_policy import JITTER, MAX_BACKOFF_S, QUIET_S, RestartPolicy
+from actorrpc.actors.supervision.restart_policy import JITTER, MAX_BACKOFF_S, RestartPolicy
 
 _times = st.lists(st.floats(0, 30), min_size=1, max_size=40)
 
@@ -28,25 +27,12 @@ def _play(policy: RestartPolicy, lives: list[float]) -> list[tuple[float, float 
     return found
 
 
-def test_none_by_default() -> None:
-    policy = RestartPolicy()
-    assert policy.next(5.0) is None
-    assert policy.count == 0
-    assert "max_restarts is 0" in policy.why_not()
-
-
 def test_the_first_comes_at_once_and_then_the_waits_double() -> None:
     policy = RestartPolicy(-1, None, 0.1)
     waits = [policy.next(0.0) for _ in range(12)]
     assert waits[:5] == [0.0, 0.1, 0.2, 0.4, 0.8]
     assert waits[-1] == MAX_BACKOFF_S
     assert policy.count == 12
-
-
-def test_a_quiet_life_resets_the_waits() -> None:
-    policy = RestartPolicy(-1, None, 0.1)
-    _play(policy, [0.0] * 5)
-    assert _play(policy, [QUIET_S + 1, 0.0])[0][1] == 0.0
 
 
 def test_an_actor_that_never_came_to_life_has_not_been_quiet() -> None:
@@ -90,14 +76,6 @@ def test_waits_in_a_row_never_shrink_and_are_bounded(lives: list[float], backoff
     assert max(waits) <= max(MAX_BACKOFF_S, backoff)  # type: ignore[type-var, operator]
 
 
-@pytest.mark.parametrize(("limit", "words"), [(1, "once"), (3, "3 times")])
-def test_why_not(limit: int, words: str) -> None:
-    policy = RestartPolicy(limit)
-    while policy.next(0.0) is not None:
-        pass
-    assert words in policy.why_not()
-
-
 @given(_times, st.floats(0.1, 5), st.lists(st.floats(0, 1), min_size=1))
 def test_jitter_shortens_waits_by_up_to_half(lives: list[float], backoff: float, drawn: list[float]) -> None:
     numbers = itertools.cycle(drawn)
@@ -108,10 +86,6 @@ def test_jitter_shortens_waits_by_up_to_half(lives: list[float], backoff: float,
         assert wait is not None
         assert most is not None
         assert (1 - JITTER) * most <= wait <= most
-
-
-def test_the_first_wait_is_none_whatever_is_drawn() -> None:
-    assert RestartPolicy(-1, None, 5.0, lambda: 0.5).next(0.0) == 0.0
 
 
 def test_causes_are_those_within_the_window() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,145 +71,12 @@ class Model:
         return self.done
 
 
-@pytest.mark.parametrize(
-    ("strategy", "done"),
-    [
-        ("one_for_one", ["died 1", "make 1"]),
-        ("one_for_all", ["died 1", "end 3", "end 2", "end 0", "make 0", "make 1", "make 2", "make 3"]),
-        ("rest_for_one", ["died 1", "end 3", "end 2", "make 1", "make 2", "make 3"]),
-    ],
-)
-def test_who_is_made_again_and_in_what_order(strategy: Strategy, done: list[str]) -> None:
-    model = Model(4, strategy)
-    model.die(1)
-    assert model.settle() == done
-    assert model.siblings.states == ("up",) * 4
-    assert not model.siblings.busy
-
-
-def test_each_is_made_when_the_one_before_it_lives_and_ended_when_the_one_behind_it_is_gone() -> None:
-    model = Model(3, "one_for_all")
-    model.die(2)
-    for _ in range(5):
-        assert len(model.todo) == 1
-        model.obey()
-    assert model.done == ["died 2", "end 1", "end 0", "make 0", "make 1", "make 2"]
-    assert not model.todo
-
-
-def test_the_back_off_is_between_the_ends_and_the_starts() -> None:
-    model = Model(2, "one_for_all", backoff=1.0)
-    model.die(0)
-    model.settle()
-    model.done.clear()
-    model.die(0)
-    assert [order.seconds for order in model.waits] == [1.0]
-    model.obey()
-    assert model.done == ["died 0", "end 1"]
-    assert not model.todo
-    model.pass_time()
-    assert model.settle() == ["died 0", "end 1", "make 0", "make 1"]
-
-
 def test_a_death_further_up_while_others_are_being_made_widens_the_circle() -> None:
     model = Model(3, "rest_for_one")
     model.die(2)
     assert model.done == ["died 2", "make 2"]
     model.die(0)
     assert model.settle() == ["died 2", "make 2", "died 0", "end 2", "end 1", "make 0", "make 1", "make 2"]
-
-
-def test_one_that_was_to_end_anyhow_does_not_count() -> None:
-    model = Model(3, "one_for_all", limit=1)
-    model.die(0)
-    assert model.done == ["died 0", "end 2"]
-    model.die(1)
-    model.settle()
-    assert not model.siblings.failed
-    assert model.siblings.states == ("up",) * 3
-
-
-def test_children_of_one_for_one_do_not_wait_for_each_other() -> None:
-    model = Model(3, "one_for_one", backoff=5.0)
-    model.die(0)
-    model.die(1)
-    assert model.done == ["died 0", "make 0", "died 1"]
-    model.obey()
-    assert model.siblings.states == ("up", "down", "up")
-    model.settle()
-    assert model.siblings.states == ("up",) * 3
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_death_too_many(strategy: Strategy) -> None:
-    model = Model(3, strategy, limit=2)
-    for _ in range(2):
-        model.die(1)
-        model.settle()
-    model.done.clear()
-    model.die(1)
-    assert model.settle() == ["died 1", "end 2", "end 0", "failed"]
-    assert model.siblings.failed
-    assert model.siblings.exceeded
-    assert model.siblings.why == "death of 1"
-    assert model.siblings.restarts.causes() == ["death of 1"] * 3
-    # whoever is above makes it again, with a new account
-    model.take(model.siblings.bring_up(model.now, RestartPolicy(2, 60.0)))
-    assert model.settle()[4:] == ["make 0", "make 1", "make 2", "up"]
-    model.die(1)
-    model.settle()
-    assert not model.siblings.failed
-
-
-def test_deaths_that_are_long_ago_do_not_count() -> None:
-    model = Model(2, "one_for_one", limit=1)
-    for _ in range(5):
-        model.now += 61.0
-        model.die(0)
-        model.settle()
-    assert not model.siblings.failed
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_that_leaves_is_no_reason_for_anything(strategy: Strategy) -> None:
-    model = Model(3, strategy)
-    model.lives[1] = False
-    model.take(model.siblings.left(1, 0.0))
-    assert model.done == []
-    model.die(0)
-    model.settle()
-    assert model.siblings.states == ("up", "left", "up")
-
-
-def test_one_that_leaves_while_it_is_waited_for() -> None:
-    model = Model(3, "one_for_all")
-    model.die(0)
-    assert model.todo[0].child == 2
-    model.todo.clear()
-    model.lives[2] = False
-    model.take(model.siblings.left(2, 0.0))
-    assert model.settle() == ["died 0", "end 2", "end 1", "make 0", "make 1"]
-
-
-def test_one_that_cannot_be_made() -> None:
-    model = Model(3, "one_for_one")
-    model.lives[1] = False
-    model.take(model.siblings.lost(1, 0.0, "no place"))
-    assert model.settle() == ["end 2", "end 0", "failed"]
-    assert not model.siblings.exceeded
-    assert model.siblings.why == "no place"
-
-
-def test_down_and_up() -> None:
-    model = Model(3, "rest_for_one")
-    model.die(1)
-    model.take(model.siblings.bring_down(0.0))
-    model.settle()
-    assert model.done[-1] == "down"
-    assert model.lives == [False] * 3
-    model.done.clear()
-    model.take(model.siblings.bring_up(0.0, RestartPolicy(1, 60.0)))
-    assert model.settle() == ["make 0", "make 1", "make 2", "up"]
 
 
 def test_all_are_up_only_when_all_are_up() -> None:

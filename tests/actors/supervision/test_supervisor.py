@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import gc
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.spec.actor_spec import ActorDescriptor
 from actorrpc.actors.spec.death_report import ActorState, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
 from actorrpc.agent.context import set_worker
-from actorrpc.errors import ActorDiedError, ConfigError, PeerDiedError, ShutdownError, UnknownWorkerError
+from actorrpc.errors import ActorDiedError, ConfigError, PeerDiedError, UnknownActorError, UnknownWorkerError
 from actorrpc.futures import Future
-from actorrpc.wire.identity import WorkerInfo
-from tests.actors.fleet import Worker, World
+from actorrpc.wire.identity import WorkerInfo, WorkerKey
+from tests.actors.fleet import INFO, Worker, World
 
 
 @pytest.fixture(autouse=True)
@@ -54,15 +53,6 @@ def test_round_robin_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     del routes, more
 
 
-def test_alone_it_lives_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1, workers=1)
-    route = world.create(world.workers[0])
-    future = world.call(world.workers[0], route, 4)
-    world.settle()
-    assert future.value() == 4
-    assert len(world.workers[0].actors_here) == 1
-
-
 @pytest.mark.parametrize("how", ["name", "rank", "info"])
 def test_on_a_worker_that_is_named(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     world = World(monkeypatch, 1)
@@ -73,30 +63,6 @@ def test_on_a_worker_that_is_named(monkeypatch: pytest.MonkeyPatch, how: str) ->
     assert len(there.actors_here) == 1
     assert route.descriptor.options is not None
     assert route.descriptor.options.worker is None
-
-
-def test_with_another_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Handle:
-        _is_actor_handle = True
-
-    for seed in range(10):
-        world = World(monkeypatch, seed, spawner=True)
-        first = world.create(world.workers[0])
-        handle = Handle()
-        handle.__dict__["_actorrpc_route"] = first
-        second = world.create(world.workers[0], worker=handle)
-        one, two = first.located(), second.located()
-        world.settle()
-        assert one.value().worker == two.value().worker
-        assert one.value().instance_id != two.value().instance_id
-        watched = first.watch()
-        del first, handle
-        gc.collect()
-        world.settle()
-        assert watched.done()  # the second does not keep the first alive
-        future = world.call(world.workers[0], second, 3)
-        world.settle()
-        assert future.value() == 3
 
 
 def test_places_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,25 +79,6 @@ def test_places_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.workers[0].runtime.supervisor.states() == []
 
 
-def test_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1, workers=1, spawner=True)
-    driver = world.workers[0]
-    route = world.create(driver)
-    future = world.call(driver, route, 1)
-    world.settle()
-    assert future.value() == 1
-    assert _state(driver).worker == "Counter-1"
-    assert _state(driver).pid == 1001
-    (hosted,) = world.workers[1].actors_here.values()
-    assert hosted.spec.alone
-    del route, future
-    gc.collect()
-    world.settle()
-    assert world.spawner is not None
-    assert world.spawner.released == ["Counter-1"]
-    assert _state(driver).state == "DEAD"
-
-
 def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1, workers=1, spawner=True)
     assert world.spawner is not None
@@ -146,39 +93,6 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # -- restarts ---------------------------------------------------------------------------------------------------
-
-
-def test_back_off_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1, workers=1, spawner=True)
-    driver = world.workers[0]
-    births: list[float] = []
-
-    def constructor(spec: Any) -> None:
-        births.append(world.clock.now())
-        world.tasks.append((None, world.workers[-1].die))
-
-    world.constructor = constructor
-    route = world.create(driver, max_restarts=4, restart_backoff_s=1.0)
-    watched = route.watch()
-    world.settle(60)
-    assert watched.done()
-    assert len(births) == 5
-    waits = [after - before for before, after in pairwise(births)]
-    assert waits[0] < 0.5  # at once, but for a report that takes its time
-    assert [round(wait) for wait in waits[1:]] == [1, 2, 4]
-    row = _state(driver)
-    assert (row.state, row.restarts) == ("DEAD", 4)
-    assert "it has been 4 times, and max_restarts is 4" in row.death_cause
-
-
-def test_a_pinned_actor_dies_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1)
-    route = world.create(world.workers[0], worker="w2", max_restarts=-1)
-    world.settle()
-    world.workers[2].die()
-    future = world.call(world.workers[0], route, 1)
-    world.settle()
-    assert "worker= has put it there" in str(_error(future))
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -220,59 +134,6 @@ def test_a_place_that_is_known_to_be_gone_costs_no_restart(
         assert row.state == "DEAD"
         assert 30.0 < asked[-1] - asked[1] < 31.0
         assert isinstance(_error(future), ActorDiedError)
-
-
-def test_a_pinned_actor_that_is_killed_comes_back_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1)
-    route = world.create(world.workers[0], worker="w2", max_restarts=-1)
-    world.settle()
-    route.kill(no_restart=False)
-    world.settle()
-    (hosted,) = world.workers[2].actors_here.values()
-    assert hosted.spec.epoch == 1
-    future = world.call(world.workers[0], route, 1)
-    world.settle()
-    assert future.value() == 1
-
-
-def test_the_state_goes_into_the_next_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1)
-    driver = world.workers[0]
-    route = world.create(driver, max_restarts=-1)
-    world.settle()
-    supervisor = driver.runtime.supervisor
-    assert supervisor.note_checkpoint(route.actor_id, 0, 1, Snapshot.of("old"))
-    assert supervisor.note_checkpoint(route.actor_id, 0, 3, Snapshot.of("new"))
-    assert supervisor.note_checkpoint(route.actor_id, 0, 2, Snapshot.of("overtaken"))
-    first = next(each for each in world.workers if each.actors_here)
-    first.die()
-    world.settle()
-    assert not supervisor.note_checkpoint(route.actor_id, 0, 4, Snapshot.of("late"))
-    next(each for each in world.workers if each.actors_here and each is not first).die()
-    world.settle()
-    world.create(driver)
-    specs = [
-        hosted.spec
-        for each in world.workers
-        for hosted in each.actors_here.values()
-        if hosted.spec.actor_id == route.actor_id
-    ]
-    assert [(spec.epoch, spec.state.open()) for spec in specs if spec.epoch == 1] in ([], [(1, "new")])
-    assert all(spec.state.open() == "new" for spec in specs if spec.epoch != 0)
-
-
-def test_an_actor_that_exits_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1)
-    driver = world.workers[0]
-    route = world.create(driver, max_restarts=-1)
-    world.settle()
-    supervisor = driver.runtime.supervisor
-    supervisor.note_ended(route.actor_id, 7, "exit", "another incarnation")
-    assert route.alive().value() is True
-    supervisor.note_ended(route.actor_id, 0, "exit", "it called exit_actor()")
-    assert route.alive().value() is False
-    world.settle()
-    assert "it called exit_actor()" in _state(driver).death_cause
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------
@@ -343,55 +204,6 @@ def test_the_last_handle_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         assert future is None or future.value() == 1
         assert "its last handle is gone" in str(watched.value()), seed
         assert not any(each.actors_here for each in world.workers), seed
-
-
-def test_detached_actors_belong_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1, workers=4)
-    creator = world.workers[3]
-    route = world.create(creator, lifetime="detached", name="d", worker="w1")
-    assert route.anchor is None
-    actor_id = route.actor_id
-    assert world.workers[0].runtime.supervisor.states()[0].detached
-    with pytest.raises(UnknownWorkerError):
-        world.create(creator, lifetime="detached", worker="nobody")
-    world.settle()
-    del route
-    creator.die()
-    world.settle()
-    other = world.workers[2]
-    world.on(other)
-    found = other.runtime.routes.of(other.runtime.names.lookup("d"))
-    assert found.actor_id == actor_id
-    future = world.call(other, found, 3)
-    world.settle()
-    assert future.value() == 3
-
-
-def test_close_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1, spawner=True)
-    driver = world.workers[0]
-    supervisor = driver.runtime.supervisor
-    route = world.create(driver)
-    world.settle()
-    other = world.create(driver)  # is being made
-    call = world.call(driver, other, 1)
-    watched = [route.watch(), other.watch()]
-    monkeypatch.setattr("actorrpc.actors.supervision.supervisor.collect_all", lambda futures: _Settles(world))
-    supervisor.close(True)
-    world.settle()
-    assert all("shut down" in str(each.value()) for each in watched)
-    assert isinstance(_error(call), ActorDiedError)
-    assert not any(each.actors_here for each in world.workers)
-    with pytest.raises(ShutdownError):
-        world.create(driver)
-
-
-class _Settles:
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def wait(self, timeout: float) -> None:
-        self._world.settle(0)
 
 
 def test_the_dead_are_remembered_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,3 +300,78 @@ def test_monitors_fire_exactly_once_where_the_supervisor_dies(monkeypatch: pytes
         world.settle()
         assert len(fired) == 4
         assert all(type(each) is ActorDiedError for each in fired)
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+def _run(world: World, worker: int, what: str, *args: object, **options: object) -> object:
+    """Ask from a worker; RPC goes on meanwhile."""
+    names = world.workers[worker].runtime.names
+    world.on(world.workers[worker])
+    return getattr(names, what)(*args, **options)
+
+
+def test_one_of_many_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    names = world.workers[0].runtime.names
+    found: list[ActorDescriptor | None] = []
+    start = threading.Barrier(8)
+
+    def ask(actor_id: int) -> None:
+        descriptor = ActorDescriptor(
+            actor_id=actor_id, info=INFO, supervisor=WorkerKey(0, "x"), supervisor_name="w0", name="only"
+        )
+        start.wait()
+        found.append(names.put_in(descriptor))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found.count(None) == 1
+    assert len({descriptor.actor_id for descriptor in found if descriptor is not None}) == 1
+
+
+def test_names_of_a_creator_that_died_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    route = world.create(world.workers[2], name="clock", worker="w1")
+    detached = world.create(world.workers[2], name="wall", worker="w1", lifetime="detached")
+    world.settle()
+    world.workers[2].die()
+    world.settle()
+    with pytest.raises(UnknownActorError, match="wall"):
+        _run(world, 1, "lookup", "clock")
+    assert _run(world, 1, "lookup", "wall").actor_id == detached.actor_id  # type: ignore[attr-defined]
+    late = world.call(world.workers[1], world.workers[1].runtime.routes.of(route.descriptor), 1)
+    world.settle()
+    assert late.done()
+    assert isinstance(late.exception(), ActorDiedError) or late.value() == 1
+
+
+def test_rank_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    _run(world, 1, "list")
+    world.workers[0].die()
+    world.settle()
+    with pytest.raises(PeerDiedError, match="names are kept by rank 0"):
+        _run(world, 1, "lookup", "x")
+
+
+def test_unknown_names_say_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    driver = world.workers[0]
+    with pytest.raises(UnknownActorError, match="no actor has a name there"):
+        _run(world, 0, "lookup", "counter")
+    keep = [world.create(driver, name="counter"), world.create(driver, name="far", namespace="lab")]
+    with pytest.raises(UnknownActorError, match="did you mean 'counter'"):
+        _run(world, 2, "lookup", "countre")
+    with pytest.raises(UnknownActorError, match="there are: 'counter'"):
+        _run(world, 2, "lookup", "zzz")
+    with pytest.raises(UnknownActorError, match=r"there is one in namespace 'lab': give namespace="):
+        _run(world, 1, "lookup", "far")
+    assert _run(world, 1, "lookup", "far", "lab") is not None
+    assert _run(world, 1, "list", "lab") == [("lab", "far")]
+    world.settle()
+    del keep
