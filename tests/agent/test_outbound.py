@@ -60,16 +60,6 @@ def test_what_is_posted_arrives(elements: int, transport: str) -> None:
         assert not any(peer.pending for peer in a.peers())
 
 
-def test_calls_go_on_beside_posts(pair: list[Agent]) -> None:
-    a, b = pair
-    peer = a.peer(b.name)
-    for n in range(200):
-        a.cast(peer, take, (n,), "take")
-    assert a.ask(peer, max, (1, 2), {}, 30) == 2
-    wait(200)
-    assert sorted(arrived) == [("a0", n) for n in range(200)]
-
-
 @pytest.mark.prints("what 'a0' has posted here failed.*ZeroDivisionError: as posted")
 def test_a_failure_is_logged_where_it_happens(pair: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
     a, b = pair
